@@ -31,13 +31,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanovllm.api.checks import unknown_name
-from nanovllm.api.config import DTYPES, EMBEDDED
-from nanovllm.tools.benchmarks import report
-from nanovllm.tools.benchmarks.baselines import BASELINES, vllm_version
-from nanovllm.tools.benchmarks.machine import cpu_seconds, describe_load, other_load
-from nanovllm.tools.benchmarks.workloads import SHAPES, WORKLOADS
-from nanovllm.tools.jobs.run_batch import option
+from nanovllm.cli.jobs.run_batch import option
+from nanovllm.config import DTYPES, EMBEDDED
+from nanovllm.utils.checks import unknown_name
+from tools.benchmarks import report
+from tools.benchmarks.baselines import BASELINES, vllm_version
+from tools.benchmarks.machine import cpu_seconds, describe_load, other_load
+from tools.benchmarks.workloads import SHAPES, WORKLOADS
 
 MODES = ("host_only", "startup", "memory", "kernels", "gpu_report")
 
@@ -142,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
     command = shlex.join(["bench.py", *(sys.argv[1:] if argv is None else argv)])
     try:
         check(args)
-        from nanovllm.tools.benchmarks import modes, throughput  # not for --help: torch
+        from tools.benchmarks import modes, throughput  # not for --help: torch
 
         options = {"dtype": args.dtype, **dict(args.set)}
         if any(getattr(args, name) for name in MODES):

@@ -1,9 +1,9 @@
 """Writes docs/lessons/, a page of each lesson, from what the lesson shows when it runs.
 
-python .ci/lesson_pages.py             runs all lessons and writes their pages
-python .ci/lesson_pages.py 3 12        runs lessons 3 and 12
-python .ci/lesson_pages.py --lines     corrects the lines that the pages link to, and runs no lesson
-python .ci/lesson_pages.py --measure   also replaces figures that differ in what was measured only
+PYTHONPATH=. python .ci/lesson_pages.py             runs all lessons and writes their pages
+PYTHONPATH=. python .ci/lesson_pages.py 3 12        runs lessons 3 and 12
+PYTHONPATH=. python .ci/lesson_pages.py --lines     corrects the lines that the pages link to, and runs no lesson
+PYTHONPATH=. python .ci/lesson_pages.py --measure   also replaces figures that differ in what was measured only
 
 It also links the rows of docs/lessons.md to the pages. Without --measure a page keeps its figures
 and their date, so a busy machine does not change them. Everything else comes from the run.
@@ -22,8 +22,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from page import ROOT, STEMS, Page, row_of_link
 
-from nanovllm.lessons import command
-from nanovllm.tools.benchmarks import machine
+from lessons import command
+from tools.benchmarks import machine
 
 PAGES = ROOT / "docs" / "lessons"
 TITLES = {number: command.title(number).rstrip(".") for number in command.NUMBERS}
@@ -40,7 +40,7 @@ def navigation(number: str) -> str:
     """Return links to the lessons before and after it, the list of all, and the source."""
     i = command.NUMBERS.index(number)
     links = ["[all lessons](../lessons.md)"]
-    links.append(f"[source](../../nanovllm/lessons/{command.LESSONS[i]}.py)")
+    links.append(f"[source](../../lessons/{command.LESSONS[i]}.py)")
     for before in command.NUMBERS[:i][-1:]:
         links.insert(0, f"[← {TITLES[before]}]({STEMS[before]}.md)")
     for after in command.NUMBERS[i + 1 :][:1]:
@@ -63,8 +63,8 @@ def run(number: str, page: Page) -> dict[str, str]:
         f"# {TITLES[number]}",
         navigation(number),
         f"Figures: {about['CPU']}, {about['cores']} cores, {about['date'][:10]}. Other processes "
-        f"took {others} of the CPU time. Run it: `nanovllm lessons {number}`. Answer its questions: "
-        f"`nanovllm lessons {number} --answers`.",
+        f"took {others} of the CPU time. Run it: `python -m lessons {number}`. Answer its questions: "
+        f"`python -m lessons {number} --answers`.",
     )
     parts = (*head, *page.parts, navigation(number))
     return {f"{page.stem}.md": "\n\n".join(parts) + "\n"} | page.pictures

@@ -12,7 +12,7 @@ from typing import Any
 
 import svg
 
-from nanovllm.lessons import command, show
+from lessons import command, show
 
 ROOT = Path(__file__).parents[1]
 STEMS = {  # names of the pages

@@ -15,42 +15,41 @@ from typing import TYPE_CHECKING
 from nanovllm.loading.optional import find_optional
 
 if TYPE_CHECKING:
-    from nanovllm.api.outputs import CompletionOutput as CompletionOutput
-    from nanovllm.api.outputs import GenerationError as GenerationError
-    from nanovllm.api.outputs import Logprob as Logprob
-    from nanovllm.api.outputs import RequestMetrics as RequestMetrics
-    from nanovllm.api.outputs import RequestOutput as RequestOutput
-    from nanovllm.api.outputs import StreamOutput as StreamOutput
-    from nanovllm.api.prompts import TextPrompt as TextPrompt
-    from nanovllm.api.prompts import TokensPrompt as TokensPrompt
-    from nanovllm.api.sampling_params import SamplingParams as SamplingParams
-    from nanovllm.api.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
-    from nanovllm.features.beam_search import BeamSearchOutput as BeamSearchOutput
-    from nanovllm.features.beam_search import BeamSearchParams as BeamSearchParams
-    from nanovllm.features.beam_search import BeamSearchSequence as BeamSearchSequence
-    from nanovllm.features.embeddings.pooling import EmbeddingOutput as EmbeddingOutput
-    from nanovllm.features.embeddings.pooling import (
+    from nanovllm.cli.trace.trace import Trace as Trace
+    from nanovllm.features.requests.beam_search import BeamSearchOutput as BeamSearchOutput
+    from nanovllm.features.requests.beam_search import BeamSearchParams as BeamSearchParams
+    from nanovllm.features.requests.beam_search import BeamSearchSequence as BeamSearchSequence
+    from nanovllm.features.requests.embeddings.pooling import EmbeddingOutput as EmbeddingOutput
+    from nanovllm.features.requests.embeddings.pooling import (
         EmbeddingRequestOutput as EmbeddingRequestOutput,
     )
-    from nanovllm.features.embeddings.pooling import PoolingParams as PoolingParams
-    from nanovllm.features.loglikelihood import LoglikelihoodOutput as LoglikelihoodOutput
+    from nanovllm.features.requests.embeddings.pooling import PoolingParams as PoolingParams
+    from nanovllm.features.requests.loglikelihood import LoglikelihoodOutput as LoglikelihoodOutput
+    from nanovllm.inputs import TextPrompt as TextPrompt
+    from nanovllm.inputs import TokensPrompt as TokensPrompt
     from nanovllm.llm import LLM as LLM
-    from nanovllm.tools.trace.trace import Trace as Trace
+    from nanovllm.outputs import CompletionOutput as CompletionOutput
+    from nanovllm.outputs import GenerationError as GenerationError
+    from nanovllm.outputs import Logprob as Logprob
+    from nanovllm.outputs import RequestMetrics as RequestMetrics
+    from nanovllm.outputs import RequestOutput as RequestOutput
+    from nanovllm.outputs import StreamOutput as StreamOutput
+    from nanovllm.sampling_params import SamplingParams as SamplingParams
+    from nanovllm.sampling_params import StructuredOutputsParams as StructuredOutputsParams
 
 __version__ = "0.1.0"
 # The public names by module.
 NAMES = {
-    "features.beam_search": "BeamSearchOutput BeamSearchParams BeamSearchSequence",
+    "features.requests.beam_search": "BeamSearchOutput BeamSearchParams BeamSearchSequence",
     "llm": "LLM",
-    "api.outputs": (
+    "outputs": (
         "CompletionOutput GenerationError Logprob RequestMetrics RequestOutput StreamOutput"
     ),
-    "features.embeddings.pooling": "EmbeddingOutput EmbeddingRequestOutput PoolingParams",
-    "api.prompts": "TextPrompt TokensPrompt",
-    "api.sampling_params": "SamplingParams",
-    "features.loglikelihood": "LoglikelihoodOutput",
-    "api.structured_outputs": "StructuredOutputsParams",
-    "tools.trace.trace": "Trace",
+    "features.requests.embeddings.pooling": "EmbeddingOutput EmbeddingRequestOutput PoolingParams",
+    "inputs": "TextPrompt TokensPrompt",
+    "sampling_params": "SamplingParams StructuredOutputsParams",
+    "features.requests.loglikelihood": "LoglikelihoodOutput",
+    "cli.trace.trace": "Trace",
 }
 HOMES = {name: module for module, names in NAMES.items() for name in names.split()}
 FILES = {name: f"nanovllm/{module.replace('.', '/')}.py" for name, module in HOMES.items()}

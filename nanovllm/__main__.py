@@ -5,7 +5,6 @@ nanovllm chat --model Qwen/Qwen3-0.6B      a conversation with another model
 nanovllm convert model.gguf model/         converts a GGUF file to a checkpoint
 nanovllm run-batch -i in.jsonl -o out.jsonl
                                            runs a file of requests in OpenAI's batch format
-nanovllm lessons                           lists the lessons and exercises
 nanovllm lm-eval run --model nanovllm ...  runs lm_eval's tasks
 
 `nanovllm COMMAND --help` shows the options of a command, with an example.
@@ -17,14 +16,13 @@ import os
 import sys
 from pathlib import Path
 
-from nanovllm.api.checks import unknown_name
+from nanovllm.utils.checks import unknown_name
 
 COMMANDS = {
-    "chat": "nanovllm.tools.chat",
-    "convert": "nanovllm.tools.convert",
-    "lessons": "nanovllm.lessons.command",
-    "lm-eval": "nanovllm.tools.jobs.lm_eval",
-    "run-batch": "nanovllm.tools.jobs.run_batch",
+    "chat": "nanovllm.cli.chat",
+    "convert": "nanovllm.cli.convert",
+    "lm-eval": "nanovllm.cli.jobs.lm_eval",
+    "run-batch": "nanovllm.cli.jobs.run_batch",
 }
 
 
@@ -50,6 +48,14 @@ def run_command(argv: list[str] | None) -> int:
     if command in ("-h", "--help"):
         print(__doc__.strip())
         return 0
+    if command == "lessons":
+        print(
+            "nanovllm lessons: in a clone of the repository, run python -m lessons", file=sys.stderr
+        )
+        return 2
+    if command == "lessons":
+        print("the lessons are in a clone of the repository: python -m lessons", file=sys.stderr)
+        return 2
     if command not in COMMANDS:
         print(f"nanovllm: {unknown_name('command', command, COMMANDS)}", file=sys.stderr)
         return 2

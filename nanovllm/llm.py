@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeAli
 
 from tqdm import tqdm
 
-from nanovllm.api.chat import Message, as_conversations
-from nanovllm.api.config import EMBEDDED, EngineConfig
-from nanovllm.api.log import show_log
-from nanovllm.api.outputs import GenerationError, RequestOutput, StreamOutput
-from nanovllm.api.prompts import CallArguments, Prompt, pair_up
-from nanovllm.api.sampling_params import SamplingParams
+from nanovllm.config import EMBEDDED, EngineConfig
+from nanovllm.engine.chat import Message, as_conversations
 from nanovllm.engine.input_processor import CheckedPrompt
 from nanovllm.engine.interrupt import DeferredInterrupt, defer_interrupt
 from nanovllm.engine.request import Progress, Request
 from nanovllm.engine.sampling import read_stream
+from nanovllm.inputs import CallArguments, Prompt, pair_up
 from nanovllm.loading.optional import find_optional, load_optional
+from nanovllm.outputs import GenerationError, RequestOutput, StreamOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.log import show_log
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from nanovllm.features.beam_search import BeamSearchOutput, BeamSearchParams
-    from nanovllm.features.embeddings.pooling import EmbeddingRequestOutput, PoolingParams
-    from nanovllm.features.loglikelihood import LoglikelihoodOutput
+    from nanovllm.features.requests.beam_search import BeamSearchOutput, BeamSearchParams
+    from nanovllm.features.requests.embeddings.pooling import EmbeddingRequestOutput, PoolingParams
+    from nanovllm.features.requests.loglikelihood import LoglikelihoodOutput
 
 # The default of `prompts`, so that a call with `prompt_token_ids` alone raises a helpful error.
 MISSING: Any = None
@@ -162,7 +162,7 @@ class LLM:
         use_tqdm: ShowProgress = True,
         **ignored: Unpack[CallArguments],
     ) -> list[BeamSearchOutput]:
-        """Search for the most likely outputs of the prompts; see nanovllm/features/beam_search.py.
+        """Search for the most likely outputs of the prompts; see features/requests/beam_search.py.
 
         params: one for all prompts, or one for each.
 
@@ -170,7 +170,7 @@ class LLM:
         and Ctrl-C are as in `generate`.
         """
         check_call(self.beam_search, ignored)
-        beam_search = load_optional("features.beam_search", "beam_search")
+        beam_search = load_optional("features.requests.beam_search", "beam_search")
         pairs = pair_up(prompts, params, beam_search.BeamSearchParams, "params", optional=False)
         requests = self._run(self.engine.check(pairs), use_tqdm, "Searching")
         return [request.output for request in requests]
@@ -195,7 +195,7 @@ class LLM:
         Raises ArithmeticError if the model computed NaN. Other errors are as in `generate`.
         """
         check_call(self.embed, ignored)
-        params_class = load_optional("features.embeddings.pooling", "embed").PoolingParams
+        params_class = load_optional("features.requests.embeddings.pooling", "embed").PoolingParams
         fields = params_class(dimensions, normalize, prompt_name)
         if pooling_params is None:
             pooling_params = fields
@@ -218,7 +218,7 @@ class LLM:
         A prefix that several pairs share is computed once, except for its last partial block. A
         pair may have up to max_model_len + 1 tokens. Errors are as in `embed`.
         """
-        loglikelihood = load_optional("features.loglikelihood", "loglikelihood")
+        loglikelihood = load_optional("features.requests.loglikelihood", "loglikelihood")
         pairs = loglikelihood.tokenize_pairs(self.engine.input_processor, prompts, continuations)
         return unaborted(self._run(self.engine.check(pairs), use_tqdm, "Scoring"))
 

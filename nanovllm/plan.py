@@ -28,7 +28,7 @@ class StepPlan:
     saves: list[BlockCopy] = field(default_factory=list)  # from the device to host memory
     block_copies: list[BlockCopy] = field(default_factory=list)
     loads: list[BlockCopy] = field(default_factory=list)  # from host memory to the device
-    # For models with linear attention; see features/hybrid/states.py. (source, target) of copies
+    # For models with linear attention; see models/hybrid/states.py. (source, target) of copies
     # before anything is computed, and copies of states that this step computes.
     state_copies: list[tuple[int, int]] = field(default_factory=list)
     state_saves: list[StateSave] = field(default_factory=list)
@@ -161,4 +161,4 @@ class LogitRules:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logits_processors: tuple[Callable[..., Any], ...] = ()
-    grammar: Any = None  # nanovllm.features.structured.Grammar
+    grammar: Any = None  # nanovllm.features.requests.structured.Grammar

@@ -20,7 +20,7 @@ from fake_runner import make  # noqa: F401 (a fixture)
 from nanovllm import LLM
 from nanovllm.loading.checkpoint import find_checkpoint
 from nanovllm.models.fp8 import FP8
-from nanovllm.tools.training import data
+from tools.training import data
 
 # A shell without job control lets what it starts in the background ignore Ctrl-C, which tests send.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -93,8 +93,8 @@ def share_compilation() -> None:
     """Compile what the whole suite needs, fp8 caches too, with the other process: each first does
     what the other is not doing, and then waits for what the other has begun."""
     from nanovllm.backends.cpu import compile, kernel_files
-    from nanovllm.backends.cpu.units.any import ANY
-    from nanovllm.backends.cpu.units.unit import units
+    from nanovllm.backends.cpu.kernels.units.any import ANY
+    from nanovllm.backends.cpu.kernels.units.unit import units
 
     # The same kernel of several lists once: in the order of a list, in which attention comes first.
     # Lists with a unit are last, because their kernels call those without: two processes that compile

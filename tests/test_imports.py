@@ -15,21 +15,25 @@ PACKAGE = Path(__file__).parents[1] / "nanovllm"
 
 # A place imports from itself and from those before it. Places between "|" do not know each other.
 RULE = (
-    "api | plan < models < backends < engine | runner < features < loading < llm < tools < lessons"
+    "utils < config, sampling_params, inputs, outputs | plan < models < backends < engine | runner "
+    "< features < loading < llm < cli"
 )
-RANKS = [set(names.split(" | ")) for names in RULE.split(" < ")]
-OPTIONAL = {"backends", "features", "tools", "lessons"}
+GROUPS = [[set(group.split(", ")) for group in rank.split(" | ")] for rank in RULE.split(" < ")]
+OPTIONAL = {"backends", "features", "cli"}
 
 
 def place(module: str) -> str:
     """Return the folder or file at the top of the package: "models" of nanovllm.models.qwen3."""
-    return module.split(".")[1]
+    return module.split(".")[1] if module.startswith("nanovllm.") else module
 
 
-def rank(module: str) -> int:
-    ranks = [i for i, places in enumerate(RANKS) if place(module) in places]
-    assert ranks, f"{module} has no rank"
-    return ranks[0]
+def position(module: str) -> tuple[int, int]:
+    """Return the rank of a module's place, and the number of its group in this rank."""
+    for rank, groups in enumerate(GROUPS):
+        for number, places in enumerate(groups):
+            if place(module) in places:
+                return rank, number
+    raise AssertionError(f"{module} has no rank")
 
 
 def imported(nodes: Iterable[ast.AST]) -> set[str]:
@@ -40,7 +44,7 @@ def imported(nodes: Iterable[ast.AST]) -> set[str]:
             found.add(node.module)
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-    return {name for name in found if name.startswith("nanovllm.")}
+    return {n for n in found if n.split(".")[0] in ("nanovllm", "lessons", "tools") and "." in n}
 
 
 def modules(package: Path = PACKAGE) -> list[tuple[str, Path]]:
@@ -65,11 +69,12 @@ def test_a_clone_may_be_anywhere(tmp_path: Path) -> None:
 def test_imports_point_one_way(module: str, path: Path) -> None:
     tree = ast.parse(path.read_text())
     for target in imported(ast.walk(tree)):
-        same_rank = rank(module) == rank(target) and place(module) != place(target)
-        assert rank(target) <= rank(module), f"{module} imports {target}; the order is {RULE}"
-        assert not same_rank, f"{module} and {target} must not know each other: {RULE}"
+        (rank, group), (their_rank, their_group) = position(module), position(target)
+        assert their_rank <= rank, f"{module} imports {target}; the order is {RULE}"
+        knows = rank != their_rank or group == their_group
+        assert knows, f"{module} and {target} must not know each other: {RULE}"
         if place(module) == "engine":
-            assert place(target) in {"api", "plan", "engine"}, f"{module} imports {target}"
+            assert place(target) not in {"models", "backends"}, f"{module} imports {target}"
     if place(module) not in OPTIONAL:  # loading and llm import optional places in functions only
         optional = {name for name in imported(tree.body) if place(name) in OPTIONAL}
         assert not optional, f"{module} imports {optional}, which can be deleted"
@@ -80,9 +85,9 @@ def test_the_documents_state_the_rule() -> None:
         assert f"`{RULE}`" in (PACKAGE.parent / page).read_text(), page
 
 
-def test_the_package_has_twelve_places() -> None:
+def test_the_package_has_fifteen_places() -> None:
     hidden = ("__pycache__", "__main__.py", "py.typed")
-    assert len([path for path in PACKAGE.iterdir() if path.name not in hidden]) == 12
+    assert len([path for path in PACKAGE.iterdir() if path.name not in hidden]) == 15
 
 
 def test_one_file_starts_python() -> None:
@@ -99,7 +104,7 @@ def run(code: str) -> str:
 
 def test_control_plane_loads_no_torch() -> None:
     run(
-        "import sys, nanovllm.engine.llm_engine, nanovllm.tools.training.data\n"
+        "import sys, nanovllm.engine.llm_engine, tools.training.data\n"
         "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     )
 
@@ -107,7 +112,7 @@ def test_control_plane_loads_no_torch() -> None:
 @pytest.mark.slow
 def test_histories_run_without_torch() -> None:
     run(
-        "import sys; from nanovllm.tools.oracle.oracle import run_history\n"
+        "import sys; from lessons.oracle.oracle import run_history\n"
         "for seed in range(100): run_history(seed)\n"
         "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     )
@@ -133,7 +138,7 @@ def test_works_without(missing: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "deleted",
-    ["backends features tools lessons", "backends/gpu features/structured.py", "features"],
+    ["backends features cli", "backends/gpu features/requests/structured.py", "features"],
 )
 def test_optional_places_can_be_deleted(deleted: str, tmp_path: Path) -> None:
     """A copy of the package without them answers, and says what it cannot do."""
@@ -167,18 +172,18 @@ def test_optional_places_can_be_deleted(deleted: str, tmp_path: Path) -> None:
             "text = None\n"
             "try: llm.embed('2 + 3')\n"
             "except ValueError as error: text = str(error)\n"
-            "assert text == 'embed needs nanovllm/features/embeddings/pooling.py, '"
+            "assert text == 'embed needs nanovllm/features/requests/embeddings/pooling.py, '"
             " 'which this copy of nanovllm does not have', text\n"
             "text = None\n"
             "params = nanovllm.SamplingParams(min_tokens=3)\n"
             "try: llm.generate('2 + 3', params)\n"
             "except ValueError as error: text = str(error)\n"
-            "assert text.startswith('min_tokens needs nanovllm/features/logit_rules, which'), text\n"
+            "assert text.startswith('min_tokens needs nanovllm/features/requests/logit_rules, which'), text\n"
             f"try: LLM({str(tmp_path)!r})\n"
             "except ValueError as error: text = str(error)\n"
-            "assert 'needs nanovllm/features/hybrid/config.py, which' in text, text\n"
+            "assert 'needs nanovllm/features/models/hybrid/config.py, which' in text, text\n"
         )
-    if "tools" in deleted.split():
+    if "cli" in deleted.split():
         example = PACKAGE.with_name("example.py")
         code += (
             "space = {}\n"
@@ -187,23 +192,23 @@ def test_optional_places_can_be_deleted(deleted: str, tmp_path: Path) -> None:
             "text = None\n"
             "try: from nanovllm import Trace\n"
             "except ImportError as error: text = str(error)\n"
-            "assert text.startswith('Trace needs nanovllm/tools/trace/trace.py, which'), text\n"
+            "assert text.startswith('Trace needs nanovllm/cli/trace/trace.py, which'), text\n"
             "assert not hasattr(nanovllm, 'Trace')\n"
             "from nanovllm.__main__ import main\n"
             "assert main(['chat']) == 1\n"
             "text = None\n"
             "try: LLM('smollm2-135m')\n"
             "except ValueError as error: text = str(error)\n"
-            "assert text.endswith('which needs nanovllm/features/gguf/named.py'), text\n"
+            "assert text.endswith('which needs nanovllm/features/formats/gguf/named.py'), text\n"
             "import runpy\n"
             f"runpy.run_path({str(example)!r})\n"
             "sys.argv = ['example.py', '--trace']\n"
             f"runpy.run_path({str(example)!r}, run_name='__main__')\n"
         )
     done = fresh.run(code, PYTHONPATH=str(tmp_path))
-    if "tools" in deleted.split():
-        assert "nanovllm chat: needs nanovllm.tools, which this copy" in done.stderr
-        assert "error: Trace needs nanovllm/tools/trace/trace.py, which" in done.stderr
+    if "cli" in deleted.split():
+        assert "nanovllm chat: needs nanovllm.cli, which this copy" in done.stderr
+        assert "error: Trace needs nanovllm/cli/trace/trace.py, which" in done.stderr
         assert done.returncode == 2, done.stderr  # of example.py
     else:
         assert done.returncode == 0, done.stderr

@@ -1,4 +1,7 @@
-"""The tests of nanovllm/PLACE/NAME.py, or of the folder NAME/, are in tests/PLACE/test_NAME.py."""
+"""The tests of nanovllm/PLACE/NAME.py, or of the folder NAME/, are in tests/PLACE/test_NAME.py.
+
+The tests of lessons/ and tools/ are in tests/lessons/ and tests/tools/ in the same way.
+"""
 
 import ast
 import re
@@ -7,33 +10,32 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-PACKAGE = TESTS.parent / "nanovllm"
+ROOTS = TESTS.parent / "nanovllm", TESTS.parent  # lessons/ and tools/ are in the second
 # Folders without tests of a module: code that tests share, scripts that they run, and checks that a
 # learner runs on a solution.
 OTHER = {"helpers", "scripts", "lessons/exercises"}
 # Files about more than one module, and their subjects.
 SEVERAL = {
-    "test_docs.py": "README.md and docs/",
     "test_idioms.py": "scripts in the idioms of vLLM and nano-vllm",
     "test_imports.py": "the order of imports",
     "test_layout.py": "the folder tests/",
     "test_real_model.py": "the whole engine with a trained model",
-    "backends/cpu/test_kernels.py": "all kernels of the CPU",
-    "backends/gpu/test_delta_rule.py": "the kernels of features/hybrid/delta_rule.py",
+    "backends/cpu/kernels/test_kernels.py": "all kernels of the CPU",
+    "backends/gpu/test_delta_rule.py": "the kernels of features/models/hybrid/delta_rule.py",
     "backends/gpu/test_dry_run.py": "whole engines on a model of a GPU",
     "backends/gpu/test_gpu.py": "kernels and whole engines on a GPU",
     "engine/test_any_line.py": "an error or a signal at any line of a step",
     "engine/test_failures.py": "errors in one request's own data",
     "engine/test_large_batches.py": "the work and the memory of many requests",
     "engine/test_threads.py": "several callers of one engine",
-    "features/test_beam_histories.py": "beams with the scheduler and the host cache",
+    "features/requests/test_beam_histories.py": "beams with the scheduler and the host cache",
     "lessons/test_lesson_pages.py": "the pages of the lessons",
     "lessons/test_lessons.py": "the command, and what lessons share",
     "lessons/test_lessons_course.py": "the lessons from 19",
     "lessons/test_lessons_kernels.py": "the lessons from 10",
     "lessons/test_lessons_ladder.py": "the lessons 1 and 2, and the ladder",
     "lessons/test_lessons_schedule.py": "the lessons from 4 to 9",
-    "tools/jobs/test_server.py": "the server in docs/jobs.md",
+    "cli/jobs/test_server.py": "the server in docs/jobs.md",
 }
 
 
@@ -44,10 +46,15 @@ def files() -> list[str]:
 
 
 def has_subject(name: str) -> bool:
-    """Return whether the package has a module or a folder of this name."""
-    path = PACKAGE / name.replace("test_", "")
-    paths = path, path.with_suffix(""), path.with_stem(f"__{path.stem}__")
-    return any(path.exists() for path in paths)
+    """Return whether a root has a module or a folder of this name."""
+    for path in (root / name.replace("test_", "") for root in ROOTS):
+        if (
+            path.exists()
+            or path.with_suffix("").exists()
+            or path.with_stem(f"__{path.stem}__").exists()
+        ):
+            return True
+    return False
 
 
 def test_each_file_is_where_its_module_is() -> None:

@@ -11,7 +11,7 @@ import pytest
 import nanovllm.__main__ as program
 
 
-@pytest.mark.parametrize("command", ["chat", "lessons", "run-batch"])
+@pytest.mark.parametrize("command", ["chat", "convert", "run-batch"])
 def test_each_command_has_a_help_with_an_example(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -36,7 +36,7 @@ def test_help_of_a_command_whose_package_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.delitem(sys.modules, "nanovllm.tools.jobs.lm_eval", raising=False)
+    monkeypatch.delitem(sys.modules, "nanovllm.cli.jobs.lm_eval", raising=False)
     assert program.main(["lm-eval", "--help"]) == 0
     shown = capsys.readouterr()
     assert "nanovllm lm-eval run --model nanovllm" in shown.out
@@ -54,11 +54,10 @@ def test_ctrl_c_during_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("arguments", ["--help", "lessons"])
-def test_a_reader_that_has_ended(arguments: str, unbuffered: str) -> None:
+def test_a_reader_that_has_ended(unbuffered: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "nanovllm", arguments]
+    command = [sys.executable, "-m", "nanovllm", "--help"]
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     done = subprocess.run(
         command, stdout=writer, stderr=subprocess.PIPE, cwd=fresh.ROOT, env=environment, check=False

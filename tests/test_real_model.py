@@ -258,7 +258,7 @@ def test_lm_eval(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     from lm_eval.tasks import TaskManager
 
-    import nanovllm.tools.jobs.lm_eval  # noqa: F401  (registers the model)
+    import nanovllm.cli.jobs.lm_eval  # noqa: F401  (registers the model)
 
     capitals = [("France", "Paris"), ("Italy", "Rome"), ("Japan", "Tokyo"), ("Spain", "Madrid")]
     capitals += [

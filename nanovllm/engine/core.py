@@ -35,7 +35,7 @@ class EngineCore:
         self.runner = runner
         self.output_processor = output_processor
         self.async_scheduling = async_scheduling
-        self.observer = NO_OBSERVER  # see nanovllm/tools/trace/trace.py
+        self.observer = NO_OBSERVER  # see nanovllm/cli/trace/trace.py
         # A bound method as the argument would form a cycle and delay the release of the memory.
         self._turns = Turns(partial(abort_request, scheduler, output_processor))
 

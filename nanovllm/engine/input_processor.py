@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from nanovllm.api.chat import Message, render, template_variables
-from nanovllm.api.checks import located
-from nanovllm.api.log import logger
-from nanovllm.api.prompts import Prompt, split_prompt
-from nanovllm.api.sampling_params import SamplingParams
+from nanovllm.engine.chat import Message, render, template_variables
 from nanovllm.engine.detokenizer import Tokenizer
 from nanovllm.engine.task import Task
+from nanovllm.inputs import Prompt, split_prompt
 from nanovllm.plan import LogitRules
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import located
+from nanovllm.utils.log import logger
 
 DEFAULTS = SamplingParams()
 # The sampling parameters that need logit rules. The other fields of LogitRules follow from them.
@@ -48,8 +48,8 @@ class InputProcessor:
     has_head: bool = True
     max_logprobs: int = 20
     # These are None if their files in features/ are deleted.
-    make_rules: Any = None  # `make_rules` of features/logit_rules/params.py
-    grammars: Any = None  # a GrammarCompiler of features/structured.py
+    make_rules: Any = None  # `make_rules` of features/requests/logit_rules/params.py
+    grammars: Any = None  # a GrammarCompiler of features/requests/structured.py
     pooling: Any = None  # PoolingSettings: the embedding settings of the checkpoint
     render_with_limits: Any = None  # `render_with_limits` of features/chat_template.py
     tokens: list[int] = field(init=False)

@@ -13,10 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from nanovllm.api.config import EngineConfig
-from nanovllm.api.outputs import RequestMetrics
-from nanovllm.api.prompts import Prompt
-from nanovllm.api.sampling_params import SamplingParams
+from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.input_processor import CheckedPrompt, InputProcessor
@@ -27,7 +24,10 @@ from nanovllm.engine.sampling import Sampling
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.task import Task, TaskFactory
 from nanovllm.engine.turns import HANDOVER, REQUESTS_AT_ONCE
+from nanovllm.inputs import Prompt
+from nanovllm.outputs import RequestMetrics
 from nanovllm.plan import Runner
+from nanovllm.sampling_params import SamplingParams
 
 
 class LLMEngine(EngineCore):

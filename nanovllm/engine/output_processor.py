@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-from nanovllm.api.log import logger
 from nanovllm.engine.request import Progress, Request
 from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.task import Ending
 from nanovllm.plan import RowResult, StepOutput
+from nanovllm.utils.log import logger
 
 # The output of a task: a RequestOutput, EmbeddingRequestOutput, ... If this were a union, every
 # program that calls `step` would have to check the type of each output.

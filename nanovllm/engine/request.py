@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanovllm.api.outputs import Logprob, RequestMetrics
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.task import Task
+from nanovllm.outputs import Logprob, RequestMetrics
 from nanovllm.plan import RowSampling
 
 GREEDY = RowSampling(temperature=0, seed=0)

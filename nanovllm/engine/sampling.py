@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nanovllm.api.outputs import CompletionOutput, Logprob, RequestOutput, StreamOutput
-from nanovllm.api.sampling_params import SamplingParams
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.request import NO_IDS, Request, Sample, first_sequence, fork_sequence
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.task import Ending, Task
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StreamOutput
 from nanovllm.plan import FILTERS, ResultKind, RowResult, RowSampling, TokenLogprobs
+from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine

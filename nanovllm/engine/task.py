@@ -1,9 +1,9 @@
 """Task: one kind of request. It defines the results of rows and makes the output of a request.
 
     Sampling    engine/sampling.py            new tokens
-    Embedding   features/embeddings/          the hidden state of the prompt's last token
-    Scoring     features/loglikelihood.py     log-probabilities of the prompt's last tokens
-    BeamSearch  features/beam_search.py       the most likely outputs
+    Embedding   features/requests/embeddings/          the hidden state of the prompt's last token
+    Scoring     features/requests/loglikelihood.py     log-probabilities of the prompt's last tokens
+    BeamSearch  features/requests/beam_search.py       the most likely outputs
 
 A task holds checked parameters. Requests with the same parameters share a task, which saves memory
 if a million requests wait. The data of one request is in its Request. The engine calls the methods

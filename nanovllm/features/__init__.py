@@ -1,1 +1,1 @@
-"""Optional kinds of requests and of memory. Each can be deleted."""
+"""Kinds of requests, models, formats of checkpoints, memory and devices."""

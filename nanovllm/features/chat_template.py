@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from nanovllm.api.chat import Message, explain_template_error, render
-from nanovllm.api.checks import check_scalar
+from nanovllm.engine.chat import Message, explain_template_error, render
 from nanovllm.features.time_limit import call_with_limit
+from nanovllm.utils.checks import check_scalar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer

@@ -1,14 +1,14 @@
 """Names of vLLM and nano-vllm that do not exist here, and what to use instead.
 
-For the fields of SamplingParams see `ELSEWHERE` in api/sampling_params.py.
+For the fields of SamplingParams see `ELSEWHERE` in sampling_params.py.
 """
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
-from nanovllm.api.checks import similar, unknown_name
-from nanovllm.api.log import logger
+from nanovllm.utils.checks import similar, unknown_name
+from nanovllm.utils.log import logger
 
 # Options of `LLM()` that have another name here, or two names there.
 OTHER_NAMES = {"block_size": "kvcache_block_size", "kv_offloading_size": "swap_space"}
@@ -32,7 +32,7 @@ VLLM_OPTIONS: dict[str, Unused] = {
     "enable_sleep_mode": ((False,), "`del llm` frees the memory"),
     "generation_config": (("auto",), "pass a SamplingParams to use other values than the file's"),
     "hf_token": ((), "set the environment variable HF_TOKEN"),
-    "kv_offloading_backend": (("native",), "features/host_cache/blocks.py is the only one"),
+    "kv_offloading_backend": (("native",), "features/memory/host_cache/blocks.py is the only one"),
     "logits_processors": (([], ()), "set logits_processors of SamplingParams"),
     "logprobs_mode": (("raw_logprobs",), "log-probabilities are computed before all rules"),
     "mamba_block_size": ((), "states are saved after blocks of kvcache_block_size tokens"),
@@ -177,7 +177,7 @@ def missing(owner: str, name: str, known: Iterable[str]) -> AttributeError:
     return AttributeError(message, name=name, obj=None)
 
 
-# The arguments in CallArguments of api/prompts.py.
+# The arguments in CallArguments of inputs.py.
 CALL_ARGUMENTS: dict[str, Unused] = {
     "chat_template_content_format": (("auto",), "it is derived from the chat template"),
     "lora_request": ((), ADAPTER),

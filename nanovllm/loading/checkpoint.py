@@ -17,9 +17,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from nanovllm.api.checks import scalar_fields, similar
-from nanovllm.api.config import EMBEDDED
-from nanovllm.api.sampling_params import SamplingParams
+from nanovllm.config import EMBEDDED
 from nanovllm.loading.optional import find_optional, load_optional
 from nanovllm.models.config import (
     FEATURES,
@@ -33,6 +31,8 @@ from nanovllm.models.config import (
 )
 from nanovllm.models.weights import HEAD
 from nanovllm.plan import FILTERS
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import scalar_fields, similar
 
 # Names in generation_config.json -> names in SamplingParams.
 SAMPLING_FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"} | {
@@ -46,7 +46,7 @@ WANTED = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]  # no pickle
 def find_checkpoint(
     model: str | os.PathLike[str], revision: str | None = None, weights: bool = True
 ) -> Path:
-    """Return the directory that holds `model`, which may be a name of features/gguf/named.py.
+    """Return the directory that holds `model`, which may be a name of formats/gguf/named.py.
 
     Raises ValueError with a remedy. Weights are fetched from the hub only if `weights` is true.
     """
@@ -75,11 +75,11 @@ def find_checkpoint(
         if name.endswith(".gguf"):
             remedy = convert_command(path)
         raise ValueError(f"{name} is a file; {remedy}")
-    named_models = find_optional("features.gguf.named")
+    named_models = find_optional("features.formats.gguf.named")
     if named_models is not None and (found := named_models.find_named(name)) is not None:
         return found
     if name.startswith((".", "/", "~")) or name.count("/") != 1 or name.endswith("/"):
-        needed = ", which needs nanovllm/features/gguf/named.py" * (named_models is None)
+        needed = ", which needs nanovllm/features/formats/gguf/named.py" * (named_models is None)
         remedy = (
             "give a local directory, a hub id like 'Qwen/Qwen3-0.6B', "
             f"{EMBEDDED!r} for the embedded model, or 'smollm2-135m'{needed}"
@@ -142,7 +142,7 @@ class Checkpoint:
     ) -> None:
         """`has_weights` is false if no weights are read, as with load_format="dummy".
 
-        `overrides` replace fields of config.json. keeps_int4: see features/quantized_checkpoint.py.
+        `overrides` replace fields of config.json. keeps_int4: see formats/quantized_checkpoint.py.
         """
         self.directory, self.has_weights = directory, has_weights
         self.keeps_int4 = keeps_int4
@@ -162,7 +162,7 @@ class Checkpoint:
             )
         raw: dict[str, Any] = with_text_config(read_json(self.config_path))
         if self.overrides:
-            raw = load_optional("features.hf_overrides", "hf_overrides").override(
+            raw = load_optional("features.formats.hf_overrides", "hf_overrides").override(
                 raw, self.overrides
             )
         return raw
@@ -176,14 +176,16 @@ class Checkpoint:
         for name in names if isinstance(names, list) else ():
             if name in FEATURES:
                 option = f"the architecture {name!r}"
-                config_class = load_optional(f"features.{FEATURES[name]}.config", option).CONFIG
+                config_class = load_optional(
+                    f"features.models.{FEATURES[name]}.config", option
+                ).CONFIG
         model_config = config_class.from_json(self.config, path)
         self.weight_format = self.find_weight_format(path)
         self.select_tensors = model_config.select_tensors
         return model_config
 
     def find_weight_format(self, path: Path) -> Any:
-        """Return the WeightFormat of features/quantized_checkpoint.py, or None.
+        """Return the WeightFormat of features/formats/quantized_checkpoint.py, or None.
 
         Raises ValueError if the weights are quantized in a format that is not supported.
         """
@@ -193,7 +195,7 @@ class Checkpoint:
             return None
         method = config.get("quant_method")
         option = f"a checkpoint with the quant_method {method!r}"
-        module = load_optional("features.quantized_checkpoint", option)
+        module = load_optional("features.formats.quantized_checkpoint", option)
         return module.WeightFormat.from_config(config, path)
 
     def generation_defaults(self) -> tuple[frozenset[int], SamplingParams]:

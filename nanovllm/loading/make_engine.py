@@ -6,9 +6,7 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 
-from nanovllm.api.config import EngineConfig
-from nanovllm.api.log import logger
-from nanovllm.api.sampling_params import SamplingParams
+from nanovllm.config import EngineConfig
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sampling import Sampling
@@ -18,13 +16,15 @@ from nanovllm.loading.make_runner import make_runner
 from nanovllm.loading.optional import find_optional, load_optional
 from nanovllm.loading.tokenizer import load_tokenizer
 from nanovllm.runner.single_rank import SingleRank
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.log import logger
 
 
 def make_engine(config: EngineConfig) -> LLMEngine:
     """Find and load the checkpoint and its tokenizer, and build the engine."""
     ranks = SingleRank()
     if config.tensor_parallel_size > 1:  # one device does not need torch.distributed
-        module = load_optional("features.tensor_parallel.ranks", "tensor_parallel_size")
+        module = load_optional("features.memory.tensor_parallel.ranks", "tensor_parallel_size")
         ranks = module.Ranks(config)
     with ranks.leave_if_it_fails():
         with ranks.rank_0_first():  # rank 0 downloads the files
@@ -53,7 +53,7 @@ def load_engine(
     """Load the checkpoint and the tokenizer in `tokenizer_dir`, and build the engine."""
     host_cache = None
     if config.swap_space:
-        host_cache = load_optional("features.host_cache.blocks", "swap_space")
+        host_cache = load_optional("features.memory.host_cache.blocks", "swap_space")
     model_config = checkpoint.model_config
     max_model_len = longest_request(config, checkpoint)
     tokenizer = None
@@ -83,12 +83,12 @@ def load_engine(
     )
     if (templates := find_optional("features.chat_template")) is not None:
         input_processor.render_with_limits = templates.render_with_limits
-    if (rules := find_optional("features.logit_rules.params")) is not None:
+    if (rules := find_optional("features.requests.logit_rules.params")) is not None:
         input_processor.make_rules = rules.make_rules
-    if (structured := find_optional("features.structured")) is not None:
+    if (structured := find_optional("features.requests.structured")) is not None:
         compiler = structured.GrammarCompiler(tokenizer, model_config.vocab_size, eos_token_ids)
         input_processor.grammars = compiler
-    embeddings = find_optional("features.embeddings.sentence_transformers")
+    embeddings = find_optional("features.requests.embeddings.sentence_transformers")
     if embeddings is not None:
         directory, size = checkpoint.directory, model_config.hidden_size
         input_processor.pooling = embeddings.read_pooling_settings(directory, size)
@@ -97,7 +97,7 @@ def load_engine(
         sizes = runner.num_blocks, config.kvcache_block_size, runner.host_pool.num_blocks
         block_manager = host_cache.HostCacheBlockManager(*sizes)
     if runner.states is not None:
-        states = load_optional("features.hybrid.state_blocks", "the model")
+        states = load_optional("features.models.hybrid.state_blocks", "the model")
         config = replace(config, max_num_seqs=runner.rows.num_rows)
         block_manager = states.StateBlockManager(
             *(runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching),
@@ -110,7 +110,7 @@ def find_tasks() -> dict[type, TaskFactory]:
     """Return the task of each type of parameters, for all installed kinds of requests."""
     tasks: dict[type, TaskFactory] = {SamplingParams: Sampling}
     for name in ("beam_search", "embeddings.pooling", "loglikelihood"):
-        if (module := find_optional(f"features.{name}")) is not None:
+        if (module := find_optional(f"features.requests.{name}")) is not None:
             tasks |= module.TASKS
     return tasks
 

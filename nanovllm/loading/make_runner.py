@@ -13,8 +13,7 @@ from typing import cast
 
 import torch
 
-from nanovllm.api.config import EngineConfig
-from nanovllm.api.log import logger
+from nanovllm.config import EngineConfig
 from nanovllm.loading import memory
 from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.loading.optional import find_optional, load_optional
@@ -30,6 +29,7 @@ from nanovllm.runner.device_rows import DeviceRows
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.rows import Rows
 from nanovllm.runner.single_rank import SingleRank
+from nanovllm.utils.log import logger
 
 
 def make_runner(
@@ -46,7 +46,7 @@ def make_runner(
     """
     if has_states := full_config.state_bytes(1) > 0:
         # Before the model is divided among ranks, which explains only sizes that do not fit.
-        hybrid_memory = load_optional("features.hybrid.memory", "the model")
+        hybrid_memory = load_optional("features.models.hybrid.memory", "the model")
         hybrid_memory.check_options(config, full_config)
     elif config.num_state_slots is not None:
         raise ValueError(
@@ -90,7 +90,9 @@ def model_class(model_config: ModelConfig) -> type[Qwen3]:
     """Return the class of the model that a config describes."""
     if not model_config.feature:
         return Qwen3
-    module = load_optional(f"features.{model_config.feature}.model", model_config.architecture)
+    module = load_optional(
+        f"features.models.{model_config.feature}.model", model_config.architecture
+    )
     return cast(type[Qwen3], module.MODEL)
 
 
@@ -130,7 +132,7 @@ def make_eager_runner(
     block_size, device = config.kvcache_block_size, model.backend.device
     max_blocks = -(-max_model_len // block_size)
     rows = Rows(config.max_num_seqs, max_blocks, block_size, device)
-    if (rules := find_optional("features.logit_rules.rows")) is not None:
+    if (rules := find_optional("features.requests.logit_rules.rows")) is not None:
         length = max_blocks * block_size
         rows.rules = rules.RulesState(config.max_num_seqs, length, vocab_size, device)
     # Eager decodes use device rows too, so that they compute the same as captured decodes.
@@ -154,7 +156,7 @@ def make_cache(
 
     backend, model_config = runner.backend, runner.model.config
     if room.state_bytes:
-        states = load_optional("features.hybrid.states", "the model")
+        states = load_optional("features.models.hybrid.states", "the model")
         num_states = room.config.max_num_seqs + 1 + room.num_state_slots
         runner.states = states.States(model_config, num_states, backend)
 
@@ -170,7 +172,7 @@ def make_cache(
         runner.run(plan)
 
     if room.num_host_blocks:  # staging buffers first: the KV cache takes the rest
-        pools = load_optional("features.host_cache.pool", "swap_space")
+        pools = load_optional("features.memory.host_cache.pool", "swap_space")
         with memory.explain_out_of_memory(
             f"swap_space={room.config.swap_space} takes more host memory than there is; lower it"
         ):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from nanovllm.api.config import EngineConfig
+from nanovllm.config import EngineConfig
 from nanovllm.loading.optional import find_optional, load_optional
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.plan import FILTERS, Chunk, LogitRules, NewRow, ResultKind, RowSampling, StepPlan
@@ -99,7 +99,7 @@ class Room:
         if self.device.type == "cpu":
             cache = ((self.requested_blocks or 1) + 1) * self.block_bytes
             free, where = self.free - self.weight_bytes - cache, " next to weights and KV cache"
-        pool = load_optional("features.host_cache.pool", "swap_space")
+        pool = load_optional("features.memory.host_cache.pool", "swap_space")
         return int(pool.num_host_blocks(self.config, self.block_bytes, free, where))
 
     def check(self, name: str, dtype: torch.dtype, note: str = "") -> None:
@@ -205,7 +205,7 @@ def largest_plans(config: EngineConfig, max_model_len: int) -> Iterator[StepPlan
         return [NewRow(row, table, sampling, prompt=[0]) for row in range(num)]
 
     rules = None
-    if find_optional("features.logit_rules.rows") is not None:
+    if find_optional("features.requests.logit_rules.rows") is not None:
         rules = LogitRules(
             repetition_penalty=2.0, logit_bias=((0, 1.0),), allowed_token_ids=(0,), logprobs=1
         )

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from nanovllm.api.log import logger
 from nanovllm.loading.optional import find_optional, load_optional
 from nanovllm.models.backend import Backend
+from nanovllm.utils.log import logger
 
 FOLDERS = {"triton": "gpu", "numba": "cpu"}
 # With fewer weights, plain torch answers before the kernels of the CPU would be compiled.

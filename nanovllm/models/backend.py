@@ -67,7 +67,7 @@ class Backend:
     silu_and_mul = staticmethod(layers.silu_and_mul)
 
     def delta_rule(self) -> Any:
-        """Return a module of kernels for features/hybrid/delta_rule.py, or None.
+        """Return a module of kernels for features/models/hybrid/delta_rule.py, or None.
 
         It has `decode`, and either `chunk` or the parts of it: `convolve_chunk`, `solve` and
         `gated_norm`.
@@ -75,14 +75,14 @@ class Backend:
         return None
 
     def experts(self, module: Linear) -> Any:
-        """Return a module with the function `expert_linear` of features/moe/experts.py, or None.
+        """Return a module with the function `expert_linear` of models/moe/experts.py, or None.
 
         `module` is a Linear with the weights of all experts.
         """
         return None
 
     def expert_mlp(self, gate_up: Linear, down: Linear) -> Any:
-        """Return a faster `expert_mlp` of features/moe/experts.py for these weights, or None."""
+        """Return a faster `expert_mlp` of models/moe/experts.py for these weights, or None."""
         return None
 
     # ---- results, as in models/sampler.py and models/logprobs.py ----

@@ -31,7 +31,7 @@ class ForwardBatch:
     num_decodes: int = 0  # the last `num_decodes` sequences have one token each
     order: Tensor | None = None  # [num_decodes] int64: `longest_first`, if on the device
     attention_metadata: Any = None  # set by `prepare` of the attention backend
-    states: Any = None  # a StepStates of features/hybrid, if the model has linear attention
+    states: Any = None  # a StepStates of features/models/hybrid, if the model has linear attention
 
 
 @dataclass(slots=True)

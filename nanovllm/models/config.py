@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from nanovllm.api.checks import KINDS, check_scalar
-from nanovllm.api.config import DTYPES
+from nanovllm.config import DTYPES
 from nanovllm.models.rope import RopeConfig
+from nanovllm.utils.checks import KINDS, check_scalar
 
 Fields = dict[str, tuple[type, tuple[Any, ...]]]  # name -> type, and its range or choices
 ANY: tuple[Any, ...] = ()

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.api.log import progress_bar
 from nanovllm.models.fp8 import KV_SCALE
+from nanovllm.utils.log import progress_bar
 
 HEAD = "lm_head.weight"
 # The ends of names that are skipped: tables that the config implies, and a tied head.

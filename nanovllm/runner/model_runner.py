@@ -29,8 +29,8 @@ class ModelRunner:
     attention: PlainAttention  # set by loading/make_runner.py, when the size of its cache is known
     num_blocks: int  # for requests; the null block is not counted
     max_model_len: int  # tokens of the longest request
-    host_pool: Any = None  # a HostPool of features/host_cache, if there is a host cache
-    states: Any = None  # the States of features/hybrid, if the model has linear attention
+    host_pool: Any = None  # a HostPool of features/memory/host_cache, if there is a host cache
+    states: Any = None  # the States of features/models/hybrid, if the model has linear attention
 
     def __init__(
         self,

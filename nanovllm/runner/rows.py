@@ -40,11 +40,11 @@ class StepBatch:
     sampling_batch: SamplingBatch
     num_decodes: int  # number of consecutive one-token sequences at the end, chunks included
     forward_batch: ForwardBatch = field(init=False)
-    rules: Any = None  # a RulesBatch of features/logit_rules, if a sampling row has rules
+    rules: Any = None  # a RulesBatch of features/requests/logit_rules, if a sampling row has rules
 
 
 class Rows:
-    rules: Any = None  # a RulesState of features/logit_rules, unless it is deleted
+    rules: Any = None  # a RulesState of features/requests/logit_rules, unless it is deleted
 
     def __init__(
         self, num_rows: int, max_blocks: int, block_size: int, device: torch.device

@@ -1,6 +1,6 @@
 """SingleRank: the only rank of a model on one device.
 
-features/tensor_parallel/ranks.py extends it to one rank of a model that is split across devices.
+memory/tensor_parallel/ranks.py extends it to one rank of a model that is split across devices.
 """
 
 from collections.abc import Iterable

@@ -27,12 +27,12 @@ from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.loading.memory import weight_bytes
 from nanovllm.models.backend import Backend
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.tools.benchmarks import workloads
+from tools.benchmarks import workloads
 
 try:
-    import nanovllm.backends.cpu.int4 as kernels
+    import nanovllm.backends.cpu.kernels.int4 as kernels
     from nanovllm.backends.cpu.jit import compiled, has_feature
-    from nanovllm.backends.cpu.llvm.int4 import int4_rows
+    from nanovllm.backends.cpu.kernels.llvm.int4 import int4_rows
 except ImportError:
     kernels = None
 

@@ -24,11 +24,11 @@ from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.loading.memory import weight_bytes
 from nanovllm.models.backend import Backend
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.tools.benchmarks import workloads
-from nanovllm.tools.training import data
+from tools.benchmarks import workloads
+from tools.training import data
 
 try:
-    import nanovllm.backends.cpu.int8 as kernels
+    import nanovllm.backends.cpu.kernels.int8 as kernels
 except ImportError:
     kernels = None
 

@@ -22,7 +22,7 @@ from nanovllm import (
     StructuredOutputsParams,
 )
 from nanovllm.engine.request import Request
-from nanovllm.features.loglikelihood import tokenize_pairs
+from nanovllm.features.requests.loglikelihood import tokenize_pairs
 
 PLAIN = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 PROMPT = "What is 12 + 30?\n"
@@ -32,9 +32,17 @@ PROMPT = "What is 12 + 30?\n"
 # What runs for each request. turns.py and run_step run for a step.
 FILES = (
     *(f"engine/{name}.py" for name in ("scheduler", "block_manager", "request", "sampling")),
-    *("engine/output_processor.py", "engine/detokenizer.py", "features/host_cache/blocks.py"),
-    *("features/beam_search.py", "features/loglikelihood.py", "features/embeddings/pooling.py"),
-    *("features/structured.py", "api/outputs.py"),
+    *(
+        "engine/output_processor.py",
+        "engine/detokenizer.py",
+        "features/memory/host_cache/blocks.py",
+    ),
+    *(
+        "features/requests/beam_search.py",
+        "features/requests/loglikelihood.py",
+        "features/requests/embeddings/pooling.py",
+    ),
+    *("features/requests/structured.py", "outputs.py"),
 )
 
 
@@ -240,7 +248,7 @@ CALLS: dict[str, Callable[[LLM], Any]] = {
     "loop": loop,
 }
 # Also the files of a step in the runner. A second Ctrl-C may come at any of their lines.
-STEP = ("engine/", "llm.py", "features/beam_search.py", "runner/")
+STEP = ("engine/", "llm.py", "features/requests/beam_search.py", "runner/")
 # Without backends/cpu/threads.py, whose lines depend on the time.
 CPU = ("attention", "backend", "fused_decode", "parallel", "pointwise", "sampler")
 RUNNER = ("runner/", "models/", *(f"backends/cpu/{name}.py" for name in CPU))

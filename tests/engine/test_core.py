@@ -8,7 +8,7 @@ import itertools
 import pytest
 from fake_runner import FakeRunner, greedy
 
-from nanovllm.tools.oracle.oracle import answer
+from lessons.oracle.oracle import answer
 
 
 def launched(step: int) -> list[tuple[str, int]]:

@@ -8,15 +8,15 @@ import torch
 from checkpoints import random_llm
 from engines import is_idle
 
+from lessons.oracle.oracle import OracleRunner, make_samples
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.sampling import Sampling
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.features.logit_rules.penalties import PenaltyState
-from nanovllm.features.logit_rules.rows import RowRules
-from nanovllm.tools.oracle.oracle import OracleRunner, make_samples
+from nanovllm.features.requests.logit_rules.penalties import PenaltyState
+from nanovllm.features.requests.logit_rules.rows import RowRules
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

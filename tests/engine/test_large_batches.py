@@ -15,7 +15,7 @@ from checkpoints import random_llm
 from engines import is_idle
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.api.config import EngineConfig
+from nanovllm.config import EngineConfig
 from nanovllm.engine import turns
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
@@ -25,7 +25,7 @@ from nanovllm.engine.sampling import read_stream
 from nanovllm.engine.sequence import Sequence
 from nanovllm.llm import show_progress
 from nanovllm.plan import RowSampling
-from nanovllm.tools.benchmarks.modes import NoModel, many
+from tools.benchmarks.modes import NoModel, many
 
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 

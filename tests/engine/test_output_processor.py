@@ -8,10 +8,10 @@ import torch
 from checkpoints import VOCAB
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
-from nanovllm.api.outputs import RequestMetrics
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.request import Request
 from nanovllm.engine.sampling import Sampling, read_stream
+from nanovllm.outputs import RequestMetrics
 from nanovllm.plan import RowResult
 
 

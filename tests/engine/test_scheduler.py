@@ -10,12 +10,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from machines import MACHINE
 from oracle_engine import Engine, right, sequence
 
+from lessons.oracle.oracle import History
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.policies import AGING, POLICIES
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.features.host_cache.blocks import HostCacheBlockManager
-from nanovllm.tools.oracle.oracle import History
+from nanovllm.features.memory.host_cache.blocks import HostCacheBlockManager
 
 
 def test_one_prefix_is_computed_once() -> None:

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.api.config import EngineConfig
+from nanovllm.config import EngineConfig
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.features import garbage
 from nanovllm.features.garbage import FREEZE_EVERY, frozen_imports, frozen_requests
-from nanovllm.tools.benchmarks.modes import NoModel
+from tools.benchmarks.modes import NoModel
 
 
 @pytest.fixture

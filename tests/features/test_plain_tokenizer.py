@@ -90,7 +90,7 @@ def qwen(path: Path, split: str = QWEN_SPLIT, **changes: Any) -> Path:
         "added_tokens_decoder": {str(token.pop("id")): token for token in stored},
         "additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|vision_pad|>"],
         "bos_token": None,
-        "chat_template": (Path(__file__).with_name("tools.jinja")).read_text(),
+        "chat_template": (Path(__file__).with_name("requests") / "tools.jinja").read_text(),
         "clean_up_tokenization_spaces": False,
         "eos_token": "<|im_end|>",
         "errors": "replace",
@@ -348,7 +348,7 @@ def test_the_first_answer_does_not_import_transformers() -> None:
         "chat = [{'role': 'user', 'content': 'What is 34 + 58?'}]\n"
         "assert llm.chat(chat, use_tqdm=False)[0].outputs[0].text == '34 + 58 = 92'\n"
         "assert llm.generate(['What is 12 + 30?\\n', 'a'], use_tqdm=False)\n"
-        "import io, nanovllm.tools.chat as program\n"
+        "import io, nanovllm.cli.chat as program\n"
         "sys.stdin = io.StringIO('What is 2 + 3?')\n"
         "assert program.main([]) == 0\n"
         "assert 'transformers' not in sys.modules\n"

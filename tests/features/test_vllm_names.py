@@ -13,9 +13,9 @@ import torch
 
 import nanovllm
 from nanovllm import LLM, SamplingParams
-from nanovllm.api.config import EngineConfig
-from nanovllm.api.prompts import CallArguments
+from nanovllm.config import EngineConfig
 from nanovllm.features.vllm_names import CALL_ARGUMENTS, INSTEAD, VLLM_OPTIONS
+from nanovllm.inputs import CallArguments
 from nanovllm.llm import engine_config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)

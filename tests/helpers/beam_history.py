@@ -8,17 +8,17 @@ from typing import Any
 from host_cache_history import HostCacheHistory
 from xxhash import xxh64_intdigest
 
-from nanovllm.api.outputs import RequestMetrics
-from nanovllm.engine import scheduler
-from nanovllm.engine.request import Request
-from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.features.beam_search import BeamSearch, BeamSearchParams
-from nanovllm.plan import ResultKind, RowResult, StepPlan
-from nanovllm.tools.oracle.oracle import (
+from lessons.oracle.oracle import (
     ALPHABET,
     History,
     require,
 )
+from nanovllm.engine import scheduler
+from nanovllm.engine.request import Request
+from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.features.requests.beam_search import BeamSearch, BeamSearchParams
+from nanovllm.outputs import RequestMetrics
+from nanovllm.plan import ResultKind, RowResult, StepPlan
 
 Candidates = list[tuple[int, float]]
 

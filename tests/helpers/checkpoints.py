@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from nanovllm import LLM
-from nanovllm.tools.training import data
-from nanovllm.tools.training.grade import wrong_answers
+from tools.training import data
+from tools.training.grade import wrong_answers
 
 VOCAB = 199
 FAMILIES = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral"}

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.features.hybrid import delta_rule
-from nanovllm.features.hybrid.delta_rule import Segments
+from nanovllm.features.models.hybrid import delta_rule
+from nanovllm.features.models.hybrid.delta_rule import Segments
 
 NUM_STATES = 6
 # (tokens, whether the sequence begins) of each segment.

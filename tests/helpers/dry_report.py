@@ -26,7 +26,7 @@ import triton
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from nanovllm.tools.benchmarks import workloads
+from tools.benchmarks import workloads
 
 # The modules read these tables when they are imported.
 TINY = (64, 96, 1, 4, 2, 16, 224, True, 4096)
@@ -36,8 +36,8 @@ import dry_run  # noqa: E402
 
 from nanovllm import LLM  # noqa: E402
 from nanovllm.backends.gpu import graphs  # noqa: E402
-from nanovllm.tools.benchmarks import baselines, roofline, turn  # noqa: E402
-from nanovllm.tools.benchmarks.gpu import (  # noqa: E402
+from tools.benchmarks import baselines, roofline, turn  # noqa: E402
+from tools.benchmarks.gpu import (  # noqa: E402
     decode,
     engine,
     launches,
@@ -49,7 +49,7 @@ from nanovllm.tools.benchmarks.gpu import (  # noqa: E402
     step,
     timing,
 )
-from nanovllm.tools.benchmarks.gpu.report import PARTS  # noqa: E402
+from tools.benchmarks.gpu.report import PARTS  # noqa: E402
 
 PEAK = {"bandwidth": 1e12, "buffer_bytes": 1, "flops": 1e15}
 SIZES: dict[ModuleType, dict[str, Any]] = {

@@ -52,11 +52,11 @@ from nanovllm.backends.gpu import graphs
 from nanovllm.backends.gpu.attention import TritonAttention
 from nanovllm.backends.gpu.few_rows import FusedLayers
 from nanovllm.backends.gpu.kernels import attention, pointwise
-from nanovllm.features.host_cache import pool as host_pool
-from nanovllm.features.hybrid import delta_rule
-from nanovllm.features.logit_rules import penalties
-from nanovllm.features.moe import experts
-from nanovllm.features.tensor_parallel import ranks as tensor_parallel
+from nanovllm.features.memory.host_cache import pool as host_pool
+from nanovllm.features.memory.tensor_parallel import ranks as tensor_parallel
+from nanovllm.features.models.hybrid import delta_rule
+from nanovllm.features.models.moe import experts
+from nanovllm.features.requests.logit_rules import penalties
 from nanovllm.loading import memory as runner_memory
 from nanovllm.models import layers, sampler
 from nanovllm.models.backend import Backend

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lessons.oracle.oracle import ALPHABET, OracleRunner
 from nanovllm import LLM, SamplingParams
 from nanovllm.loading import make_engine as loading
 from nanovllm.models.backend import Backend
 from nanovllm.plan import StepOutput
-from nanovllm.tools.oracle.oracle import ALPHABET, OracleRunner
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -9,7 +9,7 @@ import pytest
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import nanovllm
-from nanovllm.features.gguf.reader import FIELDS, NAMES
+from nanovllm.features.formats.gguf.reader import FIELDS, NAMES
 
 gguf = pytest.importorskip("gguf")
 NANO = Path(nanovllm.__file__).parent / "loading" / "qwen3-nano"

@@ -4,10 +4,10 @@ import random
 from array import array
 from types import ModuleType
 
+from lessons.oracle.oracle import History, require
 from nanovllm.engine import scheduler
-from nanovllm.features.host_cache import blocks as host_cache
-from nanovllm.features.host_cache.blocks import HostCacheBlockManager
-from nanovllm.tools.oracle.oracle import History, require
+from nanovllm.features.memory.host_cache import blocks as host_cache
+from nanovllm.features.memory.host_cache.blocks import HostCacheBlockManager
 
 
 class HostCacheHistory(History):

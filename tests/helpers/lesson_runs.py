@@ -9,7 +9,7 @@ from typing import Any
 import lesson_pages
 import pytest
 
-from nanovllm.lessons import pictures, show
+from lessons import pictures, show
 
 SHOWN = ("say", "show_table", "show_source", "show_lines", "show_question")
 DRAWN = ("show_formula", "show_lanes", "show_plot")

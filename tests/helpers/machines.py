@@ -4,10 +4,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from lessons.oracle.oracle import ALPHABET, plain_sequence
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import StepPlan
-from nanovllm.tools.oracle.oracle import ALPHABET, plain_sequence
 
 MACHINE = settings(max_examples=400, stateful_step_count=40, deadline=None)
 

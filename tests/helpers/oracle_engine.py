@@ -1,10 +1,10 @@
 """A scheduler with the oracle's runner: an engine without a model."""
 
+from lessons.oracle.oracle import OracleRunner, answer, make_samples
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.plan import StepPlan
-from nanovllm.tools.oracle.oracle import OracleRunner, answer, make_samples
 
 
 def sequence(prompt: list[int], new: int, arrival: int = 0, seed: int = 0, n: int = 1) -> Sequence:

@@ -27,7 +27,7 @@ import torch
 from transformers import PreTrainedTokenizerFast  # noqa: F401 (imported once)
 
 from nanovllm import LLM, SamplingParams, Trace
-from nanovllm.features.beam_search import BeamSearchParams
+from nanovllm.features.requests.beam_search import BeamSearchParams
 from nanovllm.loading import make_engine, memory
 
 with suppress(ImportError):  # without Numba

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
+from lessons import break_it, command
+from lessons.oracle.mutants import MUTANTS, apply
+from lessons.oracle.oracle import INVARIANTS, random_actions
 from nanovllm.engine import block_manager
-from nanovllm.lessons import break_it, command
-from nanovllm.tools.oracle.mutants import MUTANTS, apply
-from nanovllm.tools.oracle.oracle import INVARIANTS, random_actions
 
 FEW = (1, 14, 16, 27)
 EXERCISES = range(1, len(break_it.FAULTS) + 1)

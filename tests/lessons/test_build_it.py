@@ -1,4 +1,4 @@
-"""`nanovllm lessons build NAME`, and what its checks say about right and wrong solutions."""
+"""`python -m lessons build NAME`, and what its checks say about right and wrong solutions."""
 
 import re
 from collections.abc import Callable
@@ -8,8 +8,8 @@ import fresh
 import pytest
 from wrong_solutions import WRONG
 
-from nanovllm.api.config import EMBEDDED
-from nanovllm.lessons import build_it, command
+from lessons import build_it, command
+from nanovllm.config import EMBEDDED
 from nanovllm.loading.checkpoint import find_checkpoint
 
 pytest_plugins = ["pytester"]
@@ -39,7 +39,7 @@ def imported() -> None:
     """What the checks import takes seconds: here once, and not in each run."""
     from transformers import AutoModelForCausalLM, TypicalLogitsWarper  # noqa: F401
 
-    from nanovllm.lessons import lesson22_model  # noqa: F401
+    from lessons import lesson22_model  # noqa: F401
 
     AutoModelForCausalLM.from_pretrained(find_checkpoint(EMBEDDED))  # imports much more
 
@@ -85,7 +85,7 @@ def test_the_stubs_fail(
     monkeypatch.chdir(tmp_path)
     for task in build_it.TASKS:
         build_it.write(task)
-        line = f"nanovllm lessons build {task} --check "
+        line = f"python -m lessons build {task} --check "
         assert f"  {line}{tmp_path / f'{task}.py'}\n" in capsys.readouterr().out
     status, output = check(tmp_path)
     assert status == 1, output
@@ -157,7 +157,7 @@ def test_a_check_outside_a_clone_is_refused(
 def test_a_missing_solution_is_named(check: Check, tmp_path: Path) -> None:
     status, output = check(tmp_path / "none.py", "policy")
     assert status == 2
-    assert f"There is no file {tmp_path / 'none.py'}. `nanovllm lessons build" in output
+    assert f"There is no file {tmp_path / 'none.py'}. `python -m lessons build" in output
     assert "build_check.py:" not in output  # no traceback
 
 

@@ -25,8 +25,8 @@ from lesson_runs import compare
 from page import markdown
 from svg import ticks
 
-from nanovllm.lessons import command
-from nanovllm.lessons.show import Questions
+from lessons import command
+from lessons.show import Questions
 from nanovllm.models.layers import Linear
 
 LESSONS = Path(command.__file__).parent

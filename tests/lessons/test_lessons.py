@@ -10,10 +10,9 @@ import fresh
 import pytest
 from lesson_runs import run_lesson
 
-from nanovllm.engine.scheduler import Scheduler
-from nanovllm.lessons import command, lesson03_blocks
-from nanovllm.lessons.lesson import make_llm
-from nanovllm.lessons.show import (
+from lessons import command, lesson03_blocks
+from lessons.lesson import make_llm
+from lessons.show import (
     Question,
     faster,
     is_same,
@@ -23,6 +22,7 @@ from nanovllm.lessons.show import (
     show_questions,
     show_table,
 )
+from nanovllm.engine.scheduler import Scheduler
 
 
 def test_links_name_the_line() -> None:
@@ -118,11 +118,11 @@ def test_command(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    done = fresh.run(fresh.module("nanovllm", "lessons", "3"))
+    done = fresh.run(fresh.module("lessons", "3"))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Lesson 3: blocks, block tables, slots.")
     assert "    block table   [      1      |" in done.stdout  # the picture
-    assert "nanovllm lessons 3 --answers ... ..." in done.stdout
+    assert "python -m lessons 3 --answers ... ..." in done.stdout
     assert "block_table =" in done.stdout
     # The command sets the level of the log; pytest restores it.
     caplog.set_level(logging.INFO, "nanovllm")
@@ -142,7 +142,7 @@ def test_command(
         ("build", "Build it: small parts"),
         ("15", "Lesson 15: tensor parallelism."),
         ("17", "Lesson 17: a prefix cache without positions."),
-        (None, "usage: nanovllm lessons"),
+        (None, "usage: python -m lessons"),
     ],
 )
 def test_help(
@@ -156,19 +156,6 @@ def test_help(
     monkeypatch.setattr(sys, "argv", ["lessons", *([what] if what else []), "--help"])
     command.main()
     assert capsys.readouterr().out.startswith(begin)
-
-
-@pytest.mark.parametrize("args", [["16"], ["17", "--answers"], ["17", "--help"]])
-def test_a_lesson_says_what_is_deleted(
-    args: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in [name for name in sys.modules if name.startswith("nanovllm.lessons.lesson1")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "nanovllm.features.hybrid.config", None)
-    with pytest.raises(SystemExit, match="2"):
-        command.main(args)
-    needs = f"lesson {args[0]} needs nanovllm/features/hybrid/config, which this copy of nanovllm"
-    assert needs in capsys.readouterr().err
 
 
 def test_every_lesson_has_a_title_and_a_place_in_the_docs() -> None:

@@ -6,12 +6,12 @@ import pytest
 import torch
 from lesson_runs import run_lesson
 
-from nanovllm.api.outputs import RequestMetrics
-from nanovllm.lessons import lesson19_structured_outputs as structured
-from nanovllm.lessons import lesson20_fp8_cache as fp8_cache
-from nanovllm.lessons import lesson21_latency as latency
-from nanovllm.lessons import lesson22_model as page
-from nanovllm.lessons.lesson import make_llm
+from lessons import lesson19_structured_outputs as structured
+from lessons import lesson20_fp8_cache as fp8_cache
+from lessons import lesson21_latency as latency
+from lessons import lesson22_model as page
+from lessons.lesson import make_llm
+from nanovllm.outputs import RequestMetrics
 
 
 def row(printed: str, name: str) -> list[str]:

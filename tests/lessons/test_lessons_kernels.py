@@ -11,18 +11,18 @@ import pytest
 import torch
 from lesson_runs import run_lesson
 
+from lessons import lesson10_puzzles as puzzles
+from lessons import lesson11_paged_attention as paged
+from lessons import lesson12_overlap as overlap
+from lessons import lesson13_int8 as int8
+from lessons import lesson14_host_cache as host_cache
+from lessons import lesson15_tensor_parallel as tensor_parallel
+from lessons import lesson16_states as states
+from lessons import lesson17_state_cache as state_cache
+from lessons import lesson18_experts as experts
 from nanovllm import SamplingParams
-from nanovllm.api.config import EMBEDDED
-from nanovllm.features.moe.experts import Groups
-from nanovllm.lessons import lesson10_puzzles as puzzles
-from nanovllm.lessons import lesson11_paged_attention as paged
-from nanovllm.lessons import lesson12_overlap as overlap
-from nanovllm.lessons import lesson13_int8 as int8
-from nanovllm.lessons import lesson14_host_cache as host_cache
-from nanovllm.lessons import lesson15_tensor_parallel as tensor_parallel
-from nanovllm.lessons import lesson16_states as states
-from nanovllm.lessons import lesson17_state_cache as state_cache
-from nanovllm.lessons import lesson18_experts as experts
+from nanovllm.config import EMBEDDED
+from nanovllm.features.models.moe.experts import Groups
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 from nanovllm.models.attention import PlainAttention
 
@@ -132,7 +132,7 @@ def test_puzzles(
 
 @pytest.mark.parametrize("number", range(1, 6))
 def test_wrong_lines_are_refused(number: int) -> None:
-    kernels, puzzle = pytest.importorskip("nanovllm.lessons.puzzles"), puzzles.PUZZLES[number - 1]
+    kernels, puzzle = pytest.importorskip("lessons.puzzles"), puzzles.PUZZLES[number - 1]
     _, *lines = WRONG[number - 1]
     assert len(lines) >= 8
     assert [line for line in lines if not puzzles.compare(kernels, puzzle, line)] == []
@@ -308,7 +308,7 @@ def test_a_rank_that_fails_ends_the_others(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(tensor_parallel, "__name__", "nanovllm.lessons.no_such_lesson")
+    monkeypatch.setattr(tensor_parallel, "__name__", "lessons.no_such_lesson")
     with pytest.raises(RuntimeError, match=r"a rank has failed \(exit statuses"):
         tensor_parallel.start_ranks(2)
     assert "no_such_lesson" in capfd.readouterr().err

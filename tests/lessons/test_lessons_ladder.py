@@ -7,10 +7,10 @@ from os.path import commonprefix
 import pytest
 import torch
 
+from lessons import ladder, lesson01_no_cache, lesson02_kv_cache
+from lessons.lesson import make_llm
+from lessons.lesson01_no_cache import PROMPT
 from nanovllm import LLM, SamplingParams
-from nanovllm.lessons import ladder, lesson01_no_cache, lesson02_kv_cache
-from nanovllm.lessons.lesson import make_llm
-from nanovllm.lessons.lesson01_no_cache import PROMPT
 
 NUM_OUTPUT = 12  # more than the answer has: both ways go on after the end-of-sequence token
 

@@ -6,12 +6,12 @@ import re
 import pytest
 from lesson_runs import run_lesson
 
-from nanovllm.lessons import lesson04_batching as batching
-from nanovllm.lessons import lesson05_roofline as roofline
-from nanovllm.lessons import lesson06_prefix_sharing as sharing
-from nanovllm.lessons import lesson07_scheduling as scheduling
-from nanovllm.lessons import lesson09_beams as beams
-from nanovllm.lessons.lesson import ask, make_llm, shape_of
+from lessons import lesson04_batching as batching
+from lessons import lesson05_roofline as roofline
+from lessons import lesson06_prefix_sharing as sharing
+from lessons import lesson07_scheduling as scheduling
+from lessons import lesson09_beams as beams
+from lessons.lesson import ask, make_llm, shape_of
 
 
 def row(printed: str, name: str) -> list[str]:

@@ -16,7 +16,7 @@ from wrong_values import GENERATION, POINTER, WRONG
 
 import nanovllm
 from nanovllm import LLM, SamplingParams
-from nanovllm.features.embeddings.sentence_transformers import read_pooling_settings
+from nanovllm.features.requests.embeddings.sentence_transformers import read_pooling_settings
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 
 

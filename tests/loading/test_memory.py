@@ -8,11 +8,11 @@ import torch
 from checkpoints import make_checkpoint, random_llm
 
 from nanovllm import SamplingParams
-from nanovllm.api.config import EngineConfig
-from nanovllm.features.logit_rules import penalties
-from nanovllm.features.logit_rules import rows as logit_rules
-from nanovllm.features.logit_rules.penalties import PenaltyState
-from nanovllm.features.logit_rules.rows import RulesState
+from nanovllm.config import EngineConfig
+from nanovllm.features.requests.logit_rules import penalties
+from nanovllm.features.requests.logit_rules import rows as logit_rules
+from nanovllm.features.requests.logit_rules.penalties import PenaltyState
+from nanovllm.features.requests.logit_rules.rows import RulesState
 from nanovllm.loading import memory
 
 POSITIONS = 512
@@ -137,7 +137,7 @@ def test_logit_rules_take_no_memory_after_the_cache(
         kept = (*vars(state).values(), *vars(state.penalties).values())
         return [x.data_ptr() for x in kept if isinstance(x, torch.Tensor)]
 
-    monkeypatch.setattr("nanovllm.features.logit_rules.rows.RulesState", Recorded)
+    monkeypatch.setattr("nanovllm.features.requests.logit_rules.rows.RulesState", Recorded)
     monkeypatch.setattr(memory.Room, "num_kv_blocks", measured)
     llm = random_llm(path)
     params = SamplingParams(max_tokens=5, presence_penalty=1.0, logit_bias={3: 1.0})

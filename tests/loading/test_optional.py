@@ -33,23 +33,23 @@ def test_without_the_folder_of_the_cpu(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_without_tensor_parallelism(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint(tmp_path)
-    delete(monkeypatch, "nanovllm.features.tensor_parallel")
+    delete(monkeypatch, "nanovllm.features.memory.tensor_parallel")
     random_llm(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
-    words = "tensor_parallel_size needs nanovllm/features/tensor_parallel/ranks.py, which this copy"
+    words = "tensor_parallel_size needs nanovllm/features/memory/tensor_parallel/ranks.py, which this copy"
     with pytest.raises(ValueError, match=words):
         random_llm(tmp_path, tensor_parallel_size=2)
 
 
 def test_without_quantized_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint(tmp_path)
-    delete(monkeypatch, "nanovllm.features.quantized_checkpoint")
+    delete(monkeypatch, "nanovllm.features.formats.quantized_checkpoint")
     random_llm(tmp_path)
     quantize_checkpoint(tmp_path, "awq")
     words = (
         "a checkpoint with the quant_method 'awq' needs "
-        "nanovllm/features/quantized_checkpoint.py, which this copy"
+        "nanovllm/features/formats/quantized_checkpoint.py, which this copy"
     )
     with pytest.raises(ValueError, match=words):
         random_llm(tmp_path)
@@ -58,9 +58,9 @@ def test_without_quantized_checkpoints(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not taken for a folder that is deleted."""
     delete(monkeypatch, "xxhash")
-    delete(monkeypatch, "nanovllm.features.tensor_parallel")
-    monkeypatch.delitem(sys.modules, "nanovllm.features.tensor_parallel")
+    delete(monkeypatch, "nanovllm.features.memory.tensor_parallel")
+    monkeypatch.delitem(sys.modules, "nanovllm.features.memory.tensor_parallel")
     for load in (find_optional, lambda module: load_optional(module, "an option")):
         with pytest.raises(ImportError, match="xxhash"):
-            load("features.tensor_parallel.ranks")
+            load("features.memory.tensor_parallel.ranks")
     assert find_optional("features.nothing_of_this_name") is None

@@ -23,14 +23,14 @@ from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.loading import select_backend as backends
 from nanovllm.models.backend import Backend
 from nanovllm.models.fp8 import FP8, Scales, to_fp8
-from nanovllm.tools.training import data
+from tools.training import data
 
 numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
 
-from nanovllm.backends.cpu import primitives  # noqa: E402
 from nanovllm.backends.cpu.attention import NumbaAttention  # noqa: E402
-from nanovllm.backends.cpu.units.amx import AMX  # noqa: E402
-from nanovllm.backends.cpu.units.any import ANY  # noqa: E402
+from nanovllm.backends.cpu.kernels import primitives  # noqa: E402
+from nanovllm.backends.cpu.kernels.units.amx import AMX  # noqa: E402
+from nanovllm.backends.cpu.kernels.units.any import ANY  # noqa: E402
 
 ONES = [(1.0, 1.0), (1.0, 1.0)]
 SCALES = [(0.25, 2.0), (0.3, 0.7)]  # of the two layers of a random checkpoint

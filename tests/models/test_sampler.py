@@ -43,7 +43,7 @@ def sampling_batch(
 @pytest.fixture(
     params=[
         "nanovllm.models.sampler",
-        "nanovllm.backends.cpu.sampler",
+        "nanovllm.backends.cpu.kernels.sampler",
         "nanovllm.backends.gpu.kernels.sampling",
     ]
 )

@@ -2,8 +2,8 @@
 
 import pytest
 
+from lessons.oracle.oracle import History, OracleRunner
 from nanovllm.plan import StepPlan
-from nanovllm.tools.oracle.oracle import History, OracleRunner
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.tools.benchmarks import workloads
+from tools.benchmarks import workloads
 
 STEPS, SEQUENCES = 40, 8
 

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from unittest.mock import patch
 
-from nanovllm.features.gguf import reader
-from nanovllm.features.gguf.tokenizer import read_tokenizer
+from nanovllm.features.formats.gguf import reader
+from nanovllm.features.formats.gguf.tokenizer import read_tokenizer
 
 SEPARATOR = "\n__ggml_vocab_test__\n"
 for path in map(Path, sys.argv[1:]):

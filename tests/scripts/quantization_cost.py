@@ -43,7 +43,7 @@ from quantized_files import (  # noqa: E402
 )
 
 from nanovllm import LLM, SamplingParams  # noqa: E402
-from nanovllm.features.gguf.named import find_named  # noqa: E402
+from nanovllm.features.formats.gguf.named import find_named  # noqa: E402
 
 WINDOW, NUM_TOKENS = 1000, 20_000
 SETTINGS: dict[str, dict[str, Any]] = {

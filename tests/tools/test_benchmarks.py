@@ -19,7 +19,7 @@ from oracle_engine import sequence
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.loading.checkpoint import Checkpoint
-from nanovllm.tools.benchmarks import (
+from tools.benchmarks import (
     baselines,
     machine,
     modes,
@@ -28,7 +28,7 @@ from nanovllm.tools.benchmarks import (
     turn,
     workloads,
 )
-from nanovllm.tools.benchmarks.workloads import (
+from tools.benchmarks.workloads import (
     SHAPES,
     WORKLOADS,
     Workload,
@@ -251,7 +251,7 @@ def test_the_commit_is_that_of_this_project(tmp_path):
     git("add", "a")
     git("commit", "-qm", "of somebody else")
     assert [machine.commit(file) for file in places] == [""] * 3
-    git("add", "nanovllm")
+    git("add", "tools")
     git("commit", "-qm", "of this project")
     assert [len(machine.commit(file)) for file in places] == [0, 0, 12]
     assert machine.commit(tmp_path / "no_folder" / "a" / "b") == ""

@@ -8,8 +8,8 @@ import torch
 from checkpoints import wrong_by_task
 
 from nanovllm import LLM
-from nanovllm.tools.training import data
-from nanovllm.tools.training.grade import accuracy
+from tools.training import data
+from tools.training.grade import accuracy
 
 FLOOR = 0.98  # of the open tasks; the closed ones must all be right
 
@@ -189,8 +189,8 @@ def test_training_script_resumes(tmp_path, monkeypatch) -> None:
     from safetensors.torch import load_file
     from transformers import Qwen3Config
 
-    from nanovllm.tools.training import tokenizer as tokenizers
-    from nanovllm.tools.training import train
+    from tools.training import tokenizer as tokenizers
+    from tools.training import train
 
     monkeypatch.setattr(train, "POOL", 48)
     monkeypatch.setattr(train, "BATCH_TOKENS", 1024)

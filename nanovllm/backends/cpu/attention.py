@@ -17,20 +17,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.api.log import logger
-from nanovllm.backends.cpu import pointwise
 from nanovllm.backends.cpu.compile import compile_all
 from nanovllm.backends.cpu.heap import keep_freed_memory
+from nanovllm.backends.cpu.kernels import pointwise
+from nanovllm.backends.cpu.kernels.parallel import address_for, run
+from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE
+from nanovllm.backends.cpu.kernels.units.any import AttentionWork, QueryGroups, attend
+from nanovllm.backends.cpu.kernels.units.unit import select_unit, units
 from nanovllm.backends.cpu.linear import PACKED_FOR, new_padded
-from nanovllm.backends.cpu.parallel import address_for, run
-from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE
-from nanovllm.backends.cpu.units.any import AttentionWork, QueryGroups, attend
-from nanovllm.backends.cpu.units.unit import select_unit, units
 from nanovllm.models.attention import PlainAttention, SequenceMetadata
 from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.fp8 import Scales
 from nanovllm.models.layers import Norms, Rope
+from nanovllm.utils.log import logger
 
 # Returns (output, log-sum-exp), unlike torch's scaled_dot_product_attention, which calls it.
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -160,7 +160,7 @@ class NumbaAttention(PlainAttention):
     def _plan_work(self, plan: AttentionPlan, seqs: Sequences, families: list[Family]) -> None:
         """Set the kernel's work, and the prefixes that torch reads for it."""
         max_queries = max(1, self.unit.max_rows // self.group_size)
-        # Steps of few tokens run in backends/cpu/fused_decode.py, without flash attention.
+        # Steps of few tokens run in backends/cpu/kernels/fused_decode.py, without flash attention.
         num_queries = sum(int(seqs.query_lens[family.members].sum()) for family in families)
         by_torch = num_queries > PACKED_FOR and not self.unit.reads_prompts
         with_prefix, skipped = [], []  # blocks of a sequence that are read with its prefix

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from nanovllm.backends.cpu import (
+from nanovllm.backends.cpu import jit, linear
+from nanovllm.backends.cpu.attention import NumbaAttention
+from nanovllm.backends.cpu.kernels import (
     delta_layers,
     delta_rule,
     expert_mlp,
@@ -15,12 +17,9 @@ from nanovllm.backends.cpu import (
     fused_decode,
     int4,
     int8,
-    jit,
-    linear,
     pointwise,
     sampler,
 )
-from nanovllm.backends.cpu.attention import NumbaAttention
 from nanovllm.backends.int4 import HEAD
 from nanovllm.models.backend import Backend, num_experts
 from nanovllm.models.layers import Linear

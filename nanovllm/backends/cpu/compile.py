@@ -11,18 +11,19 @@ import numpy as np
 import torch
 from numba import typeof
 
-from nanovllm.api.log import logger
-from nanovllm.backends.cpu import fused_decode, int4, int8, jit, parallel, pointwise, sampler
+from nanovllm.backends.cpu import jit
 from nanovllm.backends.cpu.jit import Kernel
 from nanovllm.backends.cpu.kernel_files import DIRECTORY, locked, marker
-from nanovllm.backends.cpu.parallel import Types
-from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE
-from nanovllm.backends.cpu.units.any import Unit, attend
-from nanovllm.backends.cpu.units.unit import units
+from nanovllm.backends.cpu.kernels import fused_decode, int4, int8, parallel, pointwise, sampler
+from nanovllm.backends.cpu.kernels.parallel import Types
+from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE
+from nanovllm.backends.cpu.kernels.units.any import Unit, attend
+from nanovllm.backends.cpu.kernels.units.unit import units
+from nanovllm.utils.log import logger
 
 
 def kernels_in_parts(unit: Unit, dtype: torch.dtype) -> list[Kernel]:
-    """Return the kernels that backends/cpu/parallel.py calls."""
+    """Return the kernels that backends/cpu/kernels/parallel.py calls."""
     return [
         unit.attend_groups,
         *([unit.linear_blocks] if unit.linear_dtype is dtype else []),

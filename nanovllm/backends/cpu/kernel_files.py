@@ -26,8 +26,8 @@ from tempfile import TemporaryFile
 
 import torch
 
-from nanovllm.api.child import python
-from nanovllm.api.log import logger
+from nanovllm.utils.child import python
+from nanovllm.utils.log import logger
 
 # A directory unused for this many seconds is removed.
 MAX_AGE = 7 * 24 * 3600

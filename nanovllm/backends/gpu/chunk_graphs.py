@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.api.log import logger, progress_bar
 from nanovllm.backends.gpu.attention import SHARED_TOKENS, TritonAttention
 from nanovllm.backends.gpu.graphs import CudaCapture, without_collector
 from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.qwen3 import Qwen3
+from nanovllm.utils.log import logger, progress_bar
 
 
 def token_sizes(max_tokens: int) -> list[int]:

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.api.log import logger, progress_bar
 from nanovllm.models.decode_inputs import longest_first
 from nanovllm.models.transfers import to_device
+from nanovllm.utils.log import logger, progress_bar
 
 # Takes the function to capture and returns the function that replays it.
 Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]

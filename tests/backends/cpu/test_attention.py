@@ -16,9 +16,9 @@ numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests
 from attention_cases import BACKENDS, NAN, compare, heads_strategy, make  # noqa: E402
 
 from nanovllm.backends.cpu.attention import NumbaAttention, balanced  # noqa: E402
-from nanovllm.backends.cpu.units.amx import AMX  # noqa: E402
-from nanovllm.backends.cpu.units.any import ANY  # noqa: E402
-from nanovllm.backends.cpu.units.avx512 import AVX512  # noqa: E402
+from nanovllm.backends.cpu.kernels.units.amx import AMX  # noqa: E402
+from nanovllm.backends.cpu.kernels.units.any import ANY  # noqa: E402
+from nanovllm.backends.cpu.kernels.units.avx512 import AVX512  # noqa: E402
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -17,7 +17,7 @@ numba = pytest.importorskip("numba")
 
 import nanovllm  # noqa: E402
 from nanovllm.backends.cpu import attention, compile, kernel_files  # noqa: E402
-from nanovllm.backends.cpu.units.amx import AMX  # noqa: E402
+from nanovllm.backends.cpu.kernels.units.amx import AMX  # noqa: E402
 from nanovllm.loading.checkpoint import Checkpoint  # noqa: E402
 
 ANSWER = """
@@ -181,7 +181,7 @@ def test_kernels_compile_for_other_processors(tmp_path: Path) -> None:
 import numpy as np
 from numba import int64, typeof
 from nanovllm.backends.cpu import int8
-from nanovllm.backends.cpu.units import amx, avx512
+from nanovllm.backends.cpu.kernels.units import amx, avx512
 int8.amx_tile.compile((int64,) * 6)
 for unit in (amx, avx512):
     unit.linear_blocks.compile((int64,) * 9)
@@ -259,7 +259,8 @@ def test_nowhere_to_keep_kernels(tmp_path: Path) -> None:
     code = "import errno, tempfile\ndef refuse(dir): raise OSError(errno.EROFS, dir)\n"
     code += f"tempfile.TemporaryFile = refuse\n{ANSWER}"
     code += (
-        "import numpy as np; from nanovllm.backends.cpu import kernel_files, primitives\n"
+        "import numpy as np; from nanovllm.backends.cpu import kernel_files\n"
+        "from nanovllm.backends.cpu.kernels import primitives\n"
         "assert kernel_files.DIRECTORY is None\n"
         "assert primitives.maximum(np.ones(20, np.float32)) == 1\n"
     )

@@ -90,8 +90,8 @@ def test_the_kernel_reads_what_torch_packed(
     shape: tuple[int, int], bias: bool, dtype: torch.dtype
 ) -> None:
     pytest.importorskip("numba")
-    from nanovllm.backends.cpu import parallel
-    from nanovllm.backends.cpu.units.unit import units
+    from nanovllm.backends.cpu.kernels import parallel
+    from nanovllm.backends.cpu.kernels.units.unit import units
 
     unit = units(dtype)[0]
     if unit.linear_dtype is not dtype:
@@ -152,7 +152,7 @@ def test_the_layout_for_any_number_of_threads(threads: int, shape: tuple[int, in
 @pytest.mark.parametrize("threads", [1, 2, 8], indirect=True)
 def test_layers_are_fused_for_any_number_of_threads(threads: int, tmp_path: Path) -> None:
     pytest.importorskip("numba")
-    from nanovllm.backends.cpu.fused_decode import FusedLayers
+    from nanovllm.backends.cpu.kernels.fused_decode import FusedLayers
 
     make_checkpoint(tmp_path)
     runner = random_llm(tmp_path, dtype="float32").engine.runner

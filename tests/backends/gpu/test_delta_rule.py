@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 
 from nanovllm import LLM, SamplingParams  # noqa: E402
 from nanovllm.backends.gpu.kernels import delta_rule  # noqa: E402
-from nanovllm.features.hybrid.delta_rule import Segments  # noqa: E402
+from nanovllm.features.models.hybrid.delta_rule import Segments  # noqa: E402
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 6e-3}
 

@@ -22,16 +22,16 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.int4 import Int4Weight
 from nanovllm.backends.int8 import Int8Weight, weight_only
-from nanovllm.features.host_cache import pool as host_pool
-from nanovllm.features.moe.experts import expert_linear
+from nanovllm.features.memory.host_cache import pool as host_pool
+from nanovllm.features.models.moe.experts import expert_linear
 from nanovllm.models import sampler
 from nanovllm.models.backend import Backend
 from nanovllm.models.batch import ForwardBatch, SamplingBatch
 from nanovllm.models.fp8 import FP8
 from nanovllm.models.layers import add_rms_norm, silu_and_mul
 from nanovllm.plan import BlockCopy
-from nanovllm.tools.training import data
-from nanovllm.tools.training.grade import accuracy
+from tools.training import data
+from tools.training.grade import accuracy
 
 pytestmark = [
     pytest.mark.gpu,

@@ -19,9 +19,9 @@ from checkpoints import VOCAB
 from graphs import capture_with, stand_in
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.api.config import EngineConfig
 from nanovllm.backends.gpu import graphs as gpu_graphs
 from nanovllm.backends.gpu.graphs import CudaCapture, DecodeGraphs, batch_sizes
+from nanovllm.config import EngineConfig
 from nanovllm.loading import memory
 from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.loading.make_runner import make_runner

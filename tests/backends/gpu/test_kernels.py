@@ -50,7 +50,7 @@ from nanovllm.backends.gpu.kernels import (  # noqa: E402
 from nanovllm.backends.gpu.kernels.configs import Tile  # noqa: E402
 from nanovllm.backends.int4 import Int4Weight  # noqa: E402
 from nanovllm.backends.int8 import Int8Weight, weight_only  # noqa: E402
-from nanovllm.features.moe.experts import expert_linear  # noqa: E402
+from nanovllm.features.models.moe.experts import expert_linear  # noqa: E402
 from nanovllm.models import decode_inputs, sampler  # noqa: E402
 from nanovllm.models.backend import Backend  # noqa: E402
 from nanovllm.models.batch import SamplingBatch  # noqa: E402

@@ -1,4 +1,4 @@
-"""Checks `KVCache`: nanovllm lessons build cache --check FILE"""
+"""Checks `KVCache`: python -m lessons build cache --check FILE"""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from build_check import expect, load
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanovllm.lessons.lesson import decode_plan, make_llm, prompt_plan, runner_of
+from lessons.lesson import decode_plan, make_llm, prompt_plan, runner_of
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.batch import ForwardBatch
 

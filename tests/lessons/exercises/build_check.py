@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.tools.oracle.oracle import History, OracleRunner, answer, make_samples, run_history
+from lessons.oracle.oracle import History, OracleRunner, answer, make_samples, run_history
 
 __all__ = ["OracleRunner", "answer", "check_history", "expect", "load", "make_samples"]
 
@@ -20,8 +20,8 @@ def load(file: str, name: str) -> Any:
     if not path.is_file():
         # pytest shows the text of a CollectError without a traceback.
         raise pytest.Collector.CollectError(
-            f"There is no file {path}. `nanovllm lessons build {task}` writes {file}, and "
-            f"`nanovllm lessons build {task} --check FILE` checks it."
+            f"There is no file {path}. `python -m lessons build {task}` writes {file}, and "
+            f"`python -m lessons build {task} --check FILE` checks it."
         )
     spec = importlib.util.spec_from_file_location("solution", path)
     assert spec is not None, f"{path} is not a Python file"

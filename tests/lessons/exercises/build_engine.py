@@ -1,4 +1,4 @@
-"""Checks `Engine`: nanovllm lessons build engine --check FILE"""
+"""Checks `Engine`: python -m lessons build engine --check FILE"""
 
 import functools
 import sys
@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, TypicalLogitsWarper
 from transformers.utils.logging import disable_progress_bar
 
-from nanovllm.api.config import EMBEDDED
-from nanovllm.lessons.lesson import ask, make_llm
-from nanovllm.lessons.lesson22_model import Attend, Model
-from nanovllm.lessons.show import show_table
+from lessons.lesson import ask, make_llm
+from lessons.lesson22_model import Attend, Model
+from lessons.show import show_table
+from nanovllm.config import EMBEDDED
 from nanovllm.loading.checkpoint import find_checkpoint
 
 torch.set_num_threads(1)  # tiny products gain nothing from threads

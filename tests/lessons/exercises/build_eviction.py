@@ -1,4 +1,4 @@
-"""Checks `FewestHits`: nanovllm lessons build eviction --check FILE"""
+"""Checks `FewestHits`: python -m lessons build eviction --check FILE"""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Checks `keep_typical_p`: nanovllm lessons build filter --check FILE"""
+"""Checks `keep_typical_p`: python -m lessons build filter --check FILE"""
 
 from dataclasses import dataclass
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""Checks `longest_output_first`: nanovllm lessons build policy --check FILE"""
+"""Checks `longest_output_first`: python -m lessons build policy --check FILE"""
 
 import dataclasses
 

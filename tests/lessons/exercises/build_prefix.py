@@ -1,4 +1,4 @@
-"""Checks `Matching.match`: nanovllm lessons build prefix --check FILE"""
+"""Checks `Matching.match`: python -m lessons build prefix --check FILE"""
 
 from types import SimpleNamespace
 

@@ -1,13 +1,13 @@
-"""Checks `slots` and `blocks_to_append`: nanovllm lessons build slots --check FILE"""
+"""Checks `slots` and `blocks_to_append`: python -m lessons build slots --check FILE"""
 
 from types import SimpleNamespace
 
 import pytest
 from build_check import OracleRunner, check_history, expect, load
 
+from lessons.oracle import oracle
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
-from nanovllm.tools.oracle import oracle
 
 slots, blocks_to_append = load("slots.py", "slots"), load("slots.py", "blocks_to_append")
 

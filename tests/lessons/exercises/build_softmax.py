@@ -1,11 +1,11 @@
-"""Checks `update` and `merge`: nanovllm lessons build softmax --check FILE"""
+"""Checks `update` and `merge`: python -m lessons build softmax --check FILE"""
 
 import pytest
 import torch
 from build_check import expect, load
 from torch import Tensor, tensor
 
-from nanovllm.lessons.lesson11_paged_attention import BLOCK, paged_tiles
+from lessons.lesson11_paged_attention import BLOCK, paged_tiles
 
 update, merge = load("softmax.py", "update"), load("softmax.py", "merge")
 INF = float("inf")

@@ -1,4 +1,4 @@
-"""Checks `plan_step`: nanovllm lessons build step --check FILE"""
+"""Checks `plan_step`: python -m lessons build step --check FILE"""
 
 import random
 

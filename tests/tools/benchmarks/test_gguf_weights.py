@@ -7,7 +7,7 @@ import torch
 from moe_checkpoints import make_moe_checkpoint
 from safetensors.torch import load_file
 
-from nanovllm.tools.benchmarks.gguf_weights import gguf_path, write_gguf
+from tools.benchmarks.gguf_weights import gguf_path, write_gguf
 
 gguf = pytest.importorskip("gguf")
 

@@ -12,10 +12,10 @@ import torch
 from bench_module import bench
 from fresh import ROOT, on_model
 
-from nanovllm.api.child import python
-from nanovllm.tools.benchmarks.gpu import pytests, report, rows
-from nanovllm.tools.benchmarks.gpu.report import PARTS, Part, Run
-from nanovllm.tools.benchmarks.gpu.rows import HEADLINE, Row
+from nanovllm.utils.child import python
+from tools.benchmarks.gpu import pytests, report, rows
+from tools.benchmarks.gpu.report import PARTS, Part, Run
+from tools.benchmarks.gpu.rows import HEADLINE, Row
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The gated delta rule: `decode` and `chunk`. Their reference is features/hybrid/delta_rule.py.
+"""The gated delta rule: `decode` and `chunk`. Reference: features/models/hybrid/delta_rule.py.
 
 `decode` takes two launches: `_convolve_decode` and `_decode_rule`. Their grids depend only on the
 number of sequences, so that a CUDA graph can capture them.

@@ -1,4 +1,4 @@
-"""Products with the weights of experts on a GPU: `expert_linear` of features/moe/experts.py.
+"""Products with the weights of experts on a GPU: `expert_linear` of features/models/moe/experts.py.
 
 The rows of an expert are divided into tiles, and a program computes some outputs of a tile. How
 many tiles there are depends on the router, and the host must not wait for that. The grid therefore

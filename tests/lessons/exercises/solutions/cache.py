@@ -1,4 +1,4 @@
-"""A solution of `nanovllm lessons build cache`."""
+"""A solution of `python -m lessons build cache`."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""A solution of `nanovllm lessons build engine`. It imports the others."""
+"""A solution of `python -m lessons build engine`. It imports the others."""
 
 from functools import partial
 
@@ -14,9 +14,9 @@ from step import plan_step
 from torch import Tensor
 from torch.nn import functional as F
 
+from lessons.lesson import GREEDY
+from lessons.lesson22_model import Model
 from nanovllm.engine.sequence import Sequence
-from nanovllm.lessons.lesson import GREEDY
-from nanovllm.lessons.lesson22_model import Model
 
 
 class Blocks(Matching, FewestHits):

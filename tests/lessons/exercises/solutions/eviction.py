@@ -1,4 +1,4 @@
-"""A solution of `nanovllm lessons build eviction`."""
+"""A solution of `python -m lessons build eviction`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A solution of `nanovllm lessons build policy`."""
+"""A solution of `python -m lessons build policy`."""
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.policies import AGING

@@ -1,4 +1,4 @@
-"""A solution of `nanovllm lessons build prefix`."""
+"""A solution of `python -m lessons build prefix`."""
 
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.sequence import Sequence

@@ -1,4 +1,4 @@
-"""A solution of `nanovllm lessons build slots`."""
+"""A solution of `python -m lessons build slots`."""
 
 
 def slots(block_table: list[int], block_size: int, start: int, count: int) -> list[int]:

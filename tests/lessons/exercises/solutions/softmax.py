@@ -1,4 +1,4 @@
-"""A solution of `nanovllm lessons build softmax`."""
+"""A solution of `python -m lessons build softmax`."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""A solution of `nanovllm lessons build step`."""
+"""A solution of `python -m lessons build step`."""
 
 from dataclasses import dataclass
 

@@ -1,0 +1,5 @@
+"""`python -m lessons`: see command.py."""
+
+from lessons.command import main
+
+main()

@@ -1,0 +1,247 @@
+"""Exercises that break the engine: a fault of one line, and the shortest history that shows it.
+
+`python -m lessons break N` makes the N-th fault of mutants.py, or one of states.py, in memory and
+runs the random histories of oracle.py. It shortens the first failing histories as long as they
+fail, prints the trace of the shortest, and asks which invariant broke.
+"""
+
+import contextlib
+import io
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, NamedTuple
+
+from lessons.oracle import oracle, states
+from lessons.oracle.mutants import MUTANTS, Mutant, apply, describe
+from lessons.oracle.oracle import INVARIANTS, Action, History, InvariantError
+from lessons.show import Question, fill, say, show_answers, show_questions, show_table
+from nanovllm.cli.trace.trace import Trace
+from nanovllm.engine import scheduler
+from nanovllm.engine.policies import shortest_job_first
+
+SEEDS = 300  # histories to try
+FAILURES = 3  # failing histories that are shortened; the shortest is shown
+VARIATIONS = 20  # other requests in place of one, and other engines, that are tried
+STATE_FAULTS = (
+    "a match does not copy the state",
+    "a snapshot is one block early",
+    "a slot that is freed is still named",
+    "a match uses a state of the plan",
+)
+FAULTS = dict(MUTANTS)
+FAULTS |= {name: states.MUTANTS[name] for name in STATE_FAULTS}
+NAMES = list(FAULTS)
+
+
+class Theme(NamedTuple):
+    name: str
+    exercises: tuple[int, ...]
+    # The invariants that its faults violate first. A reader chooses one of them.
+    invariants: tuple[str, ...]
+
+
+SHARING = ("slots", "owners", "partition", "context", "cached", "progress")
+THEMES = (
+    Theme("sharing and copies", (1, 2, 9, 10, 13, 14, 15, 22), SHARING),
+    Theme(
+        "prefix cache",
+        (3, 4, 5, 6, 7, 8, 25),
+        ("answers", "context", "cached", "fresh", "progress", "no error"),
+    ),
+    Theme(
+        "scheduling",
+        (11, 12, 16, 17, 18, 24),
+        ("answers", "budget", "oldest", "progress", "no error"),
+    ),
+    Theme("rows and ends", (19, 20, 21, 23), ("answers", "budget", "progress", "returned")),
+    Theme(
+        "states of linear attention (lesson 17)",
+        tuple(range(len(MUTANTS) + 1, len(FAULTS) + 1)),
+        ("answers", "context", "cached", "states", "snapshots", "state slots", "no error"),
+    ),
+)
+EASY, HARD = (1, 9, 13, 16, 19, 21, 23, 26), (3, 4, 5, 8, 10, 14, 20, 25, 29)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A history with a fault, which can be run again and again."""
+
+    modules: dict[str, Any]  # the keyword argument of History: the faulty module
+    seed: int
+    actions: tuple[Action, ...]
+    make: type[History] = History
+
+    def failure(self) -> tuple[int, ...] | None:
+        """Run it. Returns its length and complexity if it fails, else None."""
+        history = self.make(self.seed, **self.modules)
+        try:
+            oracle.replay(history, self.actions)
+        except InvariantError:
+            tokens = sum(len(seq.token_ids) for seq in history.seqs)
+            is_sjf = history.scheduler.policy_key.__name__ == shortest_job_first.__name__
+            return history.steps, tokens, len(self.actions), history.async_scheduling, is_sjf
+        return None
+
+    def trace(self) -> tuple[Trace, History, InvariantError]:
+        """Run it again with a Trace, up to the failure. The trace does not name the failure."""
+        history = self.make(self.seed, **self.modules)
+        with Trace(history) as trace:
+            try:
+                oracle.replay(history, self.actions)
+            except InvariantError as error:
+                return trace, history, error
+        raise ValueError("this history does not fail")
+
+    def variations(self) -> Iterator["Attempt"]:
+        """Yield variations: without one of the actions, with other requests, in another engine."""
+        actions = self.actions
+        for i in reversed(range(len(actions))):
+            yield replace(self, actions=actions[:i] + actions[i + 1 :])
+        for i, action in enumerate(actions):
+            if action.name == "add":
+                for seed in range(VARIATIONS):
+                    other = (Action("add", seed),)
+                    yield replace(self, actions=actions[:i] + other + actions[i + 1 :])
+        for seed in range(VARIATIONS):
+            yield replace(self, seed=seed)
+
+
+def shorten(attempt: Attempt) -> tuple[tuple[int, ...], Attempt]:
+    """Take variations that fail earlier, until there are none (Zeller 1999, delta debugging)."""
+    best = attempt.failure()
+    assert best is not None
+    improved = True
+    while improved:
+        improved = False
+        for other in attempt.variations():
+            length = other.failure()
+            if length is not None and length < best:
+                best, attempt, improved = length, other, True
+                break
+    return best, attempt
+
+
+def show_sequences(history: History) -> None:
+    """Print the requests, the output by the model's definition, and the output at the end."""
+    rows = []
+    for seq in history.seqs:
+        prompt = seq.token_ids[: seq.num_prompt]
+        want = oracle.answer(prompt, seq.max_length, seq.stop_token_ids, seq.sampling.seed)
+        texts = (" ".join(map(str, ids)) for ids in (prompt, want, seq.output_ids))
+        is_single = seq.parent is None and all(other.parent is not seq for other in history.seqs)
+        name = seq.request_id if is_single else f"{seq.request_id}.{seq.index}"  # as in the trace
+        rows.append((name, *texts, seq.status.name.lower()))
+    say("""The sequences. 0.1 is the second sample of request 0. The tokens that each must get are
+        computed from its prompt, without an engine:""")
+    show_table(("sequence", "prompt", "must get", "has got at the end", "and is"), rows)
+
+
+def show_blocks(history: History) -> None:
+    """Print the blocks that are owned or cached when the history ends."""
+    size, memory, rows = history.size, history.runner.memory, []
+    for block in history.block_manager.blocks:
+        if block.ref_count or block.serial:
+            pairs = memory[block.block_id * size : (block.block_id + 1) * size]
+            held = " ".join("empty" if p is None else f"{p[0]}@{p[1]}" for p in pairs)
+            cached = memoryview(block.key[1]).cast("I").tolist() if block.serial else ""
+            rows.append((block.block_id, block.ref_count, cached, held))
+    say("""The owned or cached blocks at the end: the reference count, its tokens in the prefix
+    index, and the content of each slot, token@position:""")
+    show_table(("block", "ref_count", "cached as", "holds"), rows)
+
+
+def show_states(history: History) -> None:
+    """Print the states of rows and the snapshots when the history ends."""
+    states, rows = getattr(history.runner, "states", []), []
+    uses = [
+        (seq.row, f"row {seq.row}, request {seq.request_id}") for seq in history.scheduler.running
+    ]
+    snapshots = history.block_manager.snapshots.items()
+    uses += [(slot, f"snapshot of block {block_id}") for block_id, slot in snapshots]
+    for number, use in uses:
+        pairs = states[number].pairs
+        consumed = "unknown" if pairs is None else " ".join(f"{p[0]}@{p[1]}" for p in pairs)
+        rows.append((number, use, consumed or "nothing"))
+    say("""The states at the end, each with all tokens that it has consumed, token@position. A state
+        is unknown if nothing was written to it, or by a step that failed:""")
+    show_table(("state", "of", "has consumed"), rows)
+
+
+def show_failure(mutant: Mutant) -> InvariantError:
+    """Print the shortest history that fails with the fault. Returns the error."""
+    module = "schedulers" if mutant.module is scheduler else "managers"
+    modules, seeds = {module: apply(mutant)}, range(SEEDS)
+    make = History
+    if mutant in states.MUTANTS.values():
+        make = states.HybridHistory
+    attempts = (Attempt(modules, i, tuple(oracle.random_actions(i)), make) for i in seeds)
+    failing = (attempt for attempt in attempts if attempt.failure() is not None)
+    _, attempt = min(map(shorten, islice(failing, FAILURES)), key=lambda pair: pair[0])
+    trace, history, error = attempt.trace()
+    say("""Random requests run on a model. Its next token depends on every slot that it reads. This
+        is the shortest failing history of those that were tried, up to the step that fails. Tokens
+        are 0, 1 and 2.""")
+    show_sequences(history)
+    if history.size == 1:
+        say("Blocks have one slot each: the slot of position p is block_table[p].")
+    print(trace, end="\n\n")
+    if error.name == "no error":
+        say(f"After that, the plan of step {history.steps + 1} raises {error.detail}.")
+    show_blocks(history)
+    if make is not History:
+        show_states(history)
+    return error
+
+
+def run(which: str | None, answers: list[str] | None) -> None:
+    """Run an exercise, or list all if `which` is None. With `answers`, compare or show answers."""
+    if which is None:
+        for theme in THEMES:
+            if not theme.exercises:
+                continue
+            print(f"{theme.name[0].upper()}{theme.name[1:]}:")
+            for i in theme.exercises:
+                level = "easy" if i in EASY else "hard" if i in HARD else "medium"
+                print(f"  break {i:2}  {level:6}  a fault in {file_of(FAULTS[NAMES[i - 1]])}")
+        return
+    if which not in map(str, range(1, len(NAMES) + 1)):
+        raise ValueError(f"break takes a number from 1 to {len(NAMES)}, not {which!r}")
+    name = NAMES[int(which) - 1]
+    [theme] = (theme for theme in THEMES if int(which) in theme.exercises)
+    mutant, file = FAULTS[name], file_of(FAULTS[name])
+    with contextlib.redirect_stdout(io.StringIO() if answers is not None else sys.stdout):
+        print(f"A line of {file} is changed, in memory only.\n")
+        error = show_failure(mutant)
+        print("This must hold, after every step or when requests have ended:\n")
+        for i, invariant in enumerate(theme.invariants, 1):
+            print(fill(INVARIANTS[invariant], f"{i:2}. ", "    "))
+        print()
+    known = states.MUTANTS | MUTANTS
+    functions = {m.function for m in known.values() if m.module is mutant.module}
+    questions = [
+        Question(
+            "Which of these is the first that was found not to hold?",
+            str(theme.invariants.index(error.name) + 1),
+            f"{error}.",
+            "Look at the last step of the trace and at the state after it. The theme is "
+            f"{theme.name}.",
+        ),
+        Question(
+            f"Which function of {file} has the fault: {', '.join(sorted(functions))}?",
+            mutant.function,
+            f"{name[0].upper()}{name[1:]}. {describe(mutant)}.",
+            "Find the first line of the trace or of the tables that should be different. Which of "
+            "the functions decides that?",
+        ),
+    ]
+    if answers is None:
+        show_questions(questions, f"python -m lessons break {which} --answers")
+    else:
+        show_answers(questions, answers)
+
+
+def file_of(mutant: Mutant) -> str:
+    return f"{mutant.module.__name__.rpartition('.')[2]}.py"

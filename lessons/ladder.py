@@ -1,0 +1,213 @@
+"""The ladder: the same 16 requests on every rung, from no cache to the defaults of LLM().
+
+Each rung adds one idea to the previous rung and gives the same tokens. The table shows the gains.
+It takes about a minute, and 15 to 30 s more if the CPU's kernels have to be compiled first. Timings
+mean little while other programs run.
+"""
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from statistics import mean
+from typing import Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from lessons import lesson01_no_cache, lesson02_kv_cache
+from lessons.lesson import Counters, make_llm, optional
+from lessons.lesson01_no_cache import Way
+from lessons.show import say, show_table
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.observer import NO_OBSERVER
+from nanovllm.outputs import RequestOutput
+
+NUM_REQUESTS = 16
+ROWS = 8  # requests that run at once, from static batches to async scheduling
+BUDGET = 32  # tokens of a step, from there on to async scheduling
+LENGTHS = (4, 8, 12, 36)  # output tokens; a static batch waits for its longest
+# Every request begins with this conversation.
+BEGINNING = [
+    ("system", "You are a helpful assistant."),
+    ("user", "What is 12 + 30?"),
+    ("assistant", "12 + 30 = 42"),
+]
+
+
+class Request(NamedTuple):
+    prompt: list[int]
+    num_output: int
+
+
+class Run(NamedTuple):
+    """What one run of all requests took."""
+
+    tokens: list[list[int]]  # the output of each request
+    steps: int
+    computed: int  # tokens
+    slots: int  # largest number of reserved slots of the KV cache
+    first_token: float  # seconds from the start to a request's first token, the mean
+    longest_step: float  # seconds
+    seconds: float
+
+
+def make_requests(llm: LLM, number: int) -> list[Request]:
+    """Requests to count. Their answers are longer than LENGTHS, so each ends at its length."""
+    beginning = [{"role": role, "content": content} for role, content in BEGINNING]
+    tokenizer, requests = llm.get_tokenizer(), []
+    for i in range(1, number + 1):
+        chat = [*beginning, {"role": "user", "content": f"Count from {i} to {i + 30}."}]
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        requests.append(Request(tokenizer.encode(text), LENGTHS[i % len(LENGTHS)]))
+    return requests
+
+
+def by_hand(llm: LLM, requests: list[Request], way: Way, reserved: int) -> Run:
+    """One request after the other, by plans that are written by hand.
+
+    reserved: for how many requests of the greatest length slots are reserved.
+    """
+    tokens, firsts, times, total = list[list[int]](), list[float](), [time.monotonic()], 0
+    for prompt, num_output in requests:
+        tokens.append([])
+        for token, computed in way(llm, prompt, num_output):
+            tokens[-1].append(token)
+            times.append(time.monotonic())
+            total += computed
+        firsts.append(times[-num_output] - times[0])
+    longest = max(b - a for a, b in pairwise(times))
+    slots, seconds = reserved * llm.engine.input_processor.max_model_len, times[-1] - times[0]
+    return Run(tokens, len(times) - 1, total, slots, mean(firsts), longest, seconds)
+
+
+def by_engine(llm: LLM, requests: list[Request], group: int) -> Run:
+    """Add `group` requests, run the engine until all have finished, and add the next group."""
+    engine = llm.engine
+    engine.reset_prefix_cache()
+    engine.observer = counters = Counters(llm)
+    outputs, ids = dict[str, RequestOutput](), list[str]()
+    start, longest = time.monotonic(), 0.0
+    for i in range(0, len(requests), group):
+        for prompt, num_output in requests[i : i + group]:
+            params = SamplingParams(temperature=0, max_tokens=num_output)
+            ids.append(engine.add_request(prompt, params))
+        while engine.has_unfinished_requests():
+            step_start = time.monotonic()
+            outputs |= {output.request_id: output for output in engine.step()}
+            longest = max(longest, time.monotonic() - step_start)
+    seconds = time.monotonic() - start
+    engine.observer = NO_OBSERVER
+    tokens = [outputs[i].outputs[0].token_ids for i in ids]
+    first = mean((outputs[i].metrics.first_token_time or start) - start for i in ids)
+    slots = counters.blocks * engine.scheduler.block_manager.block_size
+    steps = counters.tokens
+    return Run(tokens, len(steps), sum(steps), slots, first, longest, seconds)
+
+
+class Rung(NamedTuple):
+    lesson: int
+    adds: str
+    options: dict[str, Any]  # of the LLM, in addition to the options of make_llm
+    run: Callable[[LLM, list[Request]], Run]
+
+
+SHARING = dict(attention_backend="sdpa", num_kvcache_blocks=256, max_num_seqs=ROWS)
+PLAIN = SHARING | {"enable_prefix_caching": False}
+CHUNKS = SHARING | {"max_num_batched_tokens": BUDGET}
+KERNELS = CHUNKS | {"attention_backend": "numba"}
+ASYNC = KERNELS | {"async_scheduling": True}
+static, continuous = partial(by_engine, group=ROWS), partial(by_engine, group=sys.maxsize)
+
+RUNGS = [
+    Rung(1, "no cache", PLAIN, partial(by_hand, way=lesson01_no_cache.generate, reserved=0)),
+    Rung(2, "a KV cache", PLAIN, partial(by_hand, way=lesson02_kv_cache.generate, reserved=1)),
+    Rung(3, "blocks", PLAIN, partial(by_engine, group=1)),
+    Rung(4, f"static batches of {ROWS}", PLAIN, static),
+    Rung(4, "continuous batching", PLAIN, continuous),
+    Rung(6, "prefix sharing", SHARING, continuous),
+    Rung(7, f"a token budget of {BUDGET}", CHUNKS, continuous),
+    Rung(11, "kernels (Numba)", KERNELS, continuous),
+    Rung(12, "async scheduling", ASYNC, continuous),
+    Rung(12, "the defaults of LLM()", {}, continuous),
+]
+
+
+def has_numba(dtype: torch.dtype = torch.float32) -> bool:
+    """Return whether the CPU's kernels can run. The first call compiles them, in 15 to 30 s."""
+    if (compile_ := optional("nanovllm.backends.cpu.compile")) is not None:
+        compile_.compile_now(dtype)
+    return compile_ is not None
+
+
+def climb(
+    rungs: list[Rung], number: int, repeats: int, warm_up: bool = True
+) -> list[tuple[Rung, list[Run]]]:
+    """Run `number` requests on all rungs in turns, `repeats` times -> each rung and its runs.
+
+    Raises AssertionError if the tokens of a rung differ from the first rung.
+    """
+    results: list[tuple[Rung, list[Run]]] = [(rung, []) for rung in rungs]
+    llms = [make_llm(**rung.options) for rung in rungs]
+    requests = make_requests(llms[0], number)
+    for rung, llm in zip(rungs if warm_up else (), llms, strict=False):
+        rung.run(llm, requests[:ROWS])
+    for i in tqdm(range(repeats * len(rungs)), unit="run", leave=False):
+        (rung, runs), llm = results[i % len(rungs)], llms[i % len(rungs)]
+        runs.append(rung.run(llm, requests))
+        assert runs[-1].tokens == results[0][1][0].tokens, f"{rung.adds} changes the tokens"
+    return results
+
+
+def median(runs: list[Run]) -> Run:
+    return sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
+
+
+def gain(previous: list[Run], now: list[Run]) -> str:
+    """Return how many times as fast: the median, the lowest and the highest ratio of the turns.
+
+    The result has no more digits than the spread supports.
+    """
+    ratios = sorted(b.seconds / n.seconds for b, n in zip(previous, now, strict=True))
+    low, ratio, high = ratios[0], ratios[len(ratios) // 2], ratios[-1]
+    digits = min(2, max(1, -math.floor(math.log10(high - low)))) if high > low else 2
+    middle = "about 1" if low <= 1 <= high else f"{ratio:.{digits}f}"
+    return f"{middle} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def show(results: list[tuple[Rung, list[Run]]]) -> None:
+    """Print the table. A gain compares a rung with the previous rung."""
+    rows: list[tuple[object, ...]] = []
+    previous: list[Run] = []
+    for rung, runs in results:
+        run = median(runs)
+        speed = f"{sum(map(len, run.tokens)) / run.seconds:,.0f}"
+        counts = (run.steps, f"{run.computed:,}", f"{run.slots:,}")
+        times = (f"{1e3 * run.first_token:,.0f}", f"{1e3 * run.longest_step:,.0f}")
+        gained = gain(previous, runs) if previous else ""
+        rows.append((f"{rung.lesson} {rung.adds}", speed, gained, *counts, *times))
+        previous = runs
+    names = ("lesson", "tokens/s", "gain", "steps", "computed", "slots", "first ms", "step ms")
+    show_table(names, rows)
+
+
+def run() -> None:
+    say(str(__doc__))
+    say(f"""The requests begin with the same conversation and have {min(LENGTHS)} to {max(LENGTHS)}
+        output tokens, in float32. Timings are from the median of 3 runs after one to warm up.
+
+        gain: tokens per second compared with the previous rung, with the lowest and the highest
+        ratio of the three turns; "about 1" if the ratios are on both sides of 1. computed: tokens
+        in all steps. slots: the most slots of the KV cache that were reserved. first: mean time
+        from the start to a request's first token. step: the longest step.""")
+    rungs = RUNGS
+    if not has_numba():
+        say("Without Numba, the rung of its kernels is left out; later ones run in plain torch.")
+        plain = {"attention_backend": "sdpa"}
+        rungs = [r._replace(options=r.options | plain) for r in RUNGS if r.lesson != 11]
+    show(climb(rungs, NUM_REQUESTS, repeats=3))
+    say("""Lessons 2, 4, 6 and 11 are about speed, blocks about memory (the slots), and a small
+        token budget about the longest step. Async scheduling is for a GPU; a CPU does not compute
+        while the host plans. The defaults run all requests at once, with 8,192 tokens a step.""")

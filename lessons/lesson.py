@@ -1,0 +1,117 @@
+"""Functions that the lessons share: the embedded model, plans written by hand, and timing."""
+
+import importlib
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.config import EMBEDDED
+from nanovllm.engine.observer import Observer
+from nanovllm.engine.scheduler import InFlightStep
+from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
+from nanovllm.models.config import ModelConfig
+from nanovllm.outputs import RequestOutput
+from nanovllm.plan import Chunk, NewRow, ResultKind, RowSampling, StepPlan
+from nanovllm.runner.model_runner import ModelRunner
+from tools.benchmarks.workloads import SHAPES
+
+T = TypeVar("T")
+GREEDY = RowSampling(temperature=0, seed=0)  # always the most likely token
+
+
+def timed(function: Callable[[], T], repeats: int = 3) -> tuple[T, float]:
+    """Call a function several times. Returns the last result and the median of the seconds."""
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        result = function()
+        seconds.append(time.perf_counter() - start)
+    return result, statistics.median(seconds)
+
+
+def make_llm(**options: Any) -> LLM:
+    """Load the embedded model on the CPU in float32, where near-ties do not change tokens."""
+    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_logprobs": -1}
+    return LLM(**(settings | options))
+
+
+def ask(llm: LLM, prompts: Sequence[Any], **params: Any) -> list[RequestOutput]:
+    """Call `llm.generate` with these fields of SamplingParams. The default is greedy."""
+    return llm.generate(prompts, SamplingParams(**{"temperature": 0} | params), use_tqdm=False)
+
+
+def mean_logprob(llm: LLM, prompts: list[list[int]], outputs: list[list[int]]) -> float:
+    """Return the mean log-probability of the tokens `outputs` after `prompts`."""
+    scores = llm.loglikelihood(prompts, outputs, use_tqdm=False)
+    return sum(s.logprob for s in scores) / sum(len(s.token_ids) for s in scores)
+
+
+@dataclass
+class Counters(Observer):
+    """Counts what the steps of an engine compute; see nanovllm/engine/observer.py."""
+
+    llm: LLM
+    tokens: list[int] = field(default_factory=list)  # of each step
+    blocks: int = 0  # largest number that sequences owned
+
+    def scheduled(self, step: InFlightStep | None) -> None:
+        if step is not None:
+            self.tokens.append(step.plan.num_tokens)
+            self.blocks = max(self.blocks, int(self.llm.stats()["blocks_in_use"]))
+
+
+def runner_of(llm: LLM) -> ModelRunner:
+    runner: Any = llm.engine.runner
+    runner = getattr(runner, "runner", runner)  # with several ranks it is in an AgreeingRunner
+    assert isinstance(runner, ModelRunner)
+    return runner
+
+
+def embedded_config() -> ModelConfig:
+    return Checkpoint(find_checkpoint(EMBEDDED)).model_config
+
+
+def shape_of(name: str, **sizes: int) -> ModelConfig:
+    """Return the config of a model of SHAPES, such as "qwen3-0.6b", with other `sizes`."""
+    fields = "hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim vocab_size"
+    fields += " tie_word_embeddings"
+    values: dict[str, Any] = dict(zip(fields.split(), SHAPES[name], strict=False))
+    return replace(embedded_config(), **(values | sizes))
+
+
+def prompt_plan(prompts: Sequence[list[int]], tables: Sequence[list[int]]) -> StepPlan:
+    """Return the plan of a step that computes complete prompts, each in the blocks of its table.
+
+    Prompt i takes row i and samples greedily.
+    """
+    rows = range(len(prompts))
+    return StepPlan(
+        new_rows=[NewRow(row, tables[row], GREEDY) for row in rows],
+        chunks=[Chunk(row, 0, prompts[row], ResultKind.TOKEN) for row in rows],
+        num_tokens=sum(map(len, prompts)),
+    )
+
+
+def decode_plan(num_rows: int) -> StepPlan:
+    """Return the plan of a step that computes the next token of the rows 0, 1, ..."""
+    return StepPlan(decode_rows=list(range(num_rows)), num_tokens=num_rows)
+
+
+def optional(module: str) -> Any:
+    """Import a module. Returns None if it needs Triton or Numba, which is not installed.
+
+    Without a GPU, Triton's kernels run in its interpreter. Triton reads TRITON_INTERPRET when it is
+    imported and when a kernel is defined, so it is set first.
+    """
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        return None

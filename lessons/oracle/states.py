@@ -1,0 +1,197 @@
+"""The oracle with states, for models with linear attention, and faults of their block manager.
+
+The state of a row is the list of all pairs (token, position) that it has consumed. It must be equal
+to what the row reads through its block table. Each snapshot must have consumed the tokens up to the
+end of its block. tests/features/models/hybrid/test_state_blocks.py catches every fault. No torch.
+"""
+
+import random
+from types import ModuleType
+from typing import NamedTuple
+
+from lessons.oracle.mutants import Mutant
+from lessons.oracle.oracle import History, OracleRunner, require
+from nanovllm.engine import scheduler
+from nanovllm.engine.sequence import Status
+from nanovllm.features.models.hybrid import state_blocks
+from nanovllm.plan import StepPlan
+
+STATES = state_blocks
+
+MUTANTS = {
+    "a snapshot is one block early": Mutant(
+        STATES, "record_computed", "end // A * B", "(end // A - 1) * B"
+    ),
+    "a snapshot is one token late": Mutant(
+        STATES, "_save", "A.num_computed - position", "A.num_computed - position - 1"
+    ),
+    "a snapshot where a match ran out is one block early": Mutant(
+        STATES,
+        "record_computed",
+        "self._snapshot(A, position, B)",
+        "self._snapshot(A, position - self.block_size, B)",
+    ),
+    "a snapshot is of another row": Mutant(STATES, "_save", "seq.row", "0"),
+    "a fork begins with the row of its parent": Mutant(
+        STATES, "fork", "self.fork_slots[A]", "A.row"
+    ),
+    "a beam begins without a state": Mutant(STATES, "fork", "self._sources[A] = B.row", "pass"),
+    "a fork needs no state": Mutant(STATES, "can_fork", "A and B", "True"),
+    "a match passes a block without a state": Mutant(
+        STATES, "match", "B.block_id not in self.snapshots", "B.block_id < 0"
+    ),
+    "a match does not copy the state": Mutant(
+        STATES, "attach_cached", "self._sources[A] = B", "pass"
+    ),
+    "a match uses a state of the plan": Mutant(STATES, "is_ready", "A not in self._fresh", "True"),
+    "a slot that is freed is still named": Mutant(
+        STATES, "_drop", "self.snapshots.pop(A)", "self.snapshots[A]"
+    ),
+    "a slot that the plan writes is written again": Mutant(
+        STATES, "_return_slot", "A in self._fresh", "False"
+    ),
+    "a snapshot outlives its block": Mutant(
+        STATES, "_uncache", "A.block_id in self.snapshots", "False"
+    ),
+    "a snapshot of a token that is not known is shared": Mutant(
+        STATES, "_snapshot_at_boundary", "A < boundary", "False"
+    ),
+    "a snapshot in flight is not returned": Mutant(
+        STATES, "_forget_blocks", "self._return_unknown(A)", "pass"
+    ),
+    "a preempted sequence still copies a state": Mutant(
+        STATES, "_forget_blocks", "(A, B, C)", "(B, C)"
+    ),
+}
+
+
+class State(NamedTuple):
+    """What a model with linear attention would have computed its state from."""
+
+    pairs: tuple[tuple[int, int], ...] | None  # None: unknown, because a step failed
+    age: int  # resets of the prefix cache before the oldest of it was computed
+
+
+class HybridRunner(OracleRunner):
+    """An oracle whose rows have states. A row samples only from the state of its context."""
+
+    def __init__(self, num_blocks: int, block_size: int, num_rows: int, num_states: int) -> None:
+        super().__init__(num_blocks, block_size, num_rows)
+        self.states = [State(None, 0)] * num_states
+
+    def run(self, plan: StepPlan) -> list[int]:
+        states, decoded = self.states, {row: self.last[row] for row in plan.decode_rows}
+        starts = {row: self.positions[row] for row in plan.decode_rows}
+        read = [states[source] for source, _ in plan.state_copies]
+        for (_, target), state in zip(plan.state_copies, read, strict=True):
+            states[target] = state
+        written = [save.target for save in plan.state_saves]
+        require(
+            len(set(written)) == len(written), "state slots", "a slot is written twice in a step"
+        )
+        rows = len(self.tables)
+        require(all(slot > rows for slot in written), "state slots", "a save overwrites a row")
+        drawn = super().run(plan)  # KV and tokens; `last` and `positions` have changed
+        work = [(c.row, c.start, c.token_ids) for c in plan.chunks]
+        work += [(row, starts[row], [token]) for row, token in decoded.items()]
+        computed = {row for row, *_ in work}
+        require(all(save.row in computed for save in plan.state_saves), "state slots")
+        for row, start, ids in work:
+            saves = [save for save in plan.state_saves if save.row == row]
+            state = State((), self.resets) if start == 0 else states[row]
+            for number in range(len(ids) + 1):
+                for save in saves:
+                    if save.tokens_after == len(ids) - number:
+                        states[save.target] = state
+                if number < len(ids):
+                    position = start + number
+                    pair = (ids[number], position)
+                    age = min(state.age, self.ages[self.slot(row, position)])
+                    pairs = None if state.pairs is None else (*state.pairs, pair)
+                    state = State(pairs, age)
+            states[row] = state
+            consumed = "unknown tokens" if state.pairs is None else [*state.pairs]
+            detail = f"row {row} has consumed {consumed} and its context is {self.context(row)}"
+            require(state.pairs == tuple(self.context(row)), "states", detail)
+        return drawn
+
+    def forget_states(self) -> None:
+        """A step has failed: no state may be used any more."""
+        self.states = [State(None, 0)] * len(self.states)
+
+
+class HybridHistory(History):
+    """Most of these histories repeat the beginnings of earlier requests."""
+
+    repeats = 0.8
+    runner: HybridRunner
+
+    def __init__(
+        self, seed: int, schedulers: ModuleType = scheduler, managers: ModuleType = state_blocks
+    ) -> None:
+        super().__init__(seed, schedulers, managers)
+        sizes = self.num_blocks, self.size, self.max_num_seqs, self.num_states
+        self.runner = HybridRunner(*sizes)
+
+    def make_blocks(self, managers: ModuleType) -> state_blocks.StateBlockManager:
+        rng: random.Random = self.rng
+        caches = rng.random() < 0.9
+        num_slots = rng.choice((0, 1, 2, 3, 5, 8, 40))
+        self.num_states = self.max_num_seqs + 1 + num_slots
+        sizes = self.num_blocks, self.size, caches, self.max_num_seqs, self.num_states
+        manager: state_blocks.StateBlockManager = managers.StateBlockManager(*sizes)
+        return manager
+
+    def planned(self) -> None:
+        if self.rng.random() < 0.03:
+            self.abort()
+
+    def abandon(self) -> None:
+        super().abandon()
+        self.runner.forget_states()
+
+    def check(self) -> None:
+        super().check()
+        manager: state_blocks.StateBlockManager = self.block_manager
+        named = [
+            *manager.free_slots,
+            *manager._returned,
+            *manager.snapshots.values(),
+            *(slot for _, slot in manager.unknown.values()),
+            *manager.fork_slots.values(),
+        ]
+        require(
+            sorted(named) == list(manager.all_slots),
+            "state slots",
+            f"the slots with a use are {sorted(named)}",
+        )
+        for block_id, slot in manager.snapshots.items():
+            block, state = manager.blocks[block_id], self.runner.states[slot]
+            require(bool(block.serial), "snapshots", "a block with a snapshot is not cached")
+            require(state.age == self.runner.resets, "fresh", "a snapshot is from before a reset")
+            pairs = state.pairs or ()
+            held = self.runner.memory[block_id * self.size : (block_id + 1) * self.size]
+            name = f"the snapshot of block {block_id} has consumed {[*pairs]}"
+            detail = f"{name} and the block holds {held}"
+            require(list(pairs[-self.size :]) == held, "snapshots", detail)
+            parent, position = block.key[0], len(pairs) - self.size
+            while parent:  # the blocks before it, as far as they are cached
+                before = [b for b in manager.blocks if b.serial == parent]
+                if not before:
+                    break
+                held = self.runner.memory[before[0].block_id * self.size :][: self.size]
+                detail = f"{name} and an earlier block holds {held}"
+                require(list(pairs[position - self.size : position]) == held, "snapshots", detail)
+                parent, position = before[0].key[0], position - self.size
+            require(bool(parent) or position == 0, "snapshots", f"{name}, which is too much")
+        require(set(manager.rolling.values()) <= manager.snapshots.keys(), "snapshots")
+        for seq in (*manager.rolling, *manager.unknown, *manager._sources, *manager.wanted):
+            require(
+                seq.status is Status.RUNNING, "state slots", "a sequence that does not run has one"
+            )
+
+    def drain(self) -> None:
+        super().drain()
+        manager = self.block_manager
+        held = len(manager.free_slots) + len(manager._returned) + len(manager.snapshots)
+        require(held == len(manager.all_slots), "returned", "slots are missing")

@@ -1,0 +1,180 @@
+"""Shows what lessons say: text, tables, links to the engine's source, and questions."""
+
+import functools
+import inspect
+import os
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, ParamSpec
+
+P = ParamSpec("P")
+
+
+class Question(NamedTuple):
+    """A question, which a lesson shows before it shows what answers it."""
+
+    text: str  # a line, and a line for each choice, such as "(a) Because ..."
+    answer: str  # one letter, short word or number, which a reader's answer is compared with
+    why: str
+    hint: str  # is printed after a wrong answer
+
+
+class Questions(list[Question]):
+    """The questions of a lesson, read from a text. Blank lines separate them.
+
+    Each has choices, which begin with "(a)", "(b)" and so on, or none; then "Answer: ", with the
+    reason after a full stop, and "Hint: ".
+    """
+
+    def __init__(self, text: str) -> None:
+        for part in inspect.cleandoc(text).split("\n\n"):
+            text, _, rest = " ".join(part.split()).partition(" Answer: ")
+            answer, _, rest = rest.partition(". ")
+            why, _, hint = rest.partition(" Hint: ")
+            self.append(Question(re.sub(r" (\([a-d]\) )", r"\n\1", text), answer, why, hint))
+
+    def show(self, *numbers: int) -> None:
+        """Show the questions with these numbers, counted from 1, without their answers."""
+        for number in numbers:
+            show_question(self, number)
+
+
+def shown(function: Callable[P, None]) -> Callable[P, None]:
+    """Let a page (.ci/lesson_pages.py) that takes the place of sys.stdout show it in its own way.
+
+    The page has a method with the name of the function.
+    """
+
+    @functools.wraps(function)
+    def show(*args: P.args, **kwargs: P.kwargs) -> None:
+        getattr(sys.stdout, function.__name__, function)(*args, **kwargs)
+
+    return show
+
+
+def width() -> int:
+    """Return the columns of the terminal, at most 100."""
+    return max(40, min(100, shutil.get_terminal_size((100, 24)).columns))
+
+
+def fill(text: str, first: str = "", rest: str = "") -> str:
+    """Wrap a paragraph. Its lines begin with `first` and `rest`."""
+    text = " ".join(text.split())
+    return textwrap.fill(text, width(), initial_indent=first, subsequent_indent=rest)
+
+
+@shown
+def say(text: str) -> None:
+    """Print paragraphs, which blank lines separate, wrapped. An indented one is a picture."""
+    for paragraph in inspect.cleandoc(text).split("\n\n"):
+        print(paragraph if paragraph.startswith(" ") else fill(paragraph), end="\n\n")
+
+
+@shown
+def show_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print aligned columns: the first to the left, the others to the right.
+
+    If they do not fit, each row becomes a list of its cells.
+    """
+    cells = [[*head], *[[str(cell) for cell in row] for row in rows]]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    if sum(widths) + 2 * len(widths) - 2 > width():
+        for first, *rest in cells[1:]:
+            print(fill(f"{head[0]} {first}".lstrip()))
+            for name, cell in zip(head[1:], rest, strict=True):
+                print(fill(f"{name}: {cell}", "  ", "    "))
+    else:
+        for first, *rest in cells:
+            columns = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+            print("  ".join([first.ljust(widths[0]), *columns]).rstrip())
+    print()
+
+
+def link(function: Any, text: str = "") -> str:
+    """Return a link: the file, the line of `function` that contains `text`, and its name.
+
+    Raises ValueError if no line contains it, so a link cannot become wrong unnoticed.
+    """
+    lines, start = inspect.getsourcelines(function)
+    index = next((i for i, line in enumerate(lines) if text in line), None)
+    if index is None:
+        raise ValueError(f"no line of {function.__qualname__} contains {text!r}")
+    path = os.path.relpath(inspect.getsourcefile(function) or "", Path(__file__).parents[1])
+    return f"{path}:{start + index}  {function.__qualname__}"
+
+
+@shown
+def show_source(*links: str) -> None:
+    print("In the engine, the line and the function that it is in:", *links, sep="\n  ", end="\n\n")
+
+
+@shown
+def show_lines(function: Any, begin: str, end: str) -> None:
+    """Print the lines of `function` from the one that contains `begin` to the one with `end`."""
+    lines, _ = inspect.getsourcelines(function)
+    first = next(i for i, line in enumerate(lines) if begin in line)
+    last = next(i for i, line in enumerate(lines) if i >= first and end in line)
+    text = textwrap.dedent("".join(lines[first : last + 1]))
+    print(link(function, begin), textwrap.indent(text, "    "), sep="\n\n")
+
+
+def faster(before: float, after: float) -> str:
+    """Return a phrase that compares two times in seconds, like "2.0 times as fast"."""
+    ratio = before / after
+    if 1 / 1.1 < ratio < 1.1:
+        return "about as fast"  # other work of the machine changes a timing as much
+    return f"{ratio:.1f} times as fast" if ratio > 1 else f"{1 / ratio:.1f} times as slow"
+
+
+@shown
+def show_question(questions: Sequence[Question], number: int) -> None:
+    """Print question `number`, counted from 1, without its answer."""
+    text, *choices = questions[number - 1].text.splitlines()
+    print(fill(text, f"Question {number}: ", "  "))
+    for choice in choices:
+        print(fill(choice, "  ", "      "))
+    print()
+
+
+def show_questions(questions: Sequence[Question], command: str) -> None:
+    """Print questions without their answers, and the command that shows the answers."""
+    for number in range(1, len(questions) + 1):
+        show_question(questions, number)
+    show_command(questions, command)
+
+
+def show_command(questions: Sequence[Question], command: str) -> None:
+    """Print the command that compares a reader's answers with the right ones."""
+    yours = " ".join("..." for _ in questions)
+    print(f"Compare your answers, or see these:\n{fill(f'{command} {yours}', '  ', '    ')}")
+
+
+def show_answers(questions: Sequence[Question], answers: list[str]) -> None:
+    """Print questions with their answers, or whether each of `answers` is right.
+
+    `answers` may stop after some questions. Raises ValueError if there are too many.
+    """
+    if len(answers) > len(questions):
+        raise ValueError(f"there are {len(questions)} questions, and {len(answers)} answers")
+    for i, question in enumerate(questions[: len(answers) or None]):
+        show_question(questions, i + 1)
+        if not answers:
+            line = f"{question.answer}. {question.why}"
+        elif is_same(answers[i], question.answer):
+            line = f"{answers[i]} is right. {question.why}"
+        else:
+            line = f"{answers[i]} is not right. Hint: {question.hint}"
+        print(fill(line, "  ", "  "), end="\n\n")
+
+
+def is_same(given: str, answer: str) -> bool:
+    """Return whether answers are equal, except for case, "()" and the notation of a number."""
+    given, answer = (text.lower().strip("() ").replace(",", "") for text in (given, answer))
+    try:
+        return float(given) == float(answer)
+    except ValueError:
+        return given == answer

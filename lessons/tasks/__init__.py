@@ -1,0 +1,1 @@
+"""The stubs that `python -m lessons build NAME` copies. Nothing imports them."""

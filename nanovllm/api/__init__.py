@@ -1,1 +1,0 @@
-"""Options, parameters, prompts and results of calls, and how they are checked."""

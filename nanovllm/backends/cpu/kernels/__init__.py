@@ -1,0 +1,1 @@
+"""Everything that Numba or LLVM compiles."""

@@ -1,0 +1,296 @@
+"""Linear layers with weights in int8 on a CPU: `dynamic` of backends/int8.py in one kernel.
+
+VNNI, the dot product of AVX-512 for int8, adds to each of 16 numbers in int32 the products of 4
+neighbours. The weights are stored in the order in which the kernel reads them:
+[O / 64, I / 4, 64, 4].
+
+    four vectors     output    0       1    ..   63
+    inputs 0 to 3         [ wwww | wwww | .. | wwww ]       x of a token: inputs 0 to 3 in all lanes
+           4 to 7         [ wwww | wwww | .. | wwww ]                     inputs 4 to 7
+
+AMX multiplies 16 tokens with a block, of which it takes 64 inputs of 16 outputs at a time.
+
+One operand of both is unsigned: w + 128 is stored. A sum would therefore be too large by 128 times
+the sum of the token's activations, so it starts at minus this number. No sum overflows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import get_num_threads
+from torch import Tensor
+from torch.nn import functional as F
+
+from nanovllm.backends.cpu.jit import compiled, has_feature
+from nanovllm.backends.cpu.kernels.llvm.dot import INT8, dot_pairs, dot_rows
+from nanovllm.backends.cpu.kernels.parallel import (
+    SERIAL_ELEMENTS,
+    address_for,
+    call_at,
+    code_at,
+    in_parts,
+)
+from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE, array, from_float32, to_float32
+from nanovllm.backends.cpu.kernels.units import amx
+from nanovllm.backends.cpu.kernels.units.amx import (
+    tile_config,
+    tile_dot_int8,
+    tile_load,
+    tile_release,
+    tile_store,
+)
+from nanovllm.backends.int8 import INT8_MAX, MIN_ABSMAX, Int8Weight
+from nanovllm.models.layers import Linear
+
+f32, int32 = np.float32, np.int32
+OUTPUTS = 64  # of a block of weights
+HAS_AMX = amx.is_available("amx-int8")
+HAS_VNNI, HAS_AVX2 = has_feature("avx512vnni"), has_feature("avx2")
+TOKENS = 16 if HAS_AMX else 4 if HAS_VNNI else 2  # their sums stay in registers
+TOKEN_BLOCK = 64  # tokens that stay in the L2 cache
+STEPS = 32  # four inputs each; their weights are 8 kB
+
+
+@dataclass(slots=True)
+class PackedWeight(Int8Weight):
+    """A weight in int8. Each of `values` [O / 64, I / 4, 64] int32 has 4 inputs of an output.
+
+    Of all outputs in `values`, `rows` are this weight.
+    """
+
+    rows: range
+    inputs: int
+
+    @classmethod
+    def empty(cls, empty: Callable[..., Tensor], outputs: int, inputs: int) -> PackedWeight:
+        shape = -(-outputs // OUTPUTS), -(-inputs // 4), OUTPUTS
+        values, scale = empty(*shape, dtype=torch.int32), empty(outputs, dtype=torch.float32)
+        return cls(values, scale, empty(0).dtype, range(outputs), inputs)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.rows), self.inputs))
+
+    def split(self, sizes: list[int]) -> Sequence[PackedWeight]:
+        ends = np.cumsum(sizes).tolist()
+        parts = [self.rows[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        return [replace(self, rows=rows) for rows in parts]
+
+    def store(self, start: int, values: Tensor, scale: Tensor) -> None:
+        rows = torch.tensor(self.rows[start : start + len(values)])
+        unsigned = F.pad(values.view(torch.uint8) ^ 128, (0, -self.inputs % 4))
+        self.values[rows // OUTPUTS, :, rows % OUTPUTS] = unsigned.view(torch.int32)
+        self.scale[rows] = scale
+
+    def __getitem__(self, rows: Tensor) -> Tensor:
+        rows = rows + self.rows.start
+        unsigned = self.values[rows // OUTPUTS, :, rows % OUTPUTS].view(torch.uint8)
+        values = (unsigned[:, : self.inputs] ^ 128).view(torch.int8)
+        return (values * self.scale[rows, None]).to(self.dtype)
+
+
+@compiled()
+def vnni_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
+    """Compute sums [tokens, 64] int32 += x [tokens, 4 * steps] int8 times a block of weights.
+
+    tokens is at most TOKENS. The first three arguments are addresses. The rows of x begin `stride`
+    bytes apart.
+    """
+    w = weight_ptr, 4 * OUTPUTS
+    if tokens == 4:
+        dot_rows(INT8, 4, 4, 1, (x_ptr, stride, 4), w, steps, (sums_ptr, 4 * OUTPUTS), (0, 0, 0))
+    else:
+        for t in range(tokens):
+            x, sums = (x_ptr + t * stride, stride, 4), (sums_ptr + 4 * OUTPUTS * t, 4 * OUTPUTS)
+            dot_rows(INT8, 1, 4, 1, x, w, steps, sums, (0, 0, 0))
+
+
+@compiled()
+def amx_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
+    """Compute the same as vnni_tile, 64 inputs at a time. The remaining ones are left to it.
+
+    Each of four tiles B is 64 inputs of 16 outputs, as the weights are stored.
+    """
+    config = np.zeros(64, np.uint8)
+    config[0], config[16:32:2] = 1, 64
+    config[48:53], config[53:56] = tokens, amx.TILE_ROWS
+    tile_config(config)
+    tile_load(0, sums_ptr, 4 * OUTPUTS)
+    tile_load(1, sums_ptr + 64, 4 * OUTPUTS)
+    tile_load(2, sums_ptr + 128, 4 * OUTPUTS)
+    tile_load(3, sums_ptr + 192, 4 * OUTPUTS)
+    for _ in range(steps // amx.TILE_ROWS):
+        tile_load(4, x_ptr, stride)
+        tile_load(5, weight_ptr, 4 * OUTPUTS)
+        tile_dot_int8(0, 4, 5)
+        tile_load(6, weight_ptr + 64, 4 * OUTPUTS)
+        tile_dot_int8(1, 4, 6)
+        tile_load(7, weight_ptr + 128, 4 * OUTPUTS)
+        tile_dot_int8(2, 4, 7)
+        tile_load(5, weight_ptr + 192, 4 * OUTPUTS)
+        tile_dot_int8(3, 4, 5)
+        x_ptr, weight_ptr = x_ptr + 64, weight_ptr + 64 * OUTPUTS
+    tile_store(0, sums_ptr, 4 * OUTPUTS)
+    tile_store(1, sums_ptr + 64, 4 * OUTPUTS)
+    tile_store(2, sums_ptr + 128, 4 * OUTPUTS)
+    tile_store(3, sums_ptr + 192, 4 * OUTPUTS)
+    tile_release()
+    if steps % amx.TILE_ROWS > 0:
+        vnni_tile(sums_ptr, x_ptr, weight_ptr, steps % amx.TILE_ROWS, stride, tokens)
+
+
+@compiled()
+def avx2_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
+    """Compute the same as vnni_tile, for STEPS inputs of all outputs at a time.
+
+    Each of them prefetches the next ones, because it reads a row of weights in two or four parts.
+    """
+    for first in range(0, steps, STEPS):
+        count, x = min(STEPS, steps - first), (x_ptr + 4 * first, stride, 4)
+        weight = weight_ptr + 4 * OUTPUTS * first
+        ahead = weight + 4 * OUTPUTS * STEPS
+        if tokens == 2:
+            for c in range(0, 4 * OUTPUTS, 64):
+                w, sums = (weight + c, 4 * OUTPUTS), (sums_ptr + c, 4 * OUTPUTS)
+                dot_pairs(2, 4, x, w, count, sums, (ahead + c * count, 64, 1))
+        else:
+            for c in range(0, 4 * OUTPUTS, 128):
+                w, sums = (weight + c, 4 * OUTPUTS), (sums_ptr + c, 4 * OUTPUTS)
+                dot_pairs(1, 8, x, w, count, sums, (ahead + c * count, 128, 2))
+
+
+@compiled()
+def plain_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
+    """Compute the same as vnni_tile."""
+    sums = array(sums_ptr, (tokens, OUTPUTS), int32(0))
+    x = array(x_ptr, (tokens, stride), np.int8(0))
+    weight = array(weight_ptr, (steps, OUTPUTS, 4), np.uint8(0))
+    for t in range(tokens):
+        for s in range(steps):
+            for o in range(OUTPUTS):
+                total = int32(0)
+                for i in range(4):
+                    total += int32(weight[s, o, i]) * int32(x[t, 4 * s + i])
+                sums[t, o] += total
+
+
+tile: Any = (
+    amx_tile if HAS_AMX else vnni_tile if HAS_VNNI else avx2_tile if HAS_AVX2 else plain_tile)
+
+
+@compiled(exact=True)
+def quantize_rows(x_ptr, values, scale, starts, size, group, offset, example, start, stop):
+    """Quantize rows [start, stop) of x [T, size] to values [T, I] int8, padded with zeros.
+
+    Set starts [T, ceil(size / group)] to -offset times the sum of the values of each group.
+    """
+    x = array(x_ptr, (len(scale), size), example)
+    for i in range(start, stop):
+        # As integers, the bits of magnitudes are in the same order, and the bits of NaN last.
+        bits = f32(MIN_ABSMAX).view(np.int32)
+        for c in range(size):
+            number = np.float32(to_float32(x[i, c])).view(np.int32)
+            bits = max(bits, int32(number & int32(0x7FFFFFFF)))
+        largest = int32(bits).view(np.float32)
+        inverse = f32(INT8_MAX) / largest
+        for g in range(starts.shape[1]):
+            total = int32(0)
+            for c in range(g * group, min(size, (g + 1) * group)):
+                value = int32(np.rint(to_float32(x[i, c]) * inverse))
+                values[i, c] = np.int8(value)
+                total = int32(total + value)
+            starts[i, g] = int32(-offset * total)
+        values[i, size:] = 0
+        scale[i] = largest * f32(1 / INT8_MAX)
+
+
+@compiled(exact=True)
+def scale_dequantized(sums, token_scale, scale, addend, out):
+    """Compute out [N] = sums * token_scale * scale + addend."""
+    for c in range(len(out)):
+        out[c] = from_float32(f32(sums[c]) * token_scale * scale[c] + addend[c], out[c])
+
+
+@compiled(exact=True)
+def product_blocks(values, token_scale, starts, weight_ptr, scale_ptr, bias_ptr, out_ptr,
+                   outputs, example, start, stop):
+    """Compute blocks [start, stop) of 64 outputs: values [T, I] int8 -> out [T, outputs]."""
+    tokens, size = values.shape
+    scale, out = array(scale_ptr, (outputs,), f32(0)), array(out_ptr, (tokens, outputs), example)
+    bias = array(bias_ptr, (outputs,), example)
+    sums, addend = np.empty((TOKENS, OUTPUTS), np.int32), np.zeros(OUTPUTS, f32)
+    for first in range(0, tokens, TOKEN_BLOCK):
+        last = min(first + TOKEN_BLOCK, tokens)
+        for block in range(start, stop):
+            weight, o = weight_ptr + block * OUTPUTS * size, block * OUTPUTS
+            if bias_ptr != 0:
+                for c in range(min(OUTPUTS, outputs - o)):
+                    addend[c] = to_float32(bias[o + c])
+            for t in range(first, last, TOKENS):
+                rows = min(TOKENS, last - t)
+                for i in range(rows):
+                    sums[i] = starts[t + i, 0]
+                sums_ptr, x = np.int64(sums.ctypes.data), np.int64(values.ctypes.data) + t * size
+                tile(sums_ptr, x, weight, size // 4, size, rows)
+                for i in range(rows):
+                    scale_dequantized(
+                        sums[i], token_scale[t + i], scale[o:], addend,
+                        out[t + i, o : o + OUTPUTS])
+
+
+@compiled()
+def quantize_tokens(code, x_ptr, tokens, size, group, offset, example, parts):
+    """Return (values, scale, starts) of x [tokens, size]. `code`: the address of quantize_rows.
+
+    `group` inputs of a weight share a scale, or all; it is a multiple of 4. `offset` is what makes
+    values unsigned.
+    """
+    groups = (size + group - 1) // group
+    values = np.empty((tokens, groups * group), np.int8)
+    token_scale, starts = np.empty(tokens, f32), np.empty((tokens, groups), np.int32)
+    rows = (x_ptr, values, token_scale, starts, size, group, offset, example)
+    if tokens * size <= SERIAL_ELEMENTS:
+        call_at(code_at(code, rows), (*rows, np.int64(0), tokens))
+    else:
+        in_parts(code, rows, tokens, parts)
+    return values, token_scale, starts
+
+
+@compiled()
+def product(code, x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, tokens, size, outputs, group,
+            offset, width, example, parts):
+    """Compute out [tokens, outputs] in blocks of `width` outputs. See also quantize_tokens.
+
+    `code` has the addresses of quantize_rows and of a kernel like product_blocks.
+    """
+    quantize, blocks = code
+    values, token_scale, starts = quantize_tokens(quantize, x_ptr, tokens, size, group, offset,
+                                                  example, parts)
+    arguments = (values, token_scale, starts, weight_ptr, scale_ptr, bias_ptr, out_ptr, outputs,
+                 example)
+    in_parts(blocks, arguments, (outputs + width - 1) // width, parts)
+
+
+@cache
+def code(dtype: torch.dtype) -> tuple[int, ...]:
+    """Return the addresses of the kernels that `product` calls."""
+    return tuple(address_for(kernel, dtype, dtype) for kernel in (quantize_rows, product_blocks))
+
+
+def linear(x: Tensor, module: Linear) -> Tensor:
+    """Return x [T, I] in float32 or bfloat16 times the weight: [T, O]."""
+    weight, bias = module.weight, module.bias
+    outputs, inputs = weight.shape
+    out = x.new_empty((len(x), outputs))
+    addresses = (x.data_ptr(), weight.values.data_ptr(), weight.scale.data_ptr(),
+                 0 if bias is None else bias.data_ptr(), out.data_ptr())
+    group = -(-inputs // 4) * 4  # one scale for all inputs
+    sizes = len(x), inputs, outputs, group, 128, OUTPUTS
+    product(code(x.dtype), *addresses, *sizes, DTYPE_EXAMPLE[x.dtype], get_num_threads())
+    return out

@@ -1,0 +1,134 @@
+"""Kernels for the operations between two matrix products: norm, activation, rotary embedding.
+
+These are Python functions that Numba compiles, as Triton compiles the kernels of a GPU. Between two
+products PyTorch makes about twelve calls. Each takes 10 to 15 us however little it computes,
+because the product has just filled the caches with its weights. Here they are three kernels, each
+of which reads its input once.
+
+The rules for all kernels of a CPU:
+- A kernel changes only the memory that its docstring names. It takes the addresses of contiguous
+  tensors, because making a Numba array from a tensor takes longer than many kernels run.
+- Arithmetic is in float32. Results are rounded where PyTorch rounds, except in the rotary
+  embedding, where PyTorch also rounds each product.
+- The items of a kernel (parallel.py) are rows unless its docstring says otherwise.
+
+Shapes: T tokens, P groups of M queries, H = K * G query heads that share K KV heads in groups of G,
+D head size, B slots per block, E hidden size, F intermediate size, R rows of logits, V vocabulary.
+"""
+
+import numpy as np
+from torch import Tensor
+
+from nanovllm.backends.cpu.jit import compiled
+from nanovllm.backends.cpu.kernels.parallel import run
+from nanovllm.backends.cpu.kernels.primitives import (
+    DTYPE_EXAMPLE,
+    array,
+    exp,
+    f32,
+    from_float32,
+    store_in_cache,
+    to_float32,
+)
+from nanovllm.backends.cpu.linear import new_padded
+from nanovllm.models.layers import add_rms_norm as plain_add_rms_norm
+
+
+@compiled()
+def add_rms_norm_rows(x_ptr, residual_ptr, weight_ptr, rows, size, eps, example, weight_example,
+                      start, stop):
+    """Compute residual += x; x = RMSNorm(residual) * weight. x, residual [rows, size]."""
+    x, residual = array(x_ptr, (rows, size), example), array(residual_ptr, (rows, size), example)
+    weight = array(weight_ptr, (size,), weight_example)
+    for i in range(start, stop):
+        squares = f32(0)
+        for c in range(size):
+            total = from_float32(to_float32(x[i, c]) + to_float32(residual[i, c]), example)
+            residual[i, c] = total
+            squares += to_float32(total) * to_float32(total)
+        scale = f32(1) / np.sqrt(squares / f32(size) + f32(eps))
+        for c in range(size):
+            normed = from_float32(to_float32(residual[i, c]) * scale, weight_example)
+            x[i, c] = from_float32(to_float32(normed) * to_float32(weight[c]), example)
+
+
+@compiled()
+def silu_and_mul_rows(x_ptr, out_ptr, rows, size, example, start, stop):
+    """Compute out [rows, size] = silu(gate) * up, where x [rows, 2, size] is (gate, up)."""
+    x, out = array(x_ptr, (rows, 2, size), example), array(out_ptr, (rows, size), example)
+    for i in range(start, stop):
+        for c in range(size):
+            gate = to_float32(x[i, 0, c])
+            activated = from_float32(gate / (f32(1) + exp(-gate)), example)
+            out[i, c] = from_float32(to_float32(activated) * to_float32(x[i, 1, c]), example)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor,
+                 eps: float) -> tuple[Tensor, Tensor]:
+    """Return (RMSNorm(x + residual) * weight, x + residual), in place if residual is given.
+
+    x, residual [T, E].
+    """
+    if residual is None:
+        return plain_add_rms_norm(x, residual, weight, eps)
+    rows, size = x.shape
+    addresses = x.data_ptr(), residual.data_ptr(), weight.data_ptr()
+    examples = DTYPE_EXAMPLE[x.dtype], DTYPE_EXAMPLE[weight.dtype]
+    arguments = (*addresses, rows, size, eps, *examples)
+    run(add_rms_norm_rows, arguments, rows, rows * size)
+    return x, residual
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """Return silu(gate) * up [T, F] of x [T, 2F], which is (gate, up) side by side."""
+    rows, size = len(x), x.shape[1] // 2
+    out = new_padded(x, rows, size)
+    arguments = (x.data_ptr(), out.data_ptr(), rows, size, DTYPE_EXAMPLE[x.dtype])
+    run(silu_and_mul_rows, arguments, rows, rows * size)
+    return out
+
+
+@compiled()
+def norm_rope_store_rows(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr,
+                         slot_mapping, num_blocks, num_kv_heads, block_size, dim, num_heads, eps,
+                         example, weight_example, cache_example, k_scale, v_scale, start, stop):
+    """Normalize and rotate q and k of qkv [T, H + 2K, D] in place, and store k and v in the cache.
+
+    q_norm, k_norm [D], or 0 without a norm; cos, sin [T, D] of RotaryEmbedding; slot_mapping [T];
+    k and v [num_blocks, K, B, D] are caches. The scales are 1 unless the caches are in fp8. With
+    fp8, q is multiplied by the scale of k, which attention then does not need. The k and v of qkv
+    become what the cache holds.
+    """
+    shape, half, tokens = (num_blocks, num_kv_heads, block_size, dim), dim // 2, len(slot_mapping)
+    qkv = array(qkv_ptr, (tokens, num_heads + 2 * num_kv_heads, dim), example)
+    cos, sin = array(cos_ptr, (tokens, dim), example), array(sin_ptr, (tokens, dim), example)
+    k_cache, v_cache = array(k_ptr, shape, cache_example), array(v_ptr, shape, cache_example)
+    row = np.empty(dim, f32)
+    for i in range(start, stop):
+        block, offset = slot_mapping[i] // block_size, slot_mapping[i] % block_size
+        for h in range(num_heads + num_kv_heads):
+            x = qkv[i, h]
+            for c in range(dim):
+                row[c] = to_float32(x[c])
+            weight_ptr = q_norm_ptr if h < num_heads else k_norm_ptr
+            if weight_ptr != 0:
+                weight = array(weight_ptr, (dim,), weight_example)
+                squares = f32(0)
+                for c in range(dim):
+                    squares += row[c] * row[c]
+                scale = f32(1) / np.sqrt(squares / f32(dim) + f32(eps))
+                for c in range(dim):
+                    normed = to_float32(from_float32(row[c] * scale, weight_example))
+                    row[c] = to_float32(from_float32(normed * to_float32(weight[c]), example))
+            if h < num_heads and k_scale != 1:
+                for c in range(dim):
+                    row[c] *= f32(k_scale)
+            for c in range(half):
+                a, b, d = row[c], row[c + half], c + half
+                x[c] = from_float32(a * to_float32(cos[i, c]) + b * to_float32(sin[i, c]), example)
+                x[d] = from_float32(b * to_float32(cos[i, d]) + a * to_float32(sin[i, d]), example)
+            if h >= num_heads:
+                head = h - num_heads
+                store_in_cache(x, k_cache[block, head, offset], f32(k_scale), example)
+                v = qkv[i, h + num_kv_heads]
+                store_in_cache(v, v_cache[block, head, offset], f32(v_scale), example)

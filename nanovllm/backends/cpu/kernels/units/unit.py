@@ -1,0 +1,22 @@
+"""Which unit this processor uses: of any.py, avx512.py or amx.py."""
+
+import torch
+
+from nanovllm.backends.cpu.kernels.units.amx import AMX
+from nanovllm.backends.cpu.kernels.units.any import ANY, Unit
+from nanovllm.backends.cpu.kernels.units.avx512 import AVX512
+
+
+def units(cache_dtype: torch.dtype) -> list[Unit]:
+    """Return the units for a KV cache of this dtype. The last one fits every model."""
+    if cache_dtype is torch.bfloat16:
+        for unit in (AMX, AVX512):
+            if unit.is_available():
+                return [unit, ANY]
+    return [ANY]
+
+
+def select_unit(cache_dtype: torch.dtype, group_size: int, block_size: int, head_dim: int) -> Unit:
+    """Return the first unit that fits."""
+    fitting = (unit for unit in units(cache_dtype) if unit.fits(group_size, block_size, head_dim))
+    return next(fitting)

@@ -1,0 +1,1 @@
+"""What the command `nanovllm` runs: chat, batch jobs, conversion and traces."""

@@ -1,0 +1,40 @@
+"""Converts a GGUF file to a checkpoint that LLM() loads.
+
+  nanovllm convert SmolLM2-135M-Instruct.Q4_1.gguf smollm2/
+  nanovllm chat --model smollm2/
+
+The package gguf (pip install gguf) dequantizes the weights. They are stored in bfloat16 by default,
+in files of about 1 GiB. OUT appears when it is complete. Its default is greedy sampling.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from nanovllm.config import DTYPES
+from nanovllm.loading.optional import load_optional
+
+
+def make_parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("nanovllm convert", description=__doc__, formatter_class=raw)
+    parser.add_argument("source", metavar="IN.gguf", type=Path, help="a GGUF file")
+    parser.add_argument("target", metavar="OUT", type=Path, help="a new directory")
+    dtypes = DTYPES[1:]  # without "auto"
+    parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of OUT (%(default)s)")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
+    try:
+        # Not for --help, because torch takes seconds.
+        convert = load_optional("features.formats.gguf.convert", "nanovllm convert").convert
+        convert(args.source, args.target, args.dtype)
+    except (OSError, ValueError) as error:
+        print(f"nanovllm convert: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    print(f"{args.target} is complete; try: nanovllm chat --model {args.target}")
+    return 0

@@ -1,0 +1,171 @@
+"""Makes LLM a model of lm_eval, the evaluation harness (pip install -e '.[eval]').
+
+    nanovllm lm-eval run --model nanovllm --model_args model=DIRECTORY \\
+        --tasks hellaswag
+
+The arguments are the same as for `lm_eval`, which cannot find models of other packages itself.
+Tokens, windows and truncation are the same as for its model "hf".
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+try:
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import (
+        handle_stop_sequences,
+        has_bos_prefix,
+        normalize_gen_kwargs,
+        postprocess_generated_text,
+    )
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ImportError as error:
+    raise ImportError(f"{error}; pip install -e '.[eval]'") from error
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.config import EMBEDDED
+from nanovllm.utils.log import logger
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+Pair = tuple[Any, list[int], list[int]]  # key of the cache, tokens of the prompt, tokens to score
+
+
+@register_model("nanovllm")
+class NanoVLLM(TemplateLM):
+    def __init__(
+        self,
+        model: str = EMBEDDED,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        max_gen_toks: int = 256,
+        **options: Any,
+    ) -> None:
+        """Load a model.
+
+        model, options: as in LLM().
+        batch_size, max_batch_size: ignored, because the engine forms batches itself.
+        device: as in LLM(). The default of `lm_eval` is "cuda:0", also on a machine without a GPU,
+            where it means the CPU.
+        """
+        import torch  # not for an error in the arguments
+
+        super().__init__()
+        if device == "cuda:0" and not torch.cuda.is_available():
+            logger.warning("torch finds no GPU for cuda:0, lm_eval's default: the CPU computes")
+        elif device is not None:
+            options["device"] = device
+        self.llm = LLM(options.pop("pretrained", model), **options)
+        self.tokenizer: Any = self.llm.get_tokenizer()
+        self.max_length = self.llm.engine.input_processor.max_model_len
+        self.max_gen_toks = max_gen_toks
+
+    @property
+    def eot_token_id(self) -> int:
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else int(bos)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        if add_special_tokens is None:
+            # The text must not get a second token for the beginning.
+            first = self.tokenizer.decode(self.prefix_token_id)
+            add_special_tokens = not has_bos_prefix(string, first)
+        return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens))
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
+
+    def _loglikelihood_tokens(
+        self, requests: list[Pair], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        # The last token is scored and not computed. A prompt that is too long is cut on the left.
+        prompts = [self._cut(ids, self.max_length + 1 - len(end)) for _, ids, end in requests]
+        continuations = [end for *_, end in requests]
+        outputs = self.llm.loglikelihood(prompts, continuations, not disable_tqdm)
+        results = [(output.logprob, output.is_greedy) for output in outputs]
+        for (key, *_), result in zip(requests, results, strict=True):
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, result)
+        return results
+
+    def _cut(self, ids: list[int], room: int) -> list[int]:
+        """Return the last `room` tokens of a prompt."""
+        if len(ids) > room:
+            text = "a prompt has %d tokens; the first %d are left out, because max_model_len is %d"
+            logger.warning(text, len(ids), len(ids) - room, self.max_length)
+        return ids[-room:]
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        owners: list[int] = []
+        pairs: list[Pair] = []
+        for i, request in enumerate(requests):
+            ids = self.tok_encode(request.args[0])
+            windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
+            for window in windows:
+                pairs.append((None, *make_disjoint_window(window)))
+                owners.append(i)
+        totals = [0.0] * len(requests)
+        scores = self._loglikelihood_tokens(pairs, disable_tqdm)
+        for i, (logprob, _) in zip(owners, scores, strict=True):
+            totals[i] += logprob
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        prompts, params = [], []
+        eos = self.tokenizer.decode(self.eot_token_id)
+        for context, settings in (request.args for request in requests):
+            fields = dict(normalize_gen_kwargs(settings, self.max_gen_toks))
+            do_sample = fields.pop("do_sample")
+            fields.setdefault("temperature", 1.0 if do_sample else 0.0)
+            stop = handle_stop_sequences(fields.pop("until"), eos)
+            length = fields.pop("max_gen_toks")
+            if length >= self.max_length:
+                raise ValueError(
+                    f"max_gen_toks={length} leaves no room for a prompt in {self.max_length} tokens"
+                )
+            prompts.append(self._cut(self.tok_encode(context), self.max_length - length))
+            params.append(
+                SamplingParams(max_tokens=length, stop=list(filter(None, stop)), **fields)
+            )
+        outputs = self.llm.generate(prompts, params, not disable_tqdm)
+        results = []
+        for request, output, p in zip(requests, outputs, params, strict=True):
+            results.append(postprocess_generated_text(output.outputs[0].text, p.stop, None))
+            self.cache_hook.add_partial("generate_until", request.args, results[-1])
+        return results
+
+
+def main(argv: list[str]) -> None:
+    """Run the program of lm_eval, which now knows the model "nanovllm"."""
+    from lm_eval.__main__ import cli_evaluate
+
+    sys.argv = ["nanovllm lm-eval", *argv]
+    cli_evaluate()

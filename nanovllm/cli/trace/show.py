@@ -1,0 +1,371 @@
+"""Shows a trace as a table, as a page, and in Chrome's Trace Event Format.
+
+`table`, `page` and `chrome` take the options of the engine, the events, and the text of each token.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nanovllm.cli.trace.events import Event, State
+
+# The first columns of the printed table. The other four grow with the terminal.
+FIXED_COLUMNS = "{:>4} {:>4} {:>6} {:>6} {:<8.8}"
+HEAD = ("step", "free", "cached", "shared", "request", "computes", "slots", "block table", "token")
+# Why the first waiting sequence is not admitted, by the scheduler's word for the reason. {} is
+# replaced by the name of the sequence.
+WHY_WAITING = {
+    "state": "{} waits for a state that this step computes",
+    "budget": "the token budget is spent",
+    "preempted": "a step that preempts admits nothing",
+    "seqs": "max_num_seqs sequences run",
+    "in flight": "a token of {} is in flight",
+    "blocks": "{} needs more blocks than remain after reserving one for each running sequence",
+}
+INDENT = " " * 24  # of sentences below the rows of a step: they begin in the column "request"
+
+
+def steps(events: list[Event]) -> Iterator[list[Event]]:
+    """Yield the events before the first plan, then the events of each step, its plan first."""
+    group: list[Event] = []
+    for event in list(events):
+        if "plan" in event:
+            yield group
+            group = []
+        group.append(event)
+    yield group
+
+
+def page(options: dict[str, Any], events: list[Event], texts: dict[int, str]) -> str:
+    """Return a page of HTML that needs no network."""
+    state = State()
+    words = []
+    for event in events:
+        state.apply(event)
+        words.append(list(describe_changes(event, state, options["policy"], options["block_size"])))
+    data = {"options": options, "texts": texts, "events": events, "words": words}
+    # JSON is safe in a script element if it contains no "<".
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    return template.replace("TRACE_DATA", text)
+
+
+def chrome(options: dict[str, Any], events: list[Event], texts: dict[int, str]) -> dict[str, Any]:
+    """Return the trace in Chrome's Trace Event Format: slices in microseconds and counters.
+
+    A step runs from its launch until its tokens are read. With async scheduling the next step is
+    launched before that, so the odd steps and the even steps have one track each.
+
+    Process 2 has a track for each sequence: when it waits, and what each step computes for it.
+    Slices of a track must not overlap, so a slice begins at the end of the previous slice or later.
+    Viewers give process 0 and thread 0 a special meaning, so these are not used.
+    """
+    out: list[dict[str, Any]] = []
+
+    def add(ph: str, name: str, ts: int, tid: int = 1, **fields: object) -> None:
+        out.append({"ph": ph, "name": name, "ts": ts, "pid": 1, "tid": tid, **fields})
+
+    def mark(ph: str, number: int, name: str, ts: int, **fields: object) -> None:
+        add(ph, name, ts, 10 + number, pid=2, **fields)
+
+    def add_to(number: int, name: str, start: int, end: int, **args: object) -> None:
+        start = max(start, track_ends.get(number, 0))
+        track_ends[number] = end
+        if start < end:
+            mark("X", number, name, start, dur=end - start, args=args)
+
+    async_scheduling = options["async_scheduling"]
+    state = State()
+    now = 0
+    launches = [0]  # step -> time of its launch
+    track_ends: dict[int, int] = {}  # sequence -> end of the last slice of its track
+    waiting_since: dict[int, int] = {}  # sequence -> time since which it waits
+    work: dict[int, list[tuple[int, str]]] = {}  # step -> sequences and what it computes for them
+    tracks = ["host", *(["odd steps run", "even steps run"] if async_scheduling else ["steps run"])]
+    add("M", "process_name", 0, args={"name": "engine"})
+    mark("M", 0, "process_name", 0, args={"name": "requests"})
+    for tid, name in enumerate(tracks, 1):
+        add("M", "thread_name", 0, tid, args={"name": name})
+    for event in events:
+        first_new = len(state.seqs)
+        state.apply(event)
+        for number in range(first_new, len(state.seqs)):
+            name = f"request {state.seqs[number].name}"
+            mark("M", number, "thread_name", 0, args={"name": name})
+            mark("M", number, "thread_sort_index", 0, args={"sort_index": number})
+        if "plan" in event:
+            (begin, end), now = event["time"][:2], event["time"][-1]
+            args = {"chunks": event["chunks"], "decodes": state.decodes}
+            add("X", f"schedule {event['plan']}", begin, dur=end - begin, args=args)
+            launches.append(now)
+            chunks = planned(event, state)
+            size = options["block_size"]
+            work[event["plan"]] = [(c[0], describe_work(state, c, size)[0]) for c in chunks]
+            free, cached, _ = state.pool(options["num_blocks"])
+            add("C", "sequences running", end, args={"count": len(state.running)})
+            add("C", "sequences waiting", end, args={"count": len(state.waiting)})
+            add("C", "blocks free", end, args={"count": free})
+            add("C", "blocks cached", end, args={"count": cached})
+        elif "commit" in event:
+            step = event["commit"]
+            launch = launches[step]
+            read, now = event["time"]
+            tid = 3 - step % 2 if async_scheduling else 2
+            add("X", f"run {step}", launch, tid, dur=read - launch, args={})
+            args = {"tokens": event["tokens"], "sequences": state.receivers}
+            add("X", f"commit {step}", read, dur=now - read, args=args)
+            pairs = zip(state.receivers, event["tokens"], strict=True)
+            got = {number: texts.get(token, token) for number, token in pairs}
+            for number, what in work.pop(step, ()):
+                add_to(number, what, launch, read, step=step, token=got.get(number))
+        elif "failed" in event:
+            add("i", "failed", now, s="g", args={"error": event["failed"]})
+        waiting = set(state.waiting)
+        for number in [n for n in waiting_since if n not in waiting or "ended" in event]:
+            add_to(number, "waiting", waiting_since.pop(number), now)
+        for number in waiting - waiting_since.keys():
+            waiting_since[number] = now
+        for number in event.get("preempted", ()):
+            mark("i", number, "preempted", now, s="t")
+        for number, reason, _ in event.get("finished", ()):
+            mark("i", number, f"finished ({reason})", now, s="t")
+    return {"traceEvents": out, "displayTimeUnit": "ms", "otherData": options}
+
+
+def table(options: dict[str, Any], events: list[Event], texts: dict[int, str]) -> str:
+    """Return a table with the rows of each step, and sentences about what changed."""
+    state = State()
+    size = options["block_size"]
+    num_steps = sum("plan" in event for event in events)
+    num_seqs = sum(len(event.get("new", ())) for event in events)
+    width = max(80, min(100, shutil.get_terminal_size((100, 24)).columns))
+    indents: Any = {"initial_indent": INDENT, "subsequent_indent": INDENT + "  "}
+    lines = [
+        f"{plural(num_steps, 'step')} of {plural(num_seqs, 'sequence')}, "
+        f"{options['policy']}, {plural(options['num_blocks'], 'block')} of {plural(size, 'token')}",
+        f"at most {plural(options['max_num_batched_tokens'], 'token')} and "
+        f"{plural(options['max_num_seqs'], 'sequence')} in a step",
+        f"slot of a position = block_table[position // {size}] * {size} + position % {size}",
+        *["1: 'x' in a later step is a token of step 1"] * options["async_scheduling"],
+        "",
+        table_row(HEAD, width),
+    ]
+    for group in steps(events):
+        step = [""] * 4
+        rows: dict[int, list[str]] = {}
+        sentences: list[str] = []
+        for event in group:
+            state.apply(event)
+            if "plan" in event:
+                step = [str(n) for n in (event["plan"], *state.pool(options["num_blocks"]))]
+                rows = {number: ["nothing", "", "", ""] for number in state.running}
+                for chunk in planned(event, state):
+                    rows[chunk[0]] = describe_work(state, chunk, size)
+            for number, token in zip(state.receivers, event.get("tokens", ()), strict=False):
+                text = repr(texts[token]) if token in texts else str(token)
+                late = f"{event['commit']}: " if step[0] != str(event["commit"]) else ""
+                rows.setdefault(number, [""] * 4)[3] = late + text
+            sentences += describe_changes(event, state, options["policy"], size)
+        for number, row in rows.items():
+            lines.append(table_row((*step, state.seqs[number].name, *row), width))
+            step = [""] * 4
+        for sentence in sentences:
+            lines += textwrap.wrap(sentence, width, **indents)
+    return "\n".join(lines)
+
+
+def plural(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def join_names(names: list[str], max_names: int = 8) -> str:
+    """Join names, of which a large trace can have hundreds."""
+    if len(names) > max_names + 1:
+        names = [*names[:max_names], f"{len(names) - max_names} more"]
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def block_list(blocks: list[int]) -> str:
+    return f"block{'s' * (len(blocks) > 1)} {', '.join(map(str, blocks))}"
+
+
+def last_words(text: str, width: int) -> str:
+    """Shorten a line at its beginning, because a step works on the last blocks and slots."""
+    return textwrap.shorten(text[::-1], width, placeholder=" …")[::-1]
+
+
+def table_row(cells: tuple[str, ...], width: int) -> str:
+    """Join the cells of a line of 80 to 100 columns."""
+    *fixed, what, slots, blocks, token = cells
+    extra = width - 80
+    what_width = 13 + extra // 5
+    slots_width = 9 + extra // 4
+    blocks_width = 11 + extra * 3 // 10
+    line = " ".join(
+        [
+            FIXED_COLUMNS.format(*fixed),
+            what.ljust(what_width),
+            last_words(slots, slots_width).ljust(slots_width),
+            last_words(blocks, blocks_width).ljust(blocks_width),
+            token,
+        ]
+    )
+    return line[:width].rstrip()
+
+
+def planned(plan: Event, state: State) -> list[list[int]]:
+    """Return the chunks and the decodes of a plan: sequence, first position, number of tokens."""
+    return plan["chunks"] + [[i, state.seqs[i].computed - 1, 1] for i in state.decodes]
+
+
+def describe_work(state: State, chunk: list[int], size: int) -> list[str]:
+    """Return four cells of the table for a chunk of `planned`.
+
+    They are what it computes, its slots, its block table, and an empty cell for the token.
+    """
+    number, start, count = chunk
+    seq = state.seqs[number]
+    end = start + count
+    kind = seq.kind(start)
+    what = f"{kind} {start}" + f"-{end - 1}" * (kind != "decode")
+    what = f"{kind}: nothing" if start == end else what
+    # A faulty scheduler may plan positions without a block; see lessons/break_it.py.
+    ranges: list[list[int]] = []
+    for position in range(start, min(end, len(seq.table) * size)):
+        slot = seq.table[position // size] * size + position % size
+        if ranges and ranges[-1][1] == slot - 1:
+            ranges[-1][1] = slot
+        else:
+            ranges.append([slot, slot])
+    slots = " ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+    return [what, slots, " ".join(map(str, seq.table)), ""]
+
+
+def describe_changes(event: Event, state: State, policy: str, size: int) -> Iterator[str]:
+    """Yield a sentence for each change of an event, with the reason. `state` is after the event."""
+    names = [f"request {seq.name}" for seq in state.seqs]
+    for i in event.get("preempted", ()):
+        why = "no block was available and it was admitted last"
+        ran = state.ran_before
+        later = ran[ran.index(i) + 1 :] if i in ran else []
+        if still := [names[j] for j in later if j in state.running]:
+            why = (
+                f"no block was available (admitted after it and still running: {join_names(still)})"
+            )
+        if "failed" in event:
+            why = "the step failed"
+        yield f"Preemption: {names[i]} returns to the head of the queue, because {why}."
+    for seq in state.seqs[len(state.seqs) - len(event.get("new", ())) :]:
+        if seq.parent >= 0 and "commit" in event:
+            yield f"Fork: request {seq.name} continues {names[seq.parent]}."
+    admitted: dict[str, list[str]] = {}
+    for i in event.get("new_rows", ()):
+        is_head = state.seqs[i].lost or state.seqs[i].parent >= 0
+        rule = "preempted sequences and forks come first" if is_head else policy
+        admitted.setdefault(rule, []).append(names[i])
+    for rule, admitted_names in admitted.items():
+        yield f"Admission: {join_names(admitted_names)} from the head of the queue ({rule})."
+    for i, start, count in event.get("chunks", ()):
+        seq = state.seqs[i]
+        left = len(seq.tokens) - start
+        if i in event.get("new_rows", ()):
+            if seq.parent >= 0 and not seq.lost and left == 1:
+                if start < seq.num_prompt:
+                    both = f"{names[i]} shares the prompt's blocks with {names[seq.parent]}"
+                    yield f"Fork: {both} and computes only the last prompt token again."
+            elif start:
+                blocks = block_list(seq.table[: start // size])
+                yield f"Prefix hit: positions 0-{start - 1} of {names[i]} are cached ({blocks})."
+        if count < left:
+            yield f"Token budget: {names[i]} computes {count} of its {left} uncomputed tokens."
+    for source, i in event.get("states_read", ()):
+        yield f"State: {names[i]} begins with a copy of state {source}."
+    for i, num_tokens, slot in event.get("states_saved", ()):
+        tokens = plural(num_tokens, "token")
+        yield f"Snapshot: the state of {names[i]} after {tokens} is saved in slot {slot}."
+    if copies := event.get("copies"):
+        pairs = ", ".join(f"{source} to {target}" for source, target in copies)
+        yield f"Copy-on-write: block {pairs}, because the block to write is shared or cached."
+    if event.get("evicted"):
+        yield describe_evictions(event, has_host=bool(state.host_cached))
+    if host := event.get("host"):
+        moves = [f"block {a} is saved to host block {b}" for a, b in event["saved"]]
+        moves += [f"block {b} is loaded from host block {a}" for a, b in event["loaded"]]
+        yield (
+            f"Host memory: before the step computes, {', '.join(moves)}. It holds "
+            f"{plural(host['host_blocks'], 'block')}. So far it has lost "
+            f"{plural(host['host_evictions'], 'block')}, and "
+            f"{plural(host['host_spared_tokens'], 'token')} did not have to be computed again."
+        )
+    if "experts" in event:
+        num, used = event["experts"]
+        layers = plural(len(used), "layer")
+        yield (
+            f"Experts: step {event['commit']} used {sum(used) / len(used):.1f} of {num} experts on "
+            f"average over {layers}, at least {min(used)} and at most {max(used)}."
+        )
+    if "why" in event:
+        waiting = [names[i] for i in state.waiting]
+        why = WHY_WAITING[event["why"]].format(waiting[0])
+        yield f"Waiting: {join_names(waiting)}, because {why}."
+    for i in event.get("dropped", ()):
+        yield f"The token of {names[i]} is dropped, because the sequence had already ended."
+    yield from describe_beams(event, state)
+    for i, reason, stop in event.get("finished", ()):
+        if reason == "dropped" or (reason == "stop" and state.seqs[i].score is not None):
+            continue  # a beam
+        by = "" if stop is None else f" by {'token ' if isinstance(stop, int) else ''}{stop!r}"
+        yield f"End: {names[i]} finishes ({reason}{by}) and releases its blocks."
+    if "failed" in event:
+        yield f"Failure: the steps in flight were reverted. {event['failed']}"
+    if event.get("ended"):
+        yield f"The trace ends with an error. {event['ended']}"
+
+
+def describe_evictions(event: Event, has_host: bool) -> str:
+    """Return the sentence about the evicted blocks, and whether host memory has their content."""
+    evicted, because = event["evicted"], "no block was free"
+    if not has_host:
+        return f"Eviction: {because}, so the prefix cache lost {block_list(evicted)}."
+    saved, lost = [block for block, _ in event.get("saved", ())], event.get("lost", [])
+    copied = [block for block in evicted if block not in saved and block not in lost]
+    groups = (
+        (saved, "saved to host memory"),
+        (copied, "host memory has a copy"),
+        (lost, "lost, because this step copies from or to all host blocks"),
+    )
+    parts = [f"{block_list(blocks)} ({what})" for blocks, what in groups if blocks]
+    return f"Eviction: {because}, so the prefix cache evicted {join_names(parts)}."
+
+
+def describe_beams(event: Event, state: State) -> Iterator[str]:
+    """Yield sentences about beam searches. A beam is named by its request and a number."""
+
+    def by_request(beams: list[int]) -> Iterator[tuple[str, list[int]]]:
+        requests = {i: state.seqs[i].name.rpartition(".")[0] for i in beams}
+        for request in dict.fromkeys(requests.values()):
+            yield request, [i for i in beams if requests[i] == request]
+
+    def beams_that_finish(reason: str) -> list[int]:
+        finished = event.get("finished", ())
+        return [i for i, r, _ in finished if r == reason and state.seqs[i].score is not None]
+
+    if "commit" in event:
+        for request, beams in by_request([i for i, _ in event.get("scores", ())]):
+            scores = {state.seqs[i].name: state.seqs[i].score or 0.0 for i in beams}
+            named = [f"{name} ({score:z.2f})" for name, score in scores.items()]
+            yield f"Beams: request {request} continues with {join_names(named)}."
+    for request, beams in by_request(beams_that_finish("dropped")):
+        names = join_names([state.seqs[i].name for i in beams])
+        yield f"Dropped: no candidate of {names} is among the best of request {request}."
+    for i, _, score, reason in event.get("results", ()):
+        name = state.seqs[i].name
+        yield f"Result: an output that begins like {name} ends ({reason}, score {score:z.3f})."
+    for request, beams in by_request(beams_that_finish("stop")):
+        names = join_names([state.seqs[i].name for i in beams])
+        yield f"End: the search of request {request} ends, and {names} release their blocks."

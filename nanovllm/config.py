@@ -1,0 +1,114 @@
+"""EngineConfig: the options of the engine."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Annotated, Any, TypeAlias, get_args
+
+from nanovllm.utils.checks import Positive, Seed, check_scalars, refuse_unknown_fields
+
+EMBEDDED = "qwen3-nano"  # the model that ships with the package
+Dtype: TypeAlias = Annotated[str, "auto", "float32", "bfloat16", "float16"]
+DTYPES: tuple[str, ...] = get_args(Dtype)[1:]
+DTYPE_ALIASES = {"float": "float32", "half": "float16"}
+
+
+@refuse_unknown_fields("option")
+@dataclass(frozen=True)
+class EngineConfig:
+    """The parameters of LLM(). Raises TypeError for a wrong type, ValueError for a wrong value."""
+
+    # ---- the model ----
+
+    model: str | os.PathLike[str] = EMBEDDED  # a directory, a hub id or "qwen3-nano"
+    _: KW_ONLY
+    device: str = "auto"  # "auto": "cuda" if torch finds a GPU, else "cpu"
+    # "auto": the checkpoint's dtype on a GPU. On a CPU, bfloat16 if it is fast, else float32.
+    dtype: Dtype = "auto"
+    # "int8": linear layers and head are quantized while loading.
+    quantization: Annotated[str, "int8", "int4"] | None = None
+    tokenizer: str | None = None  # a directory or hub id; None: the tokenizer of the model
+    revision: str | None = None  # branch, tag or commit of a hub id
+    skip_tokenizer_init: bool = False  # work with token ids only
+    seed: Seed = 0  # for requests without a seed, and for load_format="dummy"
+
+    # Values that replace fields of config.json, such as rope_scaling for a longer context.
+    hf_overrides: Mapping[str, Any] | None = None
+
+    # ---- the capacity ----
+
+    # Maximum number of prompt and output tokens together, at least one each. None: the maximum of
+    # the checkpoint, or what the KV cache holds if that is less.
+    max_model_len: Annotated[int, 2, math.inf] | None = None
+    # Sequences that run at a time. The limit is the size of one dimension of a CUDA grid.
+    max_num_seqs: Annotated[int, 1, 65_535] = 256
+    max_num_batched_tokens: Positive = 8192  # the token budget of one step
+    # Fraction of the GPU's memory that the engine may use.
+    gpu_memory_utilization: Annotated[float, 0, 1] = 0.9
+    # Size of the KV cache and of the states of linear attention. None: what the memory allows.
+    kv_cache_memory_bytes: Positive | None = None
+    # Number of KV blocks for requests, without the null block. None: what the memory allows.
+    num_kvcache_blocks: Positive | None = None
+    # "auto": the same as `dtype`. "fp8" or "fp8_e4m3": 8 bits, half the size of bfloat16.
+    kv_cache_dtype: Annotated[str, "auto", "fp8", "fp8_e4m3"] = "auto"
+    # Number of states that are kept for the prefix cache, if the model has linear attention. None:
+    # as many as the memory allows, at most two for each of max_num_seqs.
+    num_state_slots: Annotated[int, 0, 2**20] | None = None
+    # GiB of host memory to which evicted KV blocks are saved.
+    swap_space: Annotated[float, 0, math.inf] = 0
+    tensor_parallel_size: Positive = 1  # ranks that share the model, started by torchrun
+
+    # ---- advanced ----
+
+    kvcache_block_size: Annotated[int, 1, 2**20] = 16  # tokens
+    enable_prefix_caching: bool = True
+    scheduling_policy: Annotated[str, "fcfs", "sjf"] = "fcfs"  # "sjf": shortest job first
+    # Whether to plan and launch a step before the tokens of the previous step are read. None: True
+    # on a GPU, where the host plans while the GPU works. False on a CPU, where it would compute an
+    # unused token for each sequence.
+    async_scheduling: bool | None = None
+    enforce_eager: bool = False  # no CUDA graphs
+    # "triton" on a GPU, "numba" on a CPU; "sdpa" anywhere
+    attention_backend: Annotated[str, "auto", "triton", "numba", "sdpa"] = "auto"
+    # Largest `logprobs` of a request. -1: no limit.
+    max_logprobs: Annotated[int, -1, math.inf] = 20
+    # "dummy": random weights; needs config.json only.
+    load_format: Annotated[str, "auto", "dummy"] = "auto"
+
+    def __post_init__(self) -> None:
+        # `dtype` may be a torch.dtype: str(torch.float32) is "torch.float32".
+        dtype = str(self.dtype).removeprefix("torch.")
+        object.__setattr__(self, "dtype", DTYPE_ALIASES.get(dtype, dtype))
+        check_scalars(self)
+        if not isinstance(self.hf_overrides, Mapping | None):
+            raise TypeError(f"hf_overrides must be a dict, not {self.hf_overrides!r:.80}")
+        if self.gpu_memory_utilization == 0:
+            raise ValueError("gpu_memory_utilization must be more than 0, not 0")
+        if not re.fullmatch(r"auto|cpu|cuda(:(\d|[1-9]\d))?", self.device):
+            raise ValueError(
+                f"device must be 'auto', 'cpu', 'cuda' or 'cuda:0', not {self.device!r}"
+            )
+        if self.num_kvcache_blocks is not None and self.kv_cache_memory_bytes is not None:
+            raise ValueError(
+                f"num_kvcache_blocks={self.num_kvcache_blocks} and kv_cache_memory_bytes="
+                f"{self.kv_cache_memory_bytes} both set the size of the KV cache; give one of them"
+            )
+        if self.num_state_slots and not self.enable_prefix_caching:
+            raise ValueError(
+                f"num_state_slots={self.num_state_slots} is a number of states in the prefix "
+                "cache; leave it out, or set enable_prefix_caching=True"
+            )
+        if self.swap_space and not self.enable_prefix_caching:
+            raise ValueError(
+                f"swap_space={self.swap_space} needs the prefix cache, which finds saved "
+                "blocks; set swap_space=0 or enable_prefix_caching=True"
+            )
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process in tensor parallelism. torchrun sets RANK."""
+        return int(os.environ["RANK"]) if self.tensor_parallel_size > 1 else 0

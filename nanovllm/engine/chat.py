@@ -1,0 +1,158 @@
+"""Renders chat messages as the text of a prompt, with the chat template of the tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+from nanovllm.utils.checks import check_scalar
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+Message = dict[str, Any]
+# Arguments of apply_chat_template that `apply` sets itself.
+RESERVED = {"self", "conversation", "conversations", "messages", "tokenize"}
+
+
+def as_conversations(
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+) -> list[Sequence[Message]]:
+    """Return a list of conversations. `messages` is one conversation, or a list of them."""
+    if not isinstance(messages, list | tuple):
+        raise TypeError(
+            'messages must be a list like [{"role": "user", "content": "..."}], or a list of '
+            f"such lists, not {messages!r}"
+        )
+    is_one = not messages or not isinstance(messages[0], list | tuple)
+    conversations = [messages] if is_one else list(messages)
+    if not all(conversations):
+        raise ValueError("the conversation is empty; give at least one message")
+    return cast("list[Sequence[Message]]", conversations)
+
+
+def template_variables(
+    variables: dict[str, Any], overrides: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the arguments of `apply_chat_template`: a chat template and its variables.
+
+    overrides: the argument chat_template_kwargs of a call. It overrides `variables`, as in vLLM.
+    """
+    overrides = {} if overrides is None else overrides
+    check_scalar("chat_template_kwargs", overrides, dict)
+    for name in overrides:
+        if not isinstance(name, str) or name in RESERVED:
+            raise ValueError(
+                f"chat_template_kwargs has {name!r:.80}, which cannot be a variable of a chat "
+                "template; remove it"
+            )
+    variables = variables | overrides
+    if variables.get("continue_final_message") and variables.get("add_generation_prompt"):
+        raise ValueError(
+            "continue_final_message=True continues the last message, add_generation_prompt=True "
+            "begins a new one; set add_generation_prompt=False"
+        )
+    return variables
+
+
+def render(conversation: Iterable[Message], tokenizer: Tokenizer, variables: dict[str, Any]) -> str:
+    """Return the text of a conversation. `variables` come from `template_variables`."""
+    template = variables.get("chat_template")
+    messages = plain_messages(conversation, tokenizer, template)
+    with explain_template_error(template):
+        return apply(tokenizer, messages, variables)
+
+
+@contextmanager
+def explain_template_error(template: str | None) -> Iterator[None]:
+    """Raise ValueError for an error in the `with` block. None: the template of the tokenizer."""
+    try:
+        yield
+    except Exception as error:  # A template can raise any error, such as ZeroDivisionError.
+        shown = "the tokenizer's" if template is None else f"{template!r:.80}"
+        raise ValueError(
+            "the chat template cannot render these messages "
+            f"({type(error).__name__}: {error}); change them, or use "
+            f"chat_template=... to replace the template, which is {shown}"
+        ) from error
+
+
+def apply(tokenizer: Tokenizer, messages: list[Message], variables: dict[str, Any]) -> str:
+    return cast(str, tokenizer.apply_chat_template(messages, tokenize=False, **variables))
+
+
+def plain_messages(
+    conversation: Iterable[Message], tokenizer: Tokenizer, chat_template: str | None
+) -> list[Message]:
+    """Check the messages, and parse their tool calls.
+
+    Joins content parts, unless the chat template accepts parts.
+    """
+    messages = []
+    joins_parts = None  # known after the first message with parts
+    for message in conversation:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f"a chat message needs a 'role' and 'content', not {message!r}")
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            texts = [part_text(part) for part in content]
+            parts = [{"type": "text", "text": text} for text in texts]
+            if joins_parts is None:
+                joins_parts = not takes_parts(tokenizer, chat_template)
+            message = message | {"content": "\n".join(texts) if joins_parts else parts}
+        elif not isinstance(content, str) and message["role"] in ("system", "user"):
+            raise TypeError(
+                f"the content of a message must be a string or a list of parts, not {content!r}"
+            )
+        if isinstance(calls := message.get("tool_calls"), list | tuple):
+            message = message | {"tool_calls": [parsed_tool_call(call) for call in calls]}
+        messages.append(message)
+    return messages
+
+
+def parsed_tool_call(call: Any) -> Any:
+    """Return a tool call whose arguments are a dict, as chat templates expect.
+
+    In OpenAI's format they are a string in JSON, which may be empty. Any other call is returned
+    unchanged. Raises ValueError if the string is not an object in JSON.
+    """
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments", ""), str | None):
+        return call
+    text = function.get("arguments") or "{}"
+    try:
+        arguments = json.loads(text)
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ValueError(
+            f"the arguments of the tool call {function.get('name')!r:.80} must be a dict, or an "
+            f'object in JSON like \'{{"city": "Paris"}}\', not {text!r:.200}'
+        )
+    return call | {"function": function | {"arguments": arguments}}
+
+
+def part_text(part: Any) -> str:
+    """Return the text of a content part: a string, or {"type": "text", "text": "..."}."""
+    if isinstance(part, dict) and part.get("type") == "text":
+        part = part.get("text")
+    if not isinstance(part, str):
+        kind = part.get("type") if isinstance(part, dict) else part
+        raise ValueError(
+            f"a content part of type {kind!r} is not supported: the models take text only, as "
+            '{"type": "text", "text": "..."}'
+        )
+    return part
+
+
+def takes_parts(tokenizer: Tokenizer, chat_template: str | None) -> bool:
+    """Return whether the chat template accepts content parts, and renders only their text."""
+    parts = [{"type": "text", "text": "probe text", "name": "probe name"}]
+    probe: list[Message] = [{"role": "user", "content": parts}]
+    try:
+        shown = apply(tokenizer, probe, {"chat_template": chat_template})
+    except Exception:  # A template that takes strings only may fail in any way.
+        return False
+    return "probe text" in shown and "probe name" not in shown

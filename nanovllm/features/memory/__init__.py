@@ -1,0 +1,1 @@
+"""Memory and devices: KV blocks in host memory, and several ranks."""

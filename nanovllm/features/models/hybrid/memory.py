@@ -1,0 +1,53 @@
+"""Divides the memory of a hybrid model between KV blocks and states."""
+
+from __future__ import annotations
+
+from nanovllm.config import EngineConfig
+from nanovllm.features.models.hybrid.config import HybridConfig
+from nanovllm.utils.log import logger
+
+SLOTS_PER_ROW = 2
+
+
+def check_options(config: EngineConfig, model_config: HybridConfig) -> None:
+    """Raise ValueError for an option that models with linear attention do not support."""
+    for value, option in (
+        (config.tensor_parallel_size > 1, "tensor_parallel_size"),
+        (config.swap_space, "swap_space"),
+    ):
+        if value:
+            raise ValueError(
+                f"{model_config.architecture} does not support {option}, because the states of its "
+                f"linear attention are kept on one device only; leave {option} out"
+            )
+
+
+def num_states(
+    config: EngineConfig, model_config: HybridConfig, itemsize: int, max_bytes: int
+) -> tuple[int, int, int]:
+    """Return (rows, slots for the prefix cache, bytes of all states).
+
+    States take at most half of `max_bytes`; the KV cache takes the rest. If they do not fit,
+    fewer sequences run at a time. The model has `itemsize` bytes per number.
+    """
+    state_bytes = model_config.state_bytes(itemsize)
+    fit = max_bytes // 2 // state_bytes - 1  # the padding row has a state too
+    wanted = config.num_state_slots if config.enable_prefix_caching else 0
+    if wanted is None:
+        rows = max(1, min(config.max_num_seqs, fit // (1 + SLOTS_PER_ROW)))
+        slots = max(0, min(rows * SLOTS_PER_ROW, fit - rows))
+    else:
+        rows, slots = max(1, min(config.max_num_seqs, fit - wanted)), wanted
+    size = (rows + 1 + slots) * state_bytes
+    if size > max_bytes:
+        raise ValueError(
+            f"the states of {rows} sequence(s) and num_state_slots={slots:,} take {size:,} bytes, "
+            f"and KV cache and states may take {max_bytes:,}; lower num_state_slots, or set "
+            "a larger kv_cache_memory_bytes"
+        )
+    if rows < config.max_num_seqs:
+        logger.info(
+            f"a state takes {state_bytes / 2**20:,.1f} MiB, which limits max_num_seqs to {rows} "
+            f"instead of {config.max_num_seqs}"
+        )
+    return rows, slots, size

@@ -1,0 +1,207 @@
+"""Qwen3.5 (text): layers of linear attention between layers of gated attention.
+
+The rest of the transformer is models/qwen3.py. Three things differ from Qwen3. The norms multiply
+by 1 + w, in float32. Only the first `rotary_dim` numbers of a head are rotated. Attention has an
+output gate, whose projection is part of q_proj.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanovllm.features.models.hybrid.config import FULL, KERNEL_SIZE, LINEAR, HybridConfig
+from nanovllm.models.attention import PlainAttention
+from nanovllm.models.backend import Backend
+from nanovllm.models.batch import ForwardBatch
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.layers import Linear, Rope, RotaryEmbedding
+from nanovllm.models.qwen3 import MLP, DecoderLayer, Qwen3
+from nanovllm.models.weights import CheckpointTensor
+
+
+class LinearAttention:
+    """Linear attention by the gated delta rule. states.py keeps its states."""
+
+    name = "linear_attn."
+
+    def __init__(self, config: HybridConfig, layer: int, backend: Backend) -> None:
+        """`layer` is its number among the linear layers."""
+        self.layer, self.eps = layer, config.rms_norm_eps
+        self.sizes = (
+            *(config.linear_num_key_heads, config.linear_num_value_heads),
+            *(config.linear_key_head_dim, config.linear_value_head_dim),
+        )
+        heads, channels, size = self.sizes[1], config.conv_size, config.value_size
+        projections = {"qkv": channels, "z": size, "b": heads, "a": heads}
+        named = {f"in_proj_{name}": outputs for name, outputs in projections.items()}
+        self.in_proj = Linear(config.hidden_size, named, backend)
+        self.out_proj = Linear(size, {"out_proj": config.hidden_size}, backend)
+        # In float32 and transposed, as kernels read it.
+        self.conv1d = backend.empty(KERNEL_SIZE, channels, dtype=torch.float32)
+        self.a_log, self.dt_bias, self.norm = (
+            backend.empty(n, dtype=torch.float32) for n in (heads, heads, self.sizes[3])
+        )
+
+    def __call__(
+        self, x: Tensor, rope: Rope, batch: ForwardBatch, attention: PlainAttention
+    ) -> Tensor:
+        return self.out_proj(batch.states.attend(self, self.in_proj(x)))
+
+    def linears(self) -> tuple[Linear, Linear]:
+        return self.in_proj, self.out_proj
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
+        for linear in self.linears():
+            yield from linear.checkpoint_tensors(prefix)
+        shape, copy = (self.conv1d.shape[1], 1, KERNEL_SIZE), self.conv1d.copy_
+        yield CheckpointTensor(f"{prefix}conv1d.weight", shape, lambda t: copy(t[:, 0].T))
+        yield CheckpointTensor.of(f"{prefix}A_log", self.a_log)
+        yield CheckpointTensor.of(f"{prefix}dt_bias", self.dt_bias)
+        yield CheckpointTensor.of(f"{prefix}norm.weight", self.norm)
+
+
+class GatedAttention:
+    """Attention whose output is multiplied by the sigmoid of a gate."""
+
+    name = "self_attn."
+
+    def __init__(self, config: HybridConfig, layer: int, backend: Backend) -> None:
+        """`layer` is its number among the layers with a KV cache."""
+        self.layer, self.config = layer, config
+        self.q_size = config.num_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
+        sizes = {"q_proj": self.q_size, "k_proj": kv_size, "v_proj": kv_size, "gate": self.q_size}
+        self.qkv_gate_proj = Linear(config.hidden_size, sizes, backend, config.attention_bias)
+        self.o_proj = Linear(
+            self.q_size, {"o_proj": config.hidden_size}, backend, config.output_bias
+        )
+        self.norms = norm_weight(backend, config.head_dim), norm_weight(backend, config.head_dim)
+
+    def __call__(
+        self, x: Tensor, rope: Rope, batch: ForwardBatch, attention: PlainAttention
+    ) -> Tensor:
+        projections = self.qkv_gate_proj(x)
+        qkv, gate = projections.split([projections.shape[1] - self.q_size, self.q_size], dim=1)
+        q = attention.norm_rope_store(self.layer, qkv.contiguous(), self.norms, rope, batch)
+        return self.o_proj(attention.attend(self.layer, q, batch) * gate.sigmoid())
+
+    def linears(self) -> tuple[Linear, Linear]:
+        return self.qkv_gate_proj, self.o_proj
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
+        heads = self.config.num_heads
+        proj = self.qkv_gate_proj
+        for kind, fused in (("weight", proj.weight), ("bias", proj.bias)):
+            if fused is None:
+                continue
+            q, k, v, gate = fused.split([*proj.projections.values()])
+
+            def store_q(t: Tensor, q: Tensor = q, gate: Tensor = gate) -> None:
+                # Each head has the rows of its query, then the rows of its gate.
+                q_rows, gate_rows = t.unflatten(0, (heads, 2, -1)).unbind(1)
+                q.copy_(self.permuted(q_rows.flatten(0, 1)))
+                gate.copy_(gate_rows.flatten(0, 1))
+
+            def store_k(t: Tensor, k: Tensor = k) -> None:
+                k.copy_(self.permuted(t))
+
+            shape = tuple(q.shape)
+            yield CheckpointTensor(f"{prefix}q_proj.{kind}", (2 * shape[0], *shape[1:]), store_q)
+            yield CheckpointTensor(f"{prefix}k_proj.{kind}", tuple(k.shape), store_k)
+            yield CheckpointTensor.of(f"{prefix}v_proj.{kind}", v)
+        yield from self.o_proj.checkpoint_tensors(prefix)
+        for name, norm in zip(("q_norm", "k_norm"), self.norms, strict=True):
+            yield norm_tensor(f"{prefix}{name}.weight", norm, self.permuted)
+
+    def permuted(self, weight: Tensor) -> Tensor:
+        """Reorder the rows of each head of q or k [heads * D, ...].
+
+        Rotary embedding rotates pairs of numbers (i, i + D / 2). The checkpoint's pairs are
+        (i, i + rotary_dim / 2). The other numbers form pairs whose angle is 0. The products of
+        queries and keys do not change.
+        """
+        dim, rotated = self.config.head_dim, self.config.rotary_dim
+        half, middle = rotated // 2, (dim + rotated) // 2
+        order = [*range(half), *range(rotated, middle), *range(half, rotated), *range(middle, dim)]
+        return weight.unflatten(0, (-1, dim))[:, order].flatten(0, 1)
+
+
+class HybridLayer(DecoderLayer):
+    self_attn: LinearAttention | GatedAttention  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attn: LinearAttention | GatedAttention,
+        mlp: MLP,
+        backend: Backend,
+    ) -> None:
+        self.backend, self.eps = backend, config.rms_norm_eps
+        self.input_layernorm = norm_weight(backend, config.hidden_size)
+        self.self_attn = attn
+        self.post_attention_layernorm = norm_weight(backend, config.hidden_size)
+        self.mlp = mlp
+
+    def linears(self) -> tuple[Linear, ...]:
+        return *self.self_attn.linears(), *self.mlp.linears()
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
+        yield from self.self_attn.checkpoint_tensors(prefix + self.self_attn.name)
+        yield from self.mlp.checkpoint_tensors(prefix + "mlp.")
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            yield norm_tensor(f"{prefix}{name}.weight", getattr(self, name))
+
+
+class Qwen3_5(Qwen3):
+    config: HybridConfig
+
+    def __init__(self, config: HybridConfig, max_model_len: int, backend: Backend) -> None:
+        super().__init__(config, max_model_len, backend)
+        part = RotaryEmbedding(config.rotary_dim, max_model_len, config.rope, self.norm)
+        rotated = config.rotary_dim // 2
+        tables = (self.rotary.cos, part.cos, 1), (self.rotary.sin, part.sin, 0)
+        for whole, table, default in tables:
+            halves = whole.unflatten(1, (2, -1))
+            halves.fill_(default)[..., :rotated] = table.unflatten(1, (2, -1))
+        self.norm = norm_weight(backend, config.hidden_size)
+
+    def make_layers(self) -> list[DecoderLayer]:
+        config, backend = self.config, self.backend
+        # Each kind of layer is numbered by itself, because KV and states are kept apart.
+        kinds: dict[str, Any] = {
+            FULL: (GatedAttention, count()),
+            LINEAR: (LinearAttention, count()),
+        }
+        layers: list[DecoderLayer] = []
+        for i, kind in enumerate(config.layer_types):
+            attention, numbers = kinds[kind]
+            attn = attention(config, next(numbers), backend)
+            layers.append(HybridLayer(config, attn, self.make_mlp(i), backend))
+        return layers
+
+    def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
+        for tensor in super().checkpoint_tensors():
+            is_norm = tensor.name == "model.norm.weight"
+            yield norm_tensor(tensor.name, self.norm) if is_norm else tensor
+
+
+MODEL = Qwen3_5
+
+
+def norm_weight(backend: Backend, size: int) -> Tensor:
+    """Return an uninitialized weight 1 + w. bfloat16 would round it by up to 0.4 %."""
+    return backend.empty(size, dtype=torch.float32)
+
+
+def norm_tensor(
+    name: str, weight: Tensor, reorder: Callable[[Tensor], Tensor] = lambda w: w
+) -> CheckpointTensor:
+    """Return the tensor w that is stored as 1 + w."""
+    return CheckpointTensor(
+        name, tuple(weight.shape), lambda w: weight.copy_(1 + reorder(w.float()))
+    )

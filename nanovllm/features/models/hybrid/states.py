@@ -1,0 +1,127 @@
+"""States: the states of all sequences in the layers of linear attention, on the device.
+
+    number   0 ... N - 1   N       N + 1 ...
+    state    of each row   padding snapshots for the prefix cache
+
+A row's state is changed by every step that computes tokens of the row. A chunk that begins with
+token 0 begins with zeros. The runner copies states between rows and snapshots, as a plan says:
+`before` it computes anything, in the middle of a chunk, or `after` the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.features.models.hybrid import delta_rule
+from nanovllm.features.models.hybrid.config import KERNEL_SIZE, HybridConfig
+from nanovllm.features.models.hybrid.delta_rule import Segments
+from nanovllm.features.models.hybrid.model import LinearAttention
+from nanovllm.models.backend import Backend
+from nanovllm.models.transfers import to_device
+from nanovllm.plan import StepPlan
+
+
+class States:
+    def __init__(self, config: HybridConfig, num_states: int, backend: Backend) -> None:
+        """Allocate the states. Their content is undefined until they are written."""
+        self.num_states = num_states
+        layers, heads = config.num_linear_layers, config.linear_num_value_heads
+        dims = config.linear_key_head_dim, config.linear_value_head_dim
+        self.rule = backend.empty(layers, num_states, heads, *dims, dtype=torch.float32)
+        self.conv = backend.empty(layers, num_states, KERNEL_SIZE - 1, config.conv_size)
+        kernels = backend.delta_rule() or delta_rule
+        self.decode = kernels.decode
+        parts = kernels if hasattr(kernels, "solve") else None
+        self.chunk = getattr(kernels, "chunk", partial(delta_rule.chunk, kernels=parts))
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.rule.nbytes + self.conv.nbytes)
+
+    def before(self, plan: StepPlan) -> None:
+        """Copy states before a step. All reads precede all writes."""
+        self._copy(plan.state_copies)
+
+    def after(self, plan: StepPlan) -> None:
+        """Copy the states that a step leaves in its rows."""
+        self._copy([(s.row, s.target) for s in plan.state_saves if not s.tokens_after])
+
+    def _copy(self, pairs: list[tuple[int, int]]) -> None:
+        if pairs:
+            source, target = to_device(np.array(pairs).T.copy(), self.rule.device)
+            for states in (self.rule, self.conv):
+                for layer in states:  # all layers at once would need more memory
+                    layer[target] = layer[source]
+
+    def of_plan(self, plan: StepPlan) -> StepStates:
+        """Return the states of a step with chunks, or of decodes whose rows are on the host."""
+        step = StepStates(self)
+        if plan.decode_rows:
+            step.rows = to_device(np.array(plan.decode_rows), self.rule.device)
+        cuts: dict[int, list[Any]] = {}
+        for save in plan.state_saves:
+            if save.tokens_after:
+                cuts.setdefault(save.row, []).append(save)
+        start = 0
+        for chunk in plan.chunks:
+            end = start + len(chunk.token_ids)
+            is_first = chunk.start == 0
+            saves = sorted(cuts.get(chunk.row, []), key=lambda save: -save.tokens_after)
+            ends = sorted({end - save.tokens_after for save in saves} | {end})
+            for number, stop in enumerate(ends):
+                if number == len(step.rounds):
+                    step.rounds.append(Segments([], [], [], []))
+                    step.saves.append([])
+                segments = step.rounds[number]
+                segments.rows.append(chunk.row)
+                segments.starts.append(start)
+                segments.ends.append(stop)
+                segments.is_first.append(is_first)
+                targets = [save.target for save in saves if end - save.tokens_after == stop]
+                step.saves[number] += [(chunk.row, target) for target in targets]
+                start, is_first = stop, False
+        return step
+
+    def of_decodes(self, rows: Tensor) -> StepStates:
+        """Return the states of a step that decodes `rows` [S], which are on the device."""
+        return StepStates(self, rows=rows)
+
+
+@dataclass
+class StepStates:
+    """The states that one step changes: ForwardBatch.states.
+
+    A chunk is computed in several rounds if a state in the middle of it is saved. The tokens of
+    chunks come first, then one token of each decode row.
+    """
+
+    states: States
+    rounds: list[Segments] = field(default_factory=list)
+    # (row, target) of the copies after each round
+    saves: list[list[tuple[int, int]]] = field(default_factory=list)
+    rows: Tensor | None = None  # [S] int64, the decode rows
+
+    def attend(self, layer: LinearAttention, x: Tensor) -> Tensor:
+        """Map projections x [T, C + Hv Dv + 2 Hv] to the outputs [T, Hv Dv] of a layer."""
+        states = self.states
+        conv, rule = states.conv[layer.layer], states.rule[layer.layer]
+        if not self.rounds:
+            assert self.rows is not None
+            decoded: Tensor = states.decode(layer, x, conv, rule, self.rows)
+            return decoded
+        _, value_heads, _, value_dim = layer.sizes
+        out = x.new_empty((len(x), value_heads * value_dim))
+        for segments, saves in zip(self.rounds, self.saves, strict=True):
+            states.chunk(layer, x, conv, rule, segments, out)
+            for row, target in saves:
+                conv[target], rule[target] = conv[row], rule[row]
+        if self.rows is not None:
+            num = len(x) - len(self.rows)
+            out[num:] = states.decode(layer, x[num:], conv, rule, self.rows)
+        return out

@@ -1,1 +1,0 @@
-"""Models whose MLPs are mixtures of experts: Qwen3-MoE. features/hybrid_moe has Qwen3.5-MoE."""

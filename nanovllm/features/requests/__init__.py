@@ -1,0 +1,1 @@
+"""Kinds of requests besides sampling: beams, embeddings, log-likelihoods, grammars, logit rules."""

@@ -1,0 +1,242 @@
+"""Beam search: finds the `beam_width` most likely outputs. Names are the same as in vLLM.
+
+Every beam is a sequence of the engine. Its row yields the most likely next tokens instead of one
+sampled token (`ResultKind.CANDIDATES`). When all beams of a prompt have their candidates,
+`BeamSearch` drops some beams, forks others copy-on-write, and appends a token to each. The prompt
+is therefore computed once, a step computes one token for each beam, and beams are batched,
+preempted and resumed like all sequences.
+
+Scores, normalization and the stopping rule are the same as in transformers' beam search with
+early_stopping=False.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated
+
+from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.request import Request, Sample, first_sequence, fork_sequence
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.task import Ending, Task
+from nanovllm.plan import LogitRules, ResultKind, RowResult
+from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.utils.checks import Positive, check_scalars, refuse_unknown_fields
+
+if TYPE_CHECKING:
+    from nanovllm.engine.llm_engine import LLMEngine
+
+
+@refuse_unknown_fields("field of BeamSearchParams")
+@dataclass
+class BeamSearchParams:
+    """Parameters of a beam search.
+
+    Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value.
+    """
+
+    beam_width: Annotated[int, 1, 16_384]  # beams and results per prompt
+    max_tokens: Positive  # output tokens of a beam
+    ignore_eos: bool = False  # continue after an end-of-sequence token
+    # As in vLLM, it has no effect: scores are log-probabilities before the temperature.
+    temperature: Annotated[float, 0, math.inf] = 0.0
+    # Finished beams are compared by cum_logprob / (output tokens) ** length_penalty. 0 compares the
+    # sums, which favours short outputs; a larger value favours longer ones. Beyond 10 the power
+    # could overflow.
+    length_penalty: Annotated[float, -10, 10] = 1.0
+    include_stop_str_in_output: bool = False  # whether `tokens` includes the end-of-sequence token
+    # A grammar that every result follows, as in SamplingParams. It does not change scores.
+    structured_outputs: StructuredOutputsParams | None = None
+    skip_special_tokens: bool = True  # leave special tokens out of the text
+
+    def __post_init__(self) -> None:
+        check_scalars(self)
+
+
+@dataclass
+class BeamSearchSequence:
+    """One result of a beam search."""
+
+    tokens: list[int]  # prompt and output
+    cum_logprob: float  # sum of the log-probabilities of output tokens, not normalized
+    # "stop", "length", "abort", or "error" if the model computed NaN
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    text: str | None = None  # of `tokens`; None without a tokenizer
+
+
+@dataclass
+class BeamSearchOutput:
+    """The results of one prompt, the best first: `beam_width`, or fewer if no more are found."""
+
+    sequences: list[BeamSearchSequence]
+
+
+@dataclass
+class Beams:
+    """The state of one search."""
+
+    scores: dict[Sequence, float]  # beam -> sum of log-probabilities
+    # Beam -> candidates, for the beams that have received them.
+    candidates: dict[Sequence, list[tuple[int, float]]] = field(default_factory=dict)
+    # Finished beams with their normalized scores, the best first.
+    finished: list[tuple[float, BeamSearchSequence]] = field(default_factory=list)
+
+
+class BeamSearch(Task):
+    """The task of a beam search."""
+
+    result_kind = ResultKind.CANDIDATES
+    changes_queues = True
+
+    def __init__(self, engine: LLMEngine, params: BeamSearchParams) -> None:
+        """Check the parameters. Raises TypeError or ValueError. May compile a grammar."""
+        self.input_processor = input_processor = engine.input_processor
+        self.scheduler = engine.scheduler
+        input_processor.check_head()
+        self.params = params = replace(params)  # fields may have been set since the last check
+        vocab_size, max_num_seqs = input_processor.vocab_size, self.scheduler.max_num_seqs
+        if params.beam_width > vocab_size:
+            raise ValueError(
+                f"beam_width={params.beam_width} is more than the vocabulary={vocab_size}; lower it"
+            )
+        if params.beam_width > max_num_seqs:
+            raise ValueError(
+                f"beam_width={params.beam_width} is more than max_num_seqs={max_num_seqs}; lower "
+                "it or raise max_num_seqs"
+            )
+        self.stops = frozenset() if params.ignore_eos else input_processor.eos_token_ids
+        self.rules: LogitRules | None = None
+        if params.structured_outputs is not None:
+            if not self.stops:
+                raise ValueError(
+                    "structured_outputs in a beam search needs an end-of-sequence token: set "
+                    "ignore_eos to False, and use a checkpoint that has one"
+                )
+            stops = tuple(sorted(self.stops))
+            self.rules = LogitRules(
+                grammar=input_processor.compile_grammar(params.structured_outputs, stops)
+            )
+        # Each end token occurs at most once per beam, so beam_width other candidates remain.
+        self.num_candidates = max(2, 1 + len(self.stops)) * params.beam_width
+
+    def max_length(self, num_tokens: int) -> int:
+        return num_tokens + self.input_processor.room_for_output(num_tokens, self.params.max_tokens)
+
+    def start(self, request: Request, token_ids: list[int], max_length: int) -> Sequence:
+        first = first_sequence(request, token_ids, max_length)
+        first.num_candidates = min(self.num_candidates, self.input_processor.vocab_size)
+        first.sampling = replace(first.sampling, rules=self.rules)
+        request.state = Beams({first: 0.0})
+        return first
+
+    def receive(self, request: Request, seq: Sequence, result: RowResult) -> Ending | None:
+        """Record the candidates of a beam. When all beams have candidates, choose new beams."""
+        if result.candidates:
+            beams: Beams = request.state
+            beams.candidates[seq] = result.candidates
+            if len(beams.candidates) == len(beams.scores):
+                self._choose(request, beams)
+        return None
+
+    def _choose(self, request: Request, beams: Beams) -> None:
+        """Continue the best candidates of all beams, or finish if no better result is possible."""
+        width = self.params.beam_width
+        ranked = sorted(
+            (
+                (score + logprob, beam, token)
+                for beam, score in beams.scores.items()
+                for token, logprob in beams.candidates[beam]
+                if logprob > -math.inf
+            ),
+            key=lambda candidate: -candidate[0],
+        )
+        chosen: list[tuple[float, Sequence, int]] = []
+        for rank, (score, beam, token) in enumerate(ranked[: self.num_candidates]):
+            at_end = len(beam.token_ids) + 1 >= beam.max_length
+            if token not in self.stops and not at_end:
+                chosen.append((score, beam, token))
+            elif rank < width:
+                self._add_finished(beams, score, beam, token)
+        if not chosen or self._is_final(beams, chosen[0][0], chosen[0][1].num_output + 1):
+            # If no candidate has a finite log-probability, the search ends with an error.
+            for beam in beams.scores:
+                self.scheduler.finish(beam, "stop" if ranked else "error")
+        else:
+            self._continue(request, beams, chosen[:width])
+
+    def _add_finished(self, beams: Beams, score: float, beam: Sequence, token: int) -> None:
+        tokens = [*beam.token_ids, token]
+        stopped = token in self.stops
+        normalized = score / (beam.num_output + 1) ** self.params.length_penalty
+        if stopped and not self.params.include_stop_str_in_output:
+            tokens.pop()
+        reason = "stop" if stopped else "length"
+        result = BeamSearchSequence(tokens, score, reason, token if stopped else None)
+        beams.finished.append((normalized, result))
+        beams.finished.sort(key=lambda entry: -entry[0])
+        del beams.finished[self.params.beam_width :]
+
+    def _is_final(self, beams: Beams, score: float, length: int) -> bool:
+        """Return whether `score`, of the best beam, is too low to beat any finished beam.
+
+        As in transformers, its expected score is normalized by its current length.
+        """
+        if len(beams.finished) < self.params.beam_width:
+            return False
+        return score / length**self.params.length_penalty <= beams.finished[-1][0]
+
+    def _continue(
+        self, request: Request, beams: Beams, chosen: list[tuple[float, Sequence, int]]
+    ) -> None:
+        """Append tokens to beams. A beam's first token continues it; further tokens fork it."""
+        kept = {beam for _, beam, _ in chosen}
+        for beam in beams.scores:  # not a set, whose order differs between processes
+            if beam not in kept:
+                self.scheduler.finish(beam, "dropped")  # frees a row and blocks for the forks
+        new = []
+        for index, (_, parent, token) in enumerate(chosen):
+            beam = parent
+            if parent in kept:
+                kept.remove(parent)
+            else:
+                beam = fork_sequence(parent, [*parent.token_ids, token], parent.sampling, index)
+                self.scheduler.num_unfinished += 1
+                parent.parent = None  # else a beam would keep all its ancestors in memory
+            beam.index = index
+            new.append(beam)
+        request.samples[:] = [Sample(beam) for beam in new]
+        # Fork before a token is appended to the parent, because the last block may be shared.
+        for (_, parent, _), beam in zip(chosen, new, strict=True):
+            if beam is not parent:
+                self.scheduler.fork(parent, beam, len(parent.token_ids))
+        for (_, parent, token), beam in zip(chosen, new, strict=True):
+            if beam is parent:
+                self.scheduler.append(beam, token)
+        beams.scores = dict(zip(new, (score for score, *_ in chosen), strict=True))
+        beams.candidates = {}
+
+    def rewind(self, request: Request) -> list[Sequence]:
+        for seq in request.seqs:
+            seq.awaits_token = seq.awaits_token and seq in request.state.candidates
+        return request.seqs
+
+    def output(self, request: Request) -> BeamSearchOutput:
+        """Return the results of a search, and after an abort or an error also its beams."""
+        beams: Beams = request.state
+        results = [result for _, result in beams.finished]
+        for beam, score in beams.scores.items():
+            if beam.finish_reason != "stop":
+                tokens = list(beam.token_ids)
+                results.append(BeamSearchSequence(tokens, score, beam.finish_reason))
+        results = results[: self.params.beam_width]
+        tokenizer = self.input_processor.tokenizer
+        if tokenizer is not None:
+            detokenizer = Detokenizer(tokenizer, self.params.skip_special_tokens)
+            for result in results:
+                result.text = detokenizer.decode(result.tokens)
+        return BeamSearchOutput(results)
+
+
+TASKS = {BeamSearchParams: BeamSearch}

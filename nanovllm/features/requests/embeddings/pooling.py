@@ -1,0 +1,163 @@
+"""Embeddings: the parameters, the settings of a checkpoint, the task, and the result.
+
+An embedding is the hidden state of the prompt's last token after the final norm. No token is
+sampled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from nanovllm.engine.request import Request, first_sequence
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.task import Ending, Task
+from nanovllm.outputs import RequestMetrics
+from nanovllm.plan import ResultKind, RowResult
+from nanovllm.utils.checks import Positive, check_scalars, refuse_unknown_fields
+
+if TYPE_CHECKING:
+    from nanovllm.engine.llm_engine import LLMEngine
+
+
+@refuse_unknown_fields("field of PoolingParams")
+@dataclass
+class PoolingParams:
+    """Parameters of an embedding. None uses the setting of the checkpoint, or else the default.
+
+    Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value. The fields
+    are checked again when a request uses them.
+    """
+
+    # How many dimensions to keep, the first ones (Matryoshka, Kusupati et al. 2022,
+    # arXiv:2205.13147). The default is all.
+    dimensions: Positive | None = None
+    normalize: bool | None = None  # divide the kept dimensions by their L2 norm; default True
+    # The name of a prompt of the checkpoint, such as "query". It is prepended to the text.
+    prompt_name: str | None = None
+    use_activation: bool | None = None  # vLLM's name of `normalize`
+
+    def __post_init__(self) -> None:
+        check_scalars(self)
+        if self.use_activation is not None:
+            if self.normalize not in (None, self.use_activation):
+                raise ValueError("normalize and use_activation are two names of one field")
+            self.normalize = self.use_activation
+            self.use_activation = None
+
+    def pool(self, hidden: list[float]) -> list[float]:
+        """Return the embedding of a hidden state [E]. Raises ArithmeticError if it has NaN."""
+        kept = hidden[: self.dimensions]
+        length = math.hypot(*kept)
+        if not math.isfinite(length):
+            raise ArithmeticError("there is no embedding: the model computed NaN or infinity")
+        return [x / length for x in kept] if self.normalize and length else kept
+
+
+@dataclass(frozen=True)
+class PoolingSettings:
+    """The embedding settings of a checkpoint. sentence_transformers.py reads them."""
+
+    size: int = 0  # numbers in a hidden state
+    refused: str = ""  # why the checkpoint has no embeddings; empty if it has
+    dimensions: int | None = None
+    normalize: bool = True
+    prompts: Mapping[str, str] = field(default_factory=dict)  # name -> text
+    prompt_name: str | None = None  # the default of PoolingParams.prompt_name
+
+    def complete(self, params: PoolingParams) -> PoolingParams:
+        """Return checked parameters, with the settings in place of None except for `dimensions`."""
+        params = replace(params)
+        if self.refused:
+            raise ValueError(self.refused)
+        if (params.dimensions or 0) > self.size:
+            raise ValueError(
+                f"dimensions={params.dimensions} is more than the {self.size} of the model"
+            )
+        if params.prompt_name not in (None, *self.prompts):
+            known = ", ".join(map(repr, self.prompts)) or "none"
+            raise ValueError(
+                f"the checkpoint has no prompt named {params.prompt_name!r}; it has {known}. Put "
+                "the instruction before the text yourself"
+            )
+        params.dimensions = params.dimensions or self.dimensions
+        params.normalize = self.normalize if params.normalize is None else params.normalize
+        return params
+
+    def prefix(self, params: PoolingParams) -> str:
+        """Return the text that is prepended to a prompt."""
+        return self.prompts.get(params.prompt_name or self.prompt_name or "", "")
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    embedding: list[float]  # empty if the request was aborted or failed
+
+
+@dataclass(frozen=True)
+class EmbeddingRequestOutput:
+    """The result of a request for an embedding."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    finished: bool
+    num_cached_tokens: int  # prompt tokens whose KV was in the prefix cache
+    metrics: RequestMetrics = field(compare=False)
+
+
+class Embedding(Task):
+    """The task of a request for an embedding."""
+
+    result_kind = ResultKind.HIDDEN_STATE
+
+    def __init__(self, engine: LLMEngine, params: PoolingParams) -> None:
+        """Check the parameters, and add the settings of the checkpoint."""
+        self.input_processor = engine.input_processor
+        settings = engine.input_processor.pooling
+        self.params = settings.complete(params)
+        self.prefix = settings.prefix(self.params)
+
+    def prepare(
+        self, text: str | None, token_ids: list[int] | None
+    ) -> tuple[str | None, list[int] | None]:
+        """Prepend the prompt of the checkpoint to text. Raises ValueError for token ids."""
+        if text is not None and token_ids is None:
+            return self.prefix + text, None
+        if self.params.prompt_name is not None:
+            raise ValueError(
+                f"prompt_name={self.params.prompt_name!r} is prepended to text, and the prompt is "
+                "token ids; pass text, or leave out prompt_name"
+            )
+        return text, token_ids
+
+    def max_length(self, num_tokens: int) -> int:
+        self.input_processor.check_length(num_tokens, self.input_processor.max_model_len)
+        return num_tokens
+
+    def start(self, request: Request, token_ids: list[int], max_length: int) -> Sequence:
+        request.state = []  # the embedding
+        return first_sequence(request, token_ids, max_length)
+
+    def receive(self, request: Request, seq: Sequence, result: RowResult) -> Ending | None:
+        if result.hidden_state:
+            request.state = self.params.pool(result.hidden_state)
+            return Ending("stop")
+        return None
+
+    def output(self, request: Request) -> EmbeddingRequestOutput:
+        seq = request.samples[0].seq
+        request.metrics.num_preemptions = seq.preemptions
+        return EmbeddingRequestOutput(
+            request.request_id,
+            seq.token_ids,
+            EmbeddingOutput(request.state),
+            True,
+            seq.num_cached_tokens,
+            request.metrics,
+        )
+
+
+TASKS = {PoolingParams: Embedding}

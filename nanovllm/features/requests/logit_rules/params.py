@@ -1,0 +1,69 @@
+"""Makes the logit rules of a request, which the runner applies to its rows, from SamplingParams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.plan import LogitRules
+from nanovllm.sampling_params import SamplingParams
+
+
+def make_rules(
+    params: SamplingParams, input_processor: InputProcessor, stop_token_ids: frozenset[int]
+) -> LogitRules | None:
+    """Return the rules that the parameters request, or None. May compile a grammar."""
+    bias = params.logit_bias or {}
+    input_processor.check_vocabulary("logit_bias has", bias)
+    input_processor.check_vocabulary("allowed_token_ids has", params.allowed_token_ids)
+    stops = tuple(sorted(stop_token_ids))
+    grammar: Any = None
+    if params.structured_outputs is not None:
+        grammar = input_processor.compile_grammar(params.structured_outputs, stops)
+    allowed = params.allowed_token_ids
+    rules = LogitRules(
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=tuple(bias.items()),
+        allowed_token_ids=None if allowed is None else tuple(allowed),
+        bad_words=bad_words(params, input_processor),
+        min_tokens=min(params.min_tokens, input_processor.max_model_len),
+        stops=stops if params.min_tokens else (),
+        logprobs=num_logprobs("logprobs", params.logprobs, input_processor),
+        prompt_logprobs=num_logprobs("prompt_logprobs", params.prompt_logprobs, input_processor),
+        logits_processors=tuple(params.logits_processors or ()),
+        grammar=grammar,
+    )
+    return None if rules == LogitRules() else rules
+
+
+def bad_words(
+    params: SamplingParams, input_processor: InputProcessor
+) -> tuple[tuple[int, ...], ...]:
+    """Return the token ids of each bad word, without and with a leading space."""
+    phrases = set()
+    for word in params.bad_words or ():
+        for text in (word, " " + word.lstrip()):
+            ids = input_processor.encode(text, add_special_tokens=False)
+            what = f"bad_words has {text!r:.80}, which is encoded with"
+            input_processor.check_vocabulary(what, ids)
+            phrases.add(tuple(ids))
+    return tuple(sorted(phrases))
+
+
+def num_logprobs(name: str, value: int | None, input_processor: InputProcessor) -> int | None:
+    """Return how many log-probabilities a field requests. Raises ValueError for too many."""
+    if value is None:
+        return None
+    vocab_size = input_processor.vocab_size
+    limit = vocab_size if input_processor.max_logprobs == -1 else input_processor.max_logprobs
+    if value > vocab_size:
+        raise ValueError(f"{name}={value} is more than the vocabulary of {vocab_size} tokens")
+    if value > limit or (value == -1 and vocab_size > limit):
+        raise ValueError(
+            f"{name}={value} is more than max_logprobs={limit}"
+            + f", because -1 is the whole vocabulary of {vocab_size}" * (value == -1)
+            + "; ask for fewer, or give LLM() a larger max_logprobs (-1: no limit)"
+        )
+    return vocab_size if value == -1 else value

@@ -1,0 +1,270 @@
+"""Applies logit rules, such as penalties and masks, to the logits of rows before sampling.
+
+A row without rules costs nothing. The rules of all rows of a step are applied together, in few
+operations on the device and without waiting for it. Three kinds of rules need the sampled tokens on
+the host: logits processors, grammars, and bad words of several tokens. A step with such a row
+launches its forward pass and then waits for the tokens of the previous step, so the rules run on
+the host while the device works.
+
+The order is the same as in transformers and vLLM: log-probabilities of the raw logits, allowed
+tokens, bad words, minimum length, bias, penalties, logits processors, and last the grammar, which
+no other rule can override. The sampler follows.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.features.requests.logit_rules.penalties import (
+    Penalties,
+    PenaltyState,
+    check_ids,
+    has_penalties,
+)
+from nanovllm.models.backend import Backend
+from nanovllm.models.batch import SamplingBatch
+from nanovllm.models.sampler import MASKED
+from nanovllm.models.transfers import to_device
+from nanovllm.plan import LogitRules, NewRow
+from nanovllm.runner.pending import PendingOutput, start_copy
+from nanovllm.sampling_params import takes_prompt
+
+NO_END = 2**62  # above every position
+
+
+class RowRules:
+    """The rules of one row, and the tokens of the row if the host needs them.
+
+    Raises ValueError for a token id outside the vocabulary.
+    """
+
+    def __init__(self, rules: LogitRules, new_row: NewRow, vocab_size: int) -> None:
+        # Weak, because a row is reused some time after its request has ended. Until then, this must
+        # not keep the logits processors in memory.
+        self.owner = weakref.ref(rules)
+        self.rules, self.row = replace(rules, logits_processors=()), new_row.row
+        self.prompt, self.output = new_row.prompt, list(new_row.output)
+        self.phrases = [word for word in rules.bad_words if len(word) > 1]
+        self.take_prompt = [takes_prompt(processor) for processor in rules.logits_processors]
+        self.matcher = None if rules.grammar is None else rules.grammar.matcher()
+        # Whether `output` must be complete before the next token is sampled.
+        self.needs_output = bool(self.phrases or self.take_prompt or self.matcher)
+        self.error: Exception | None = None  # raised when the row samples
+        # (function that returns a step's tokens, this row's index), if `output` lacks that token.
+        self.last: tuple[Callable[[], list[int]], int] | None = None
+        allowed = rules.allowed_token_ids  # an array, because there can be thousands
+        self.allowed = None if allowed is None else np.array(allowed, np.int64)
+        # (token, value added to its logit, first position at which nothing is added)
+        self.edits = [(word[0], MASKED, NO_END) for word in rules.bad_words if len(word) == 1]
+        min_length = len(new_row.prompt) + rules.min_tokens
+        self.edits += [(token, MASKED, min_length) for token in rules.stops]
+        self.edits += [(token, value, NO_END) for token, value in rules.logit_bias]
+        check_ids([token for token, *_ in self.edits], vocab_size)
+        check_ids([*itertools.chain(*self.phrases), *(allowed or ())], vocab_size)
+
+    def apply(self, logits: Tensor) -> None:
+        """Apply the rules that need output tokens, in place, to the row's logits [V]."""
+        if self.error is not None:
+            raise self.error
+        for *start, last in self.phrases:
+            if self.output[-len(start) :] == start:
+                logits[last] = MASKED
+        owner = self.owner()
+        processors = owner.logits_processors if owner else ()  # None: the request has ended
+        for processor, with_prompt in zip(processors, self.take_prompt, strict=False):
+            token_ids = (self.prompt, self.output) if with_prompt else (self.output,)
+            changed = processor(*map(list, token_ids), logits)
+            if changed is None:
+                continue  # the processor has changed `logits` in place
+            changed = torch.as_tensor(changed)
+            if changed.shape != logits.shape:
+                raise ValueError(
+                    f"the logits processor {processor!r} returned the shape {list(changed.shape)}, "
+                    f"not {list(logits.shape)}; return the logits, or change them in place"
+                )
+            logits.copy_(changed)
+        if processors and not (logits < float("inf")).all():
+            # The softmax of infinity is NaN: keep only infinite logits. If any is NaN, mask all.
+            kept = logits.isposinf() & ~logits.isnan().any()
+            logits.copy_(torch.where(kept, 0.0, MASKED))
+
+
+class RulesState:
+    """The rules of all rows, the state of their penalties, and a buffer for changed logits."""
+
+    def __init__(self, num_rows: int, length: int, vocab_size: int, device: torch.device) -> None:
+        self.penalties = PenaltyState(num_rows, length, vocab_size, device)
+        # On a CPU, torch.empty takes no memory until it is written.
+        self.logits = torch.empty((num_rows, vocab_size), dtype=torch.float32, device=device)
+        # [256, 8]: for each byte of a grammar's mask, the upper limits of the logits of its tokens.
+        bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+        self.caps = to_device(np.where(bits, np.inf, MASKED).astype(np.float32), device)
+        self.rows: dict[int, RowRules] = {}  # rules of the rows that have any
+        self.last_batch: tuple[list[int], RulesBatch] | None = None  # of these rows
+
+    def replace_row(self, new_row: NewRow) -> None:
+        """Replace the rules of a row. The new sequence may have none."""
+        row, rules = new_row.row, new_row.sampling.rules
+        if row in self.rows or rules is not None:
+            self.last_batch = None  # first, because a second Ctrl-C may interrupt this
+            self.rows.pop(row, None)
+        if rules is not None:
+            vocab_size = self.logits.shape[1]
+            try:
+                if has_penalties(rules):
+                    self.penalties.add_row(row, new_row.prompt, new_row.output)
+                self.rows[row] = RowRules(rules, new_row, vocab_size)
+            except Exception as error:
+                failed = RowRules(LogitRules(), new_row, vocab_size)
+                failed.error = error  # ends only this request, when the row samples
+                failed.needs_output = True
+                self.rows[row] = failed
+
+    def batch(self, rows: list[int], positions: np.ndarray) -> RulesBatch | None:
+        """Return the rules of `rows` as tensors, or None if no row has rules.
+
+        `positions` [N] are the positions of all rows.
+        """
+        if not self.rows or self.rows.keys().isdisjoint(rows):
+            return None
+        if self.last_batch is None or self.last_batch[0] != rows:
+            with_rules = [(i, self.rows[row]) for i, row in enumerate(rows) if row in self.rows]
+            self.last_batch = rows, RulesBatch(with_rules, self)
+        batch = self.last_batch[1]
+        batch.length = int(positions[batch.rows].max()) + 1
+        return batch
+
+
+class RulesBatch:
+    """The rules of a step as tensors. Steps with the same rows share one RulesBatch.
+
+    Q of the rows report log-probabilities.
+    """
+
+    def __init__(self, rows: list[tuple[int, RowRules]], state: RulesState) -> None:
+        """`rows` has (index of the row's logits, rules) for each row with rules."""
+        device, vocab_size = state.logits.device, state.logits.shape[1]
+        # Not `state` itself: a cycle of references would keep the memory of an unused engine.
+        self.logits, self.caps = state.logits, state.caps
+        self.rows = [row.row for _, row in rows]
+        self.length = 0  # above the positions of all tokens to be sampled; set by RulesState
+        self.host_rules = [(i, row) for i, row in rows if row.needs_output]
+        self.has_grammar = any(row.matcher for _, row in rows)
+        # Results of the last `apply`: errors by row, and indices of logits with a complete grammar.
+        self.errors: dict[int, Exception] = {}
+        self.completed: list[int] = []
+
+        def send(values: Any, dtype: Any = np.int64) -> Tensor:
+            return to_device(np.array(values, dtype), device)
+
+        # 1. Allowed tokens, as indices in the flat logits [R * V].
+        allowed = [(i, row.allowed) for i, row in rows if row.allowed is not None]
+        self.restricted = send([i for i, _ in allowed])
+        indices = [ids + i * vocab_size for i, ids in allowed]
+        self.allowed = send(np.concatenate(indices) if indices else [])
+        # 2. Bad words, minimum length and bias: additions to single logits.
+        edits = [(i * vocab_size + t, value, end) for i, row in rows for t, value, end in row.edits]
+        self.edited = send([index for index, _, _ in edits])
+        self.added = send([value for _, value, _ in edits], np.float32)
+        self.until = send([end for _, _, end in edits])
+        # 3. Penalties.
+        penalized = [(i, row.row, row.rules) for i, row in rows if has_penalties(row.rules)]
+        self.penalties = Penalties(penalized, state.penalties) if penalized else None
+        # 4. Log-probabilities.
+        reported = [(i, row.row, row.rules.logprobs) for i, row in rows]
+        self.reported = [(i, row, k) for i, row, k in reported if k is not None]
+        self.reported_index = send([i for i, *_ in self.reported])
+        self.num_logprobs = max((k for *_, k in self.reported), default=0)
+        self.changes_logits = bool(allowed or edits or penalized or self.host_rules)
+
+    def apply(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """Return logits [R, V] with the rules applied, in float32. The next call overwrites them.
+
+        `positions` [R] are the positions of the tokens to be sampled.
+        """
+        logits = self.logits[: len(logits)].copy_(logits)
+        flat, vocab_size = logits.view(-1), logits.shape[1]
+        if len(self.restricted):
+            kept = flat[self.allowed]
+            logits.index_fill_(0, self.restricted, MASKED)
+            flat[self.allowed] = kept
+        if len(self.edited):
+            active = positions[self.edited // vocab_size] < self.until
+            flat.index_add_(0, self.edited, torch.where(active, self.added, 0.0))
+        if self.penalties is not None:
+            self.penalties.apply(logits, positions, self.length)
+        if self.host_rules:
+            self._apply_on_host(logits)
+        return logits
+
+    def _apply_on_host(self, logits: Tensor) -> None:
+        """Apply the rules that need output tokens, in place, to logits [R, V]."""
+        for _, row in self.host_rules:
+            if row.last is not None:
+                token_ids, i = row.last
+                row.output.append(token_ids()[i])
+                row.last = None
+        self.errors, self.completed = {}, []
+        num_bytes = -(-logits.shape[1] // 8)
+        masks = np.full((len(logits), num_bytes), 0xFF, np.uint8)  # a bit of 0 masks a token
+        for i, row in self.host_rules:
+            try:
+                row.apply(logits[i])
+                mask = row.matcher.mask(row.output) if row.matcher else None
+                if mask:
+                    masks[i] = np.frombuffer(mask, np.uint8, num_bytes)
+                elif mask is not None:
+                    self.completed.append(i)
+                    logits[i].fill_(MASKED)
+            except Exception as error:  # of a processor or grammar; it ends only this request
+                self.errors[row.row] = error
+                logits[i].fill_(MASKED)
+        if self.has_grammar:
+            # On a CPU, masked_fill takes several times as long.
+            index = to_device(masks, logits.device).int().flatten()
+            caps = self.caps.index_select(0, index).view(len(logits), -1)
+            torch.minimum(logits, caps[:, : logits.shape[1]], out=logits)
+
+    def sample(
+        self,
+        logits: Tensor,
+        sampling: SamplingBatch,
+        backend: Backend,
+        record: Callable[[Tensor], Tensor],
+    ) -> PendingOutput:
+        """Sample from logits [R, V] with the rules applied. `record` is Rows.record for R rows."""
+        changed = self.apply(logits, sampling.positions) if self.changes_logits else logits
+        tokens = backend.sample(changed, sampling)
+        output = PendingOutput(start_copy(tokens))
+        tokens = record(tokens)
+        if self.changes_logits:
+            self.append(tokens, output.token_ids)
+            output.errors, self.errors = self.errors, {}
+            output.completed, self.completed = self.completed, []
+        if self.reported:
+            if len(self.reported_index) < len(tokens):
+                logits, tokens = logits[self.reported_index], tokens[self.reported_index]
+            output.reported = self.reported
+            output.logprobs = start_copy(backend.token_logprobs(logits, tokens, self.num_logprobs))
+        return output
+
+    def append(self, tokens: Tensor, token_ids: Callable[[], list[int]]) -> None:
+        """Add the tokens [R] that were sampled from the logits of `apply`.
+
+        `token_ids` waits for the device and returns the tokens. Rules on the host call it in the
+        next step.
+        """
+        if self.penalties is not None:
+            self.penalties.append(tokens)
+        token_ids = functools.cache(token_ids)  # one list for all rows
+        for i, row in self.host_rules:
+            row.last = token_ids, i

@@ -1,0 +1,145 @@
+"""Log-likelihoods: the tokenization of prompts and continuations, the task, and the result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nanovllm.engine.request import Request, first_sequence
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.task import Ending, Task
+from nanovllm.inputs import Prompt, as_list, split_prompt
+from nanovllm.plan import ResultKind, RowResult
+from nanovllm.utils.checks import located
+
+if TYPE_CHECKING:
+    from nanovllm.engine.input_processor import InputProcessor
+    from nanovllm.engine.llm_engine import LLMEngine
+
+
+@dataclass(frozen=True)
+class ScoringParams:
+    """Parameters of a request that scores the last tokens of its prompt, the continuation."""
+
+    num_tokens: int  # of the continuation; at least one token precedes them
+
+
+@dataclass(frozen=True)
+class LoglikelihoodOutput:
+    """Log-likelihood of a continuation after its prompt, before temperature and all rules."""
+
+    logprob: float  # natural logarithm, the sum of `token_logprobs`
+    # Whether at each position no token is more likely than the token of the continuation.
+    is_greedy: bool
+    token_logprobs: list[float]
+    token_ids: list[int]  # of the continuation
+    num_cached_tokens: int  # tokens whose KV was in the prefix cache
+    request_id: str
+
+
+def encode_pair(
+    text: str, continuation: str, encode: Callable[[str], list[int]]
+) -> tuple[list[int], list[int]]:
+    """Return the tokens of `text`, and the tokens that `continuation` adds to it.
+
+    As in `_encode_pair` of lm_eval, spaces at the end of the text belong to the continuation. Text
+    and continuation are encoded together, and the tokens after the text's tokens are returned.
+    """
+    prompt = text.rstrip()
+    ids = encode(prompt) if prompt else []
+    return ids, encode(text + continuation)[len(ids) :]
+
+
+def tokenize_pairs(
+    input_processor: InputProcessor,
+    prompts: Prompt | Iterable[Prompt],
+    continuations: Prompt | Iterable[Prompt],
+) -> list[tuple[Prompt, ScoringParams]]:
+    """Return the token ids of each prompt with its continuation, and its ScoringParams."""
+    prompts = as_list(prompts)
+    continuations = as_list(continuations, "continuations")
+    if len(prompts) == 1:
+        prompts = prompts * len(continuations)
+    if len(prompts) != len(continuations):
+        raise ValueError(
+            f"{len(prompts)} prompts but {len(continuations)} continuations; give one prompt for "
+            "each continuation, or one for all"
+        )
+    pairs: list[tuple[Prompt, ScoringParams]] = []
+    for i, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True)):
+        with located(f"pair {i}: " * (len(prompts) > 1)):
+            ids, new = tokenize_pair(input_processor, prompt, continuation)
+        pairs.append(([*ids, *new], ScoringParams(len(new))))
+    return pairs
+
+
+def tokenize_pair(
+    input_processor: InputProcessor, prompt: Prompt, continuation: Prompt
+) -> tuple[list[int], list[int]]:
+    prompt_text, ids = split_prompt(prompt)
+    new_text, new = split_prompt(continuation)
+    if ids is None and new is None:
+        if new_text:
+            ids, new = encode_pair(prompt_text or "", new_text, input_processor.encode)
+    elif new is None:
+        raise TypeError(
+            f"the continuation {new_text!r:.80} is text, and its prompt is token ids: "
+            f"{prompt!r:.80}; give both as text, or the continuation as token ids"
+        )
+    elif ids is None:
+        ids = input_processor.encode(prompt_text or "")
+    if not new:
+        raise ValueError("the continuation is empty; give at least one token")
+    if not ids:
+        raise ValueError("the prompt is empty; give at least one token")
+    return ids, new
+
+
+class Scoring(Task):
+    """The task of a request that scores the last tokens of its prompt."""
+
+    result_kind = ResultKind.NOTHING
+
+    def __init__(self, engine: LLMEngine, params: ScoringParams) -> None:
+        engine.input_processor.check_head()
+        self.input_processor = engine.input_processor
+        self.params = params
+
+    def max_length(self, num_tokens: int) -> int:
+        # The last token is scored but not computed.
+        self.input_processor.check_length(num_tokens, self.input_processor.max_model_len + 1)
+        return num_tokens - 1
+
+    def start(self, request: Request, token_ids: list[int], max_length: int) -> Sequence:
+        seq = first_sequence(request, token_ids[:-1], max_length)
+        seq.first_target = len(token_ids) - self.params.num_tokens
+        seq.targets = token_ids[seq.first_target :]
+        request.state = {}  # position -> (token, log-probability, rank)
+        return seq
+
+    def receive(self, request: Request, seq: Sequence, result: RowResult) -> Ending | None:
+        # After a preemption all positions are computed and received again.
+        for position, entry in enumerate(result.prompt_logprobs, result.first_position):
+            request.state[position] = entry[0]  # the token itself comes first
+        if not seq.awaits_token:
+            return None  # more chunks follow
+        if any(math.isnan(logprob) for _, logprob, _ in request.state.values()):
+            raise ArithmeticError("there is no log-likelihood: the model computed NaN")
+        return Ending("stop")
+
+    def output(self, request: Request) -> LoglikelihoodOutput:
+        seq = request.samples[0].seq
+        entries = [entry for _, entry in sorted(request.state.items())]
+        return LoglikelihoodOutput(
+            logprob=sum(logprob for _, logprob, _ in entries),
+            is_greedy=all(rank == 1 for *_, rank in entries),
+            token_logprobs=[logprob for _, logprob, _ in entries],
+            token_ids=seq.targets,
+            num_cached_tokens=seq.num_cached_tokens,
+            request_id=request.request_id,
+        )
+
+
+TASKS = {ScoringParams: Scoring}

@@ -1,0 +1,232 @@
+"""Structured outputs: a grammar determines which tokens may follow at each position of an output.
+
+llguidance (the extra `structured`) compiles a grammar and computes the masks of allowed tokens. A
+request has a compiled `Grammar`, and each of its rows has a `Matcher` that follows its output.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+import threading
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.engine.detokenizer import Tokenizer
+from nanovllm.features.time_limit import call_with_limit
+from nanovllm.sampling_params import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+CACHED_GRAMMARS = 64
+# The longest text of each format in bytes, to limit the time of a compilation. The time grows with
+# their square, and with their cube where terminals contain each other.
+MAX_BYTES = {"json_schema": 2**17, "lark": 2**17, "regex": 2**14, "grammar": 2**14}
+# For multipleOf, llguidance has a state per remainder, and its common multiples have 32 bits.
+MAX_MULTIPLE = 2**16 - 1
+MULTIPLE_OF = re.compile(r'"multipleOf"\s*:\s*(-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3})?)')
+ESCAPE = re.compile(r"\\u(00[4-7][0-9a-fA-F])")  # an escaped letter
+# llguidance recurses once per level of a grammar, with at most 1 kB of stack per byte of text.
+STACK, STACK_PER_BYTE = 2**24, 2**12
+MAX_SECONDS = 60  # for cases without another limit, such as 200 patterns in an allOf
+MAX_ABANDONED = 2  # compilations that took longer and cannot be stopped
+MAX_REASON = 300  # characters of an error message
+# The whitespace between JSON tokens. If more is allowed, weak models generate nothing but spaces.
+WHITESPACE = " ?"
+
+
+@dataclass(frozen=True, eq=False)
+class Grammar:
+    """A compiled grammar, and the tokens that end an output once it is complete."""
+
+    start: LLMatcher  # in the initial state; each row has a copy
+    library_ends: tuple[int, ...]  # the end tokens of llguidance
+    end_tokens: tuple[int, ...]  # the end tokens of the request; may be empty
+
+    def matcher(self) -> Matcher:
+        """Return a matcher for the output of a new row."""
+        return Matcher(self)
+
+
+class Matcher:
+    """Follows the output of one row through a grammar."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        self.grammar = grammar
+        self.state = grammar.start.deep_copy()
+        self.num_read = 0  # tokens of the output that `state` has read
+
+    def mask(self, output: list[int]) -> bytes | None:
+        """Return which tokens may follow `output`, which must extend the output of the last call.
+
+        The mask has one bit for each token, the lowest ids in the lowest bits of the first byte. It
+        is None if `output` has ended: with async scheduling one more step runs, and its token is
+        dropped. It is empty if no token may follow. Raises RuntimeError if llguidance fails.
+        """
+        state, end_tokens = self.state, self.grammar.end_tokens
+        for token in output[self.num_read :]:
+            if token < 0 or token in end_tokens:
+                return None
+            state.consume_token(token)
+            self.num_read += 1
+        mask = bytearray(state.compute_bitmask())
+        if state.is_error():
+            raise RuntimeError(f"structured_outputs: {shortened(reason(state))}")
+        for token in self.grammar.library_ends:
+            mask[token >> 3] &= ~(1 << (token & 7))
+        if state.is_accepting():
+            if not end_tokens and state.is_stopped():
+                return b""
+            for token in end_tokens:
+                mask[token >> 3] |= 1 << (token & 7)
+        return bytes(mask)
+
+
+class GrammarCompiler:
+    """Compiles the grammars of one engine, and caches the most recently used grammars.
+
+    Several threads may use it at the same time.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: frozenset[int]
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+        self.vocabulary: LLTokenizer | None = None  # made for the first grammar
+        self.abandoned: list[threading.Thread] = []  # compilations that took too long
+        self.compiled = functools.lru_cache(CACHED_GRAMMARS)(self._compile)
+
+    def compile(self, params: StructuredOutputsParams, end_tokens: list[int]) -> Grammar:
+        """Return the grammar of a request that ends with one of `end_tokens`.
+
+        Raises ImportError without llguidance, ValueError without a tokenizer, and ValueError with
+        llguidance's reason if it cannot compile the grammar.
+        """
+        if self.vocabulary is None:
+            self.vocabulary = self._make_vocabulary()
+        start = self.compiled(*params.source())
+        return Grammar(start, tuple(self.vocabulary.eos_tokens), tuple(end_tokens))
+
+    def _make_vocabulary(self) -> LLTokenizer:
+        tokenizer: Any = getattr(self.tokenizer, "full", self.tokenizer)  # of transformers
+        if tokenizer is None:
+            raise ValueError("structured_outputs needs a tokenizer (skip_tokenizer_init is set)")
+        try:
+            from llguidance.hf import from_tokenizer
+        except ImportError as error:
+            raise ImportError(
+                f"structured_outputs needs llguidance ({error}): pip install -e '.[structured]'"
+            ) from error
+        # A model may have more or fewer tokens than its tokenizer. Tokens that the model lacks are
+        # removed, because llguidance would prefer them to their shorter parts.
+        ids = set(tokenizer.get_vocab().values())
+        if max(ids) >= self.vocab_size and tokenizer.is_fast:
+            tokenizer = with_tokens_below(self.vocab_size, tokenizer)
+        end_tokens = sorted(self.eos_token_ids & ids)
+        return from_tokenizer(tokenizer, n_vocab=self.vocab_size, eos_token=end_tokens or None)
+
+    def _compile(self, field: str, kind: Any, text: str) -> LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits, grammar_from
+
+        vocabulary = self.vocabulary
+        assert vocabulary is not None
+
+        def start_matcher() -> LLMatcher:
+            start = LLMatcher(
+                vocabulary,
+                LLMatcher.grammar_from_json_schema(text, {"whitespace_pattern": WHITESPACE})
+                if kind == "json_schema"
+                else grammar_from(kind, text),
+                log_level=0,
+                limits=LLParserLimits(verbose_errors=False),
+            )
+            start.compute_bitmask()  # detects that no token can be the first
+            return start
+
+        check_size(field, kind, text)
+        self.abandoned = [thread for thread in self.abandoned if thread.is_alive()]
+        if len(self.abandoned) >= MAX_ABANDONED:
+            raise ValueError(
+                f"structured_outputs: {MAX_ABANDONED} compilations that took more than "
+                f"{MAX_SECONDS} seconds are still running; try again later, or start a new process"
+            )
+        stack = STACK + STACK_PER_BYTE * len(text.encode())
+        try:
+            start = call_with_limit(start_matcher, MAX_SECONDS, stack)
+            if start.is_error():
+                raise ValueError(reason(start))
+        except TimeoutError as error:
+            self.abandoned.append(error.args[0])
+            raise ValueError(
+                f"llguidance compiles the {field} of structured_outputs for more than "
+                f"{MAX_SECONDS} seconds; simplify it"
+            ) from None
+        except ValueError as error:
+            hint = "; a grammar in Lark's notation needs the rule `start`"
+            hint *= field == "grammar" and "::=" not in text and "Expected ::=" in str(error)
+            raise ValueError(
+                f"llguidance refuses the {field} of structured_outputs: "
+                f"{shortened(str(error))}{hint}"
+            ) from None
+        return start
+
+
+def with_tokens_below(size: int, tokenizer: Any) -> Any:
+    """Return a fast tokenizer that has only the tokens whose ids are less than `size`."""
+    import transformers
+    from tokenizers import Tokenizer as FastTokenizer
+
+    fast: Any = transformers.PreTrainedTokenizerFast
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    parts["added_tokens"] = [token for token in parts["added_tokens"] if token["id"] < size]
+    model, vocab = parts["model"], parts["model"]["vocab"]
+    if isinstance(vocab, list):  # of a Unigram model, in the order of the ids
+        model["vocab"] = vocab[:size]
+    else:
+        vocab = model["vocab"] = {token: i for token, i in vocab.items() if i < size}
+    if "merges" in model:
+        pairs = model["merges"]
+        model["merges"] = [(a, b) for a, b in pairs if vocab.keys() >= {a, b, a + b}]
+    return fast(tokenizer_object=FastTokenizer.from_str(json.dumps(parts)))
+
+
+def check_size(field: str, kind: str, text: str) -> None:
+    """Raise ValueError for a grammar whose compilation would take too long."""
+    size = len(text.encode(errors="surrogatepass"))
+    if size > MAX_BYTES[kind]:
+        raise ValueError(
+            f"the {field} of structured_outputs has {size} bytes; the limit is {MAX_BYTES[kind]}"
+        )
+    # In JSON any character of the keyword may be escaped.
+    plain = ESCAPE.sub(lambda escape: chr(int(escape[1], 16)), text)
+    values = {abs(Fraction(number)) for number in MULTIPLE_OF.findall(plain)} - {Fraction(0)}
+    numerators, denominators = [v.numerator for v in values], [v.denominator for v in values]
+    common = Fraction(math.lcm(*numerators), math.gcd(*denominators) or 1)
+    for value in sorted({*values, common}):
+        # The digits of the value as an integer, with at most nine decimals.
+        digits = next(
+            (value * 10**n for n in range(10) if 10**n % value.denominator == 0), math.inf
+        )
+        if digits > MAX_MULTIPLE:
+            raise ValueError(
+                f"the {field} of structured_outputs has multipleOf, and {float(value):.15g} "
+                f"(a value or the least common multiple of all) exceeds the limit: "
+                f"{MAX_MULTIPLE} without the decimal point, and 9 digits after it"
+            )
+
+
+def reason(matcher: LLMatcher) -> str:
+    text = matcher.get_error().partition("\n<backtrace>")[0].removesuffix("\n<non-verbose/>")
+    return "it matches no text" if "NoExtension" in text else text
+
+
+def shortened(text: str) -> str:
+    """Return an error without its middle if it is long: it can repeat a whole grammar."""
+    half = MAX_REASON // 2
+    return text if len(text) <= MAX_REASON else f"{text[:half]} ... {text[-half:]}"

@@ -1,1 +1,0 @@
-"""The stubs that `nanovllm lessons build NAME` copies. Nothing imports them."""

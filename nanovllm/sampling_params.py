@@ -1,0 +1,285 @@
+"""SamplingParams: how one request is sampled and when it ends, with the names of vLLM."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, TypeAlias
+
+from nanovllm.utils.checks import Positive, Seed, check_scalar, check_scalars, refuse_unknown_fields
+
+# Fields of vLLM that do not exist here, and what to use instead.
+STRUCTURED_ELSEWHERE = {
+    "disable_additional_properties": "set additionalProperties to false in the schema",
+    "disable_any_whitespace": "JSON is always on one line",
+    "disable_fallback": "llguidance is the only backend",
+    "structural_tag": "write a grammar of the whole output, with its tags",
+    "whitespace_pattern": (
+        'put it into the schema: {"x-guidance": {"whitespace_pattern": "..."}, ...}'
+    ),
+}
+
+
+@refuse_unknown_fields("field of StructuredOutputsParams", STRUCTURED_ELSEWHERE)
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """The format that the text of an output must have. Set exactly one of these fields:
+
+    json: the output matches this JSON schema. It is a dict, a string or a pydantic model.
+    regex: the whole output matches this regular expression. Look-around and back-references are
+        not supported.
+    choice: the output is one of these strings.
+    grammar: the output matches this context-free grammar in GBNF, or in Lark's notation with the
+        rule `start`.
+    json_object: if True, the output is any JSON object.
+
+    Raises TypeError for a wrong type or an unknown field. Raises ValueError if not exactly one
+    field is set, or if `json` is not JSON. The grammar is compiled, and may be refused, when a
+    request uses it.
+    """
+
+    json: Any = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_scalars(self)
+        names = [field.name for field in fields(self)]
+        given = [name for name in names if getattr(self, name) is not None]
+        if self.json_object is False:
+            given.remove("json_object")
+        if len(given) != 1:
+            raise ValueError(
+                f"give exactly one of {', '.join(names)}, not {' and '.join(given) or 'none'}"
+            )
+        self.source()
+
+    def source(self) -> tuple[str, str, str]:
+        """Return the name of the field that is set, its format in llguidance, and its text."""
+        if self.json is not None:
+            return "json", "json_schema", schema_text(self.json)
+        if self.regex is not None:
+            return "regex", "regex", self.regex
+        if self.grammar is not None:
+            return "grammar", "grammar", self.grammar
+        if self.choice is None:
+            return "json_object", "json_schema", '{"type": "object"}'
+        choice = self.choice
+        is_list = isinstance(choice, Sequence) and not isinstance(choice, str | bytes)
+        if not is_list or not all(isinstance(text, str) for text in choice):
+            raise TypeError(f"choice must be a list of strings, not {choice!r}")
+        if not choice:
+            raise ValueError("choice is empty; give at least one string")
+        # The choices form one terminal. llguidance limits the rules that begin at one position.
+        strings = " | ".join(json.dumps(text) for text in choice)
+        return "choice", "lark", f"start: CHOICE\nCHOICE: {strings}"
+
+
+def schema_text(schema: Any) -> str:
+    """Return a JSON schema, given as a pydantic model, a dict or a string, as a string."""
+    value = schema.model_json_schema() if hasattr(schema, "model_json_schema") else schema
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+        if isinstance(value, Mapping):
+            return json.dumps(value)
+    except RecursionError:
+        raise ValueError("json is nested too deeply; flatten the schema, or use $ref") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"json={schema!r:.80} is not JSON: {error}") from None
+    raise TypeError(
+        "json must be a JSON schema, as a dict or a string, or a pydantic model, not "
+        f"{schema!r:.80}"
+    )
+
+
+# (output ids, logits [V] float32) -> logits [V], or (prompt ids, output ids, logits) -> logits.
+# Called for each token of the request, with logits on the engine's device.
+LogitsProcessor: TypeAlias = Callable[..., Any]
+
+# Fields of vLLM that do not exist here, and what to use instead.
+ELSEWHERE = {
+    "best_of": "ask for n samples and choose among them by cumulative_logprob",
+    "use_beam_search": "use LLM.beam_search with BeamSearchParams",
+    "length_penalty": "use LLM.beam_search with BeamSearchParams",
+    "early_stopping": "use LLM.beam_search with BeamSearchParams",
+    "extra_args": "write a function for logits_processors",
+    "guided_decoding": "use structured_outputs=StructuredOutputsParams(...), its newer name",
+    "guided_decoding_backend": "llguidance is the only backend",
+    "guided_whitespace_pattern": "use whitespace_pattern of x-guidance in the schema",
+    "output_kind": "use LLM.stream for tokens as they are generated",
+    "truncate_prompt_tokens": "cut the prompt's token ids yourself",
+    "spaces_between_special_tokens": "use skip_special_tokens, or decode token_ids yourself",
+} | {
+    f"guided_{kind}": f"use the field {kind!r} of structured_outputs"
+    for kind in ("json", "regex", "choice", "grammar", "json_object")
+}
+
+
+@refuse_unknown_fields("sampling parameter", ELSEWHERE)
+@dataclass
+class SamplingParams:
+    """How the tokens of one request are sampled and when it ends.
+
+    n: samples of each prompt; the prompt is computed once.
+    temperature: divides the logits; 0 is greedy.
+    top_p: keep the smallest set of tokens whose probability reaches p.
+    top_k: keep the k most likely tokens; 0 or -1 keeps all.
+    min_p: keep tokens at least this likely, relative to the most likely.
+    seed: seeds the random numbers; None or -1: the engine chooses a seed for each request.
+    max_tokens: largest number of output tokens; None: as many as max_model_len leaves.
+    min_tokens: smallest number of output tokens.
+    stop: a string or strings that end the output.
+    stop_token_ids: further tokens that end the output.
+    include_stop_str_in_output: keep the stop string, or the text of a stop token, in the text.
+    ignore_eos: continue after the checkpoint's end-of-sequence tokens.
+    presence_penalty: subtracted from the logits of tokens in the output.
+    frequency_penalty: the same, times the number of occurrences.
+    repetition_penalty: divides the logits of tokens in prompt or output (Keskar et al. 2019,
+        arXiv:1909.05858).
+    logit_bias: token id -> number added to the logit of the token.
+    allowed_token_ids: sample only these tokens.
+    bad_words: words that must not occur in the output.
+    logprobs: report the log-probabilities of the sampled and the k most likely tokens; -1 reports
+        all tokens of the vocabulary. max_logprobs of LLM() is the limit.
+    prompt_logprobs: the same for each prompt token except the first.
+    skip_special_tokens: leave special tokens out of the text.
+    detokenize: False returns token ids without text.
+    logits_processors: functions (output ids, logits) -> logits or (prompt ids, output ids, logits)
+        -> logits, called for each token with lists of ids and float32 logits [V].
+    structured_outputs: a grammar that the output follows; see StructuredOutputsParams.
+
+    Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value. Fields may
+    be set later. They are checked again when a request uses them. Setting an unknown field raises
+    AttributeError. None for a list is an empty list.
+    """
+
+    n: Annotated[int, 1, 16_384] = 1
+    temperature: Annotated[float, 0, math.inf] = 1.0
+    top_p: Annotated[float, 0, 1] = 1.0
+    top_k: Annotated[int, -1, math.inf] = 0
+    min_p: Annotated[float, 0, 1] = 0.0
+    seed: Seed | None = None
+    max_tokens: Positive | None = 64
+    min_tokens: Annotated[int, 0, math.inf] = 0
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    presence_penalty: Annotated[float, -2, 2] = 0.0
+    frequency_penalty: Annotated[float, -2, 2] = 0.0
+    # Division by less could give infinity.
+    repetition_penalty: Annotated[float, 0.01, math.inf] = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = ()
+    logprobs: Annotated[int, -1, math.inf] | None = None
+    prompt_logprobs: Annotated[int, -1, math.inf] | None = None
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    logits_processors: Sequence[LogitsProcessor] | None = ()
+    structured_outputs: StructuredOutputsParams | None = None
+
+    @classmethod
+    def from_optional(cls, **fields: Any) -> SamplingParams:
+        """Return an object with these fields. As in vLLM, None means the default, unless the field
+        accepts None, and the token ids of logit_bias may be strings, as in JSON.
+        """
+        if isinstance(bias := fields.get("logit_bias"), Mapping):
+            ids = (int(k) if isinstance(k, str) and k.isdecimal() else k for k in bias)
+            fields["logit_bias"] = dict(zip(ids, bias.values(), strict=True))
+        known = cls.__dataclass_fields__
+        required = {name for name, field in known.items() if "None" not in field.type}
+        return cls(**{n: v for n, v in fields.items() if v is not None or n not in required})
+
+    def clone(self) -> SamplingParams:
+        """Return a checked copy. Lists and logit_bias are copied; logits processors are shared."""
+        return replace(self, logit_bias=copy.copy(self.logit_bias))
+
+    def __post_init__(self) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is True:  # as in vLLM
+                setattr(self, name, 1)
+        check_scalars(self)
+        self.seed = None if self.seed == -1 else self.seed  # as in vLLM
+        if self.top_p == 0:
+            raise ValueError("top_p must be more than 0, not 0")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}"
+            )
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        for name in ("stop", "bad_words"):
+            for text in self._as_list(name):
+                if not isinstance(text, str):
+                    raise TypeError(f"{name} must hold strings, not {text!r}")
+                if not text.strip() if name == "bad_words" else not text:
+                    raise ValueError(f"{name} holds an empty string; remove it")
+        if self.stop and not self.detokenize:
+            raise ValueError(
+                "stop strings need the text: set detokenize=True, or use stop_token_ids"
+            )
+        for token in self._as_list("stop_token_ids"):
+            check_scalar("a stop token id", token, int, TOKEN_IDS)
+        if self.allowed_token_ids is not None:
+            if not self._as_list("allowed_token_ids"):
+                raise ValueError("allowed_token_ids is empty; None allows every token")
+            for token in self.allowed_token_ids:
+                check_scalar("an allowed token id", token, int, TOKEN_IDS)
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise TypeError(
+                    f"logit_bias must map token ids to numbers, not {self.logit_bias!r}"
+                )
+            for token, bias in self.logit_bias.items():
+                check_scalar("a token id of logit_bias", token, int, TOKEN_IDS)
+                check_scalar("a logit_bias", bias, float)
+        for processor in self._as_list("logits_processors"):
+            if not callable(processor):
+                raise TypeError(f"logits_processors must be functions, not {processor!r}")
+            takes_prompt(processor)
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise TypeError(
+                "structured_outputs must be a StructuredOutputsParams, not "
+                f"{self.structured_outputs!r}"
+            )
+
+    def _as_list(self, name: str) -> list[Any]:
+        """Replace a field by a new list, which users may extend. Return a copy."""
+        value = getattr(self, name)
+        value = () if value is None else value
+        if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+            kind = "a string or a list of strings" if name == "stop" else "a list"
+            raise TypeError(f"{name} must be {kind}, not {value!r}")
+        setattr(self, name, list(value))
+        return list(value)
+
+
+def takes_prompt(processor: LogitsProcessor) -> bool:
+    """Return whether a processor takes (prompt ids, output ids, logits), as in vLLM.
+
+    If not, it takes (output ids, logits). Raises TypeError if it takes neither.
+    """
+    try:
+        signature = inspect.signature(processor)
+    except (TypeError, ValueError):
+        return False  # a function in C has no signature
+    for count in (2, 3):
+        try:
+            signature.bind(*range(count))
+        except TypeError:
+            continue
+        return count == 3
+    raise TypeError(
+        "a logits processor is called with (output ids, logits) or "
+        f"(prompt ids, output ids, logits), which {processor!r} does not take"
+    )
+
+
+TOKEN_IDS = (0, math.inf)

@@ -1,1 +1,0 @@
-"""Optional programs: chat, trace, batch jobs, benchmarks, the oracle of the tests, training."""

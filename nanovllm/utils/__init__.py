@@ -1,0 +1,1 @@
+"""Helpers without a subject of the engine: checks of values, the log, child processes."""

@@ -1,0 +1,503 @@
+"""The kernels that Numba compiles, compared with torch's functions on the same input."""
+
+import json
+import platform
+import shutil
+from pathlib import Path
+
+import fresh
+import numpy as np
+import pytest
+import torch
+from checkpoints import make_checkpoint, random_llm
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.models import logprobs, sampler
+from nanovllm.models.batch import SamplingBatch
+from nanovllm.models.layers import RotaryEmbedding, add_rms_norm, rms_norm, rotate, silu_and_mul
+from nanovllm.models.rope import RopeConfig
+from nanovllm.models.uniform import uniform
+
+numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
+
+from nanovllm.backends.cpu import linear  # noqa: E402
+from nanovllm.backends.cpu.kernels import fused_decode, int8, parallel, primitives  # noqa: E402
+from nanovllm.backends.cpu.kernels import pointwise as cpu  # noqa: E402
+from nanovllm.backends.cpu.kernels import sampler as cpu_sampler  # noqa: E402
+from nanovllm.backends.cpu.kernels.fused_decode import FusedLayers  # noqa: E402
+from nanovllm.backends.cpu.kernels.units import amx, avx512  # noqa: E402
+from nanovllm.backends.cpu.kernels.units import any as any_unit  # noqa: E402
+from nanovllm.backends.cpu.kernels.units.any import AttentionWork, QueryGroups, attend  # noqa: E402
+from nanovllm.backends.cpu.kernels.units.unit import units  # noqa: E402
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@numba.njit
+def rounded(x, like):
+    out = np.empty(len(x), np.uint16)
+    for i in range(len(x)):
+        out[i] = primitives.from_float32(x[i], like)
+    return out
+
+
+@numba.njit
+def widened(x):
+    out = np.empty(len(x), np.float32)
+    for i in range(len(x)):
+        out[i] = primitives.to_float32(x[i])
+    return out
+
+
+@numba.njit
+def exps(x):
+    out = np.empty_like(x)
+    for i in range(len(x)):
+        out[i] = primitives.exp(x[i])
+    return out
+
+
+def test_bfloat16_is_torchs() -> None:
+    """Every bfloat16, and floats of all sizes: halfway between two, NaN and infinity among them."""
+    every = np.arange(1 << 16).astype(np.uint16)
+    as_torch = torch.from_numpy(every.copy()).view(torch.bfloat16).float().numpy()
+    np.testing.assert_array_equal(widened(every), as_torch)
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 200_000, np.uint32)
+    bits[:1000] = bits[:1000] & 0xFFFF0000 | 0x8000  # halfway
+    bits[1000:1004] = (0x7F800000, 0xFF800000, 0x7FFFFFFF, 0x7F7FFFFF)
+    floats = bits.view(np.float32)
+    wanted = torch.from_numpy(floats.copy()).bfloat16()
+    found = torch.from_numpy(rounded(floats, np.uint16(0))).view(torch.bfloat16)
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found[~found.isnan()], wanted[~wanted.isnan()])
+
+
+def test_exp() -> None:
+    # The last three: where e^x is no float.
+    x = np.concatenate((np.linspace(-87, 87, 100_001), [-1e30, 1e30, -np.inf])).astype(np.float32)
+    found = exps(x)
+    error = np.abs(found[:-3] / np.exp(x[:-3].astype(np.float64)) - 1)
+    assert (error < 3e-7 + 1e-7 * np.abs(x[:-3])).all()
+    # So that the most likely token has the largest weight, and that weight is 1.
+    below = -np.concatenate((np.logspace(-45, 2, 10_001), np.linspace(1e-7, 1e-3, 100_001)))
+    assert exps(np.float32([0.0, -0.0])).tolist() == [1, 1]
+    assert exps(below.astype(np.float32)).max() < 1
+    assert found[-3] < 1e-37 and found[-1] < 1e-37 and 1e37 < found[-2] < np.inf  # noqa: PT018
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("few", [0, 1 << 30])
+@pytest.mark.parametrize("rows", [1, 3, 7])
+def test_between_the_products(
+    dtype: torch.dtype, few: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one thread and on all; a NaN stays in its row."""
+    monkeypatch.setattr(parallel, "SERIAL_ELEMENTS", few)
+    torch.manual_seed(0)
+    x, residual, weight = (torch.randn(*s).to(dtype) for s in ((rows, 40), (rows, 40), (40,)))
+    if rows > 1:
+        x[0, 3] = torch.nan
+    gate_up = torch.randn(rows, 80).to(dtype) * 4
+    torch.testing.assert_close(cpu.silu_and_mul(gate_up), silu_and_mul(gate_up))
+    wanted = add_rms_norm(x, residual, weight, 1e-3)
+    found = cpu.add_rms_norm(x, residual, weight, 1e-3)
+    torch.testing.assert_close(found, wanted, equal_nan=True)
+    assert found[0] is x
+    assert found[1] is residual
+    alone = torch.randn(rows, 40).to(dtype)
+    wanted = add_rms_norm(alone, None, weight, 1e-3)
+    torch.testing.assert_close(cpu.add_rms_norm(alone, None, weight, 1e-3), wanted)
+
+
+@pytest.mark.slow
+def test_numbers_of_any_type() -> None:
+    """A kernel that is called at its address gets arguments of the types of its code, or TypeError.
+
+    In another process, because it could crash.
+    """
+    code = """
+import random, numba, numpy as np, torch
+from nanovllm.backends.cpu import parallel, pointwise
+from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE
+from nanovllm.models.layers import add_rms_norm
+numba.set_num_threads(2)
+parallel.SERIAL_ELEMENTS = 0
+numbers = [0, 1, True, 1e-6, 2**-3, np.float32(1e-3), np.int64(2), np.int32(0)]
+rng = random.Random(0)
+for eps in [1, 1e-6, 1, *rng.choices(numbers, k=30)]:
+    dtype = rng.choice([torch.float32, torch.bfloat16])
+    x, residual, weight = torch.randn(4, 8).to(dtype), torch.randn(4, 8).to(dtype), torch.ones(8)
+    wanted = add_rms_norm(x, residual, weight.to(dtype), float(eps))
+    found = pointwise.add_rms_norm(x, residual, weight.to(dtype), eps)
+    torch.testing.assert_close(found, wanted)
+x, weight = torch.randn(2, 4, 8), torch.ones(8)
+kernel, example = pointwise.add_rms_norm_rows, DTYPE_EXAMPLE[torch.float32]
+address = parallel.address_for(kernel, torch.float32, torch.float32)
+start = x[0].data_ptr(), x[1].data_ptr(), weight.data_ptr(), 4, 8
+parallel.in_parts(address, (*start, 1e-6, example, example), 4, 2)
+ints = (1, example), (1e-6, np.uint16(0))
+for wrong in (*ints, (np.float32(0), example), (example, 1e-6), (0.0,)):
+    try: parallel.in_parts(address, (*start, *wrong, example), 4, 2)
+    except TypeError as error: assert "arguments of other types" in str(error)
+    else: raise AssertionError(wrong)
+print("alive")
+"""
+    done = fresh.run(code, threads=2)
+    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
+
+
+@pytest.mark.slow
+def test_an_integer_in_the_config(tmp_path: Path) -> None:
+    """JSON has no floats: rms_norm_eps can be 0 or 1. In float32 and bfloat16, in either order."""
+    make_checkpoint(tmp_path / "a")
+    for name, eps in (("0", 0), ("1", 1)):
+        shutil.copytree(tmp_path / "a", tmp_path / name)
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        config |= {"rms_norm_eps": eps, "rope_parameters": None, "rope_theta": 10000}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    code = f"""
+from nanovllm import LLM, SamplingParams
+from nanovllm.backends.cpu import parallel
+parallel.SERIAL_ELEMENTS = 0
+params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+options = dict(device="cpu", skip_tokenizer_init=True, num_kvcache_blocks=64)
+for dtype in ("float32", "bfloat16"):
+    for name in "0a1a0":
+        found = [
+            LLM({str(tmp_path)!r} + "/" + name, dtype=dtype, attention_backend=backend, **options)
+            .generate([[1, 2, 3, 4], [5, 6]], params, use_tqdm=False)
+            for backend in ("numba", "sdpa")
+        ]
+        numba, sdpa = ([o["token_ids"] for o in outputs] for outputs in found)
+        assert numba == sdpa or dtype == "bfloat16", (name, numba, sdpa)
+print("alive")
+"""
+    done = fresh.run(code, threads=2)
+    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("few", [0, 1 << 30])
+@pytest.mark.parametrize("normed", [False, True])
+def test_turn_and_store(
+    dtype: torch.dtype, few: int, normed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place, and to the slots that were named and no others, on one thread and on all."""
+    monkeypatch.setattr(parallel, "SERIAL_ELEMENTS", few)
+    heads, kv_heads, dim, size, rows, eps = 4, 2, 6, 3, 5, 0.01
+    torch.manual_seed(0)
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype)
+    weights = [torch.randn(dim).to(dtype) if normed else None for _ in range(2)]
+    table = RotaryEmbedding(dim, 50, RopeConfig(100.0), like=torch.empty(0))
+    cos, sin = (x.to(dtype) for x in table.at(torch.tensor([3, 0, 7, 49, 8])))
+    cache = torch.full((2, 6, kv_heads, size, dim), 7.0, dtype=dtype)
+    slots = np.array([4, 9, 3, 17, 11])
+    q, k, v = qkv.clone().view(rows, -1, dim).split((heads, kv_heads, kv_heads), dim=1)
+    if normed:
+        q, k = rms_norm(q, weights[0], eps), rms_norm(k, weights[1], eps)
+    q, k = rotate(q, (cos, sin)), rotate(k, (cos, sin))
+    arguments = (
+        qkv.data_ptr(),
+        *(0 if w is None else w.data_ptr() for w in weights),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        cache[0].data_ptr(),
+        cache[1].data_ptr(),
+        slots,
+        *cache.shape[1:],
+        heads,
+        eps,
+        *[primitives.DTYPE_EXAMPLE[dtype]] * 3,
+        1.0,
+        1.0,
+    )
+    parallel.run(cpu.norm_rope_store_rows, arguments, rows, qkv.numel())
+    # torch rounds each product to bfloat16, the kernel the sum alone
+    near = (
+        {"atol": 0.01, "rtol": 0.016} if dtype is torch.bfloat16 else {"atol": 1e-5, "rtol": 1e-5}
+    )
+    torch.testing.assert_close(qkv, torch.cat((q, k, v), dim=1).flatten(1), **near)
+    flat = cache.transpose(2, 3).reshape(2, -1, kv_heads, dim)
+    for stored, given, exactly in ((flat[0], k, False), (flat[1], v, True)):
+        torch.testing.assert_close(stored[slots], given, **near)
+        assert not exactly or torch.equal(stored[slots], given)
+        others = np.setdiff1d(np.arange(18), slots)
+        assert (stored[others] == 7).all()
+
+
+def sampling(rows: int, temperature: torch.Tensor) -> SamplingBatch:
+    return SamplingBatch(temperature, torch.arange(rows) - 3, torch.arange(rows) * 7, {})
+
+
+@numba.njit
+def uniforms(seeds, positions):
+    out = np.empty(len(seeds))
+    for i in range(len(seeds)):
+        out[i] = cpu_sampler._uniform(seeds[i], positions[i])
+    return out
+
+
+def test_uniform() -> None:
+    seeds, positions = torch.randint(-(1 << 63), (1 << 63) - 1, (2, 1000))
+    found = uniforms(seeds.numpy(), positions.numpy())
+    np.testing.assert_array_equal(found, uniform(seeds, positions).numpy())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 7, 4 * cpu_sampler.GROUP, 5000])
+def test_sample(dtype: torch.dtype, size: int) -> None:
+    """Torch's tokens, but where a number falls on an edge that sums round to this side or that."""
+    rows = 600
+    torch.manual_seed(0)
+    logits = (torch.randn(rows, size) * 3).to(dtype)
+    logits[:, ::3][:, : size // 2] = -torch.inf
+    temperature = torch.tensor([0.0, 1e-42, 0.3, 1.0, 2.5, 100.0]).repeat(100)
+    batch = sampling(rows, temperature)
+    found, wanted = cpu_sampler.sample(logits, batch), sampler.sample(logits, batch)
+    assert (found != wanted).sum() <= 3
+    assert torch.equal(found[temperature < 1e-3], wanted[temperature < 1e-3])
+    if size > 1:
+        assert (logits.gather(1, found[:, None]) > -torch.inf).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [0.01, 3.0, 20.0])
+@pytest.mark.parametrize("size", [3, 2000, 40_000])
+def test_sample_with_filters(dtype: torch.dtype, scale: float, size: int) -> None:
+    """Flat and steep rows; top-k below and above the number of groups; few tokens, and ties."""
+    torch.manual_seed(0)
+    logits = (torch.randn(60, size) * scale).to(dtype)
+    logits[::7, 2:] = -torch.inf
+    rows = torch.arange(60)
+    batch = sampling(60, torch.tensor([0.0, 0.3, 1.0, 1.0]).repeat(15))
+    batch.filters = {
+        "top_k": torch.tensor([0, 1, 0, 5, 50, 400, 100_000])[rows % 7],
+        "top_p": torch.tensor([1.0, 0.5, 0.9, 0.999, 1.0])[rows % 5],
+        "min_p": torch.tensor([0.0, 0.02, 0.0])[rows % 3],
+    }
+    found, wanted = cpu_sampler.sample(logits, batch), sampler.sample(logits, batch)
+    assert (found != wanted).sum() <= 2
+    assert torch.equal(found[::4], logits.float().argmax(dim=-1)[::4])
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_the_smallest_value_that_is_kept(scale: float) -> None:
+    """By a search over all floats, or over weights, compared with a sort."""
+    rng = np.random.default_rng(0)
+    logits = (rng.standard_normal(500) * scale).astype(np.float32)
+    logits[:6] = [-np.inf, -np.inf, 0.0, -0.0, logits[10], logits[11]]
+    weights = rng.integers(1, 9, 500).astype(np.float32)  # whose sums are exact
+    for values, low in ((logits, cpu_sampler.LOWEST), (weights / 8, 0)):
+        order = np.argsort(-values)
+        sums = weights[order].cumsum()
+        for target in (1, 17, 900, sums[-1]):
+            found = cpu_sampler._smallest_kept(values, weights, np.float32(target), low)
+            assert found == values[order][np.searchsorted(sums, target)]
+    too_much = np.float32(sums[-1] + 1)
+    assert cpu_sampler._smallest_kept(logits, weights, too_much, cpu_sampler.LOWEST) == -np.inf
+
+
+def test_a_filter_that_the_kernel_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain torch applies it, with the others and in their order; see docs/contributing.md."""
+
+    def keep_even(logits: torch.Tensor, on: torch.Tensor) -> torch.Tensor:
+        odd = torch.arange(logits.shape[1]) % 2 == 1
+        return logits.masked_fill(odd & (on > 0)[:, None], sampler.MASKED)
+
+    monkeypatch.setitem(sampler.FILTER_FUNCTIONS, "even", keep_even)
+    batch = sampling(60, torch.tensor([0.5, 0.0]).repeat(30))
+    batch.filters = {"top_k": torch.full((60,), 9), "even": torch.tensor([1.0, 0.0, 1.0] * 20)}
+    logits = torch.randn(60, 3000)
+    found, wanted = cpu_sampler.sample(logits, batch), sampler.sample(logits, batch)
+    assert torch.equal(found, wanted)
+    assert (found[(batch.filters["even"] > 0) & (batch.temperature > 0)] % 2 == 0).all()
+    assert torch.equal(found[1::2], logits[1::2].argmax(dim=-1))  # greedy: as without a filter
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_is_compiled_while_serving(dtype: str) -> None:
+    """What `compile_all` compiled fits every call: prompts, decodes, a prefix in common."""
+    llm = LLM(dtype=dtype, device="cpu")
+    modules = cpu, any_unit, amx, avx512, fused_decode, int8, parallel, cpu_sampler
+    kernels = [k for m in modules for k in vars(m).values() if hasattr(k, "signatures")]
+    before = [len(k.signatures) for k in kernels]
+    assert max(before) > 0
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    llm.generate([[5] * 500 + [i] for i in range(4)] + [[1, 2]], params, use_tqdm=False)
+    llm.generate([[9] * 1000, [3]], params, use_tqdm=False)
+    llm.generate([[9, 3]], SamplingParams(max_tokens=4, logprobs=1), use_tqdm=False)
+    assert [len(k.signatures) for k in kernels] == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_query_sees_nothing_of_later_tokens(dtype: torch.dtype) -> None:
+    """However large: the queries of a group read the same blocks, each only so far."""
+    torch.manual_seed(0)
+    shape, like = (2, 1, 16, 32), primitives.DTYPE_EXAMPLE[dtype]
+    unit = units(dtype)[0]
+    kernel = parallel.address_for(unit.attend_groups, dtype, dtype)
+    count = min(12, unit.max_rows)
+    qkv, k, v = (torch.randn(n).to(dtype) for n in ((count, 3, 32), shape, shape))
+    none = np.empty((0, count), np.int64)
+    queries, contexts = np.arange(count)[None], np.arange(1, count + 1)[None]
+    rest = QueryGroups(queries, contexts, np.array([[1]], np.int32))
+    reads = AttentionWork(
+        QueryGroups(none, none, none.astype(np.int32)),
+        rest,
+        np.full((count, 1), -np.inf, np.float32),
+    )
+    found = []
+    for last in (0.0, 3e38):
+        v[1, 0, count - 1] = last
+        out = torch.empty(count, 32, dtype=dtype)
+        attend(
+            qkv.data_ptr(),
+            count,
+            out.data_ptr(),
+            1,
+            k.data_ptr(),
+            v.data_ptr(),
+            shape,
+            reads,
+            like,
+            like,
+            kernel,
+            2,
+        )
+        found.append(out)
+    assert torch.equal(found[0][:-1], found[1][:-1])
+    assert not torch.equal(found[0][-1], found[1][-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("tie", [False, True])
+def test_fused_layers_are_the_models(tmp_path, family: str, tie: bool, dtype: torch.dtype) -> None:
+    """Both compute every batch of a run: decodes of 1 to 70 sequences, a shared prefix, chunks."""
+    if units(dtype)[0].linear_dtype is not dtype:
+        pytest.skip("neither AMX nor AVX512-BF16 on this processor")
+    make_checkpoint(tmp_path, family, tie=tie)
+    llm = random_llm(tmp_path, dtype=str(dtype)[6:], num_kvcache_blocks=1000)
+    runner = llm.engine.runner
+    model, compiled, sizes = runner.model, runner.fused_model, []
+    assert isinstance(compiled, FusedLayers)
+    by_unit = model.backend.linear
+    limits = dict(atol=0.1, rtol=0.05) if dtype is torch.bfloat16 else dict(atol=1e-5, rtol=1e-4)
+
+    class Both:
+        logits = model.logits
+
+        @staticmethod
+        def forward(batch, attention):
+            found = compiled.forward(batch, attention)
+            logits = compiled.logits(found)
+            model.backend.linear = linear.linear
+            wanted = model.forward(batch, attention)
+            wanted_logits = model.logits(found)
+            model.backend.linear = by_unit
+            tokens = len(batch.slot_mapping)
+            found, wanted = found[:tokens], wanted[:tokens]
+            torch.testing.assert_close(found, wanted, **limits)
+            torch.testing.assert_close(logits, wanted_logits, **limits)
+            sizes.append(tokens)
+            return wanted
+
+    calls = []
+    layers = fused_decode.decode_layers
+    runner.fused_model = Both
+    params = [SamplingParams(temperature=0, max_tokens=2 + i, ignore_eos=True) for i in range(70)]
+    prompts = [[3] * 300 + [i] for i in range(4)] + [[1 + i] * (i % 50 + 1) for i in range(66)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            fused_decode, "decode_layers", lambda *a: (calls.append(a[1].rows), layers(*a))
+        )
+        llm.generate(prompts, params, use_tqdm=False)
+    assert {1, 16, 17, 33, 64, 65} <= set(sizes)
+    assert {1, 16, 17, 33, 64} <= set(calls)
+    assert max(calls) == 64
+
+
+def test_padded_weights(tmp_path) -> None:
+    """The unit computes products with them. Fused layers would not compute all outputs."""
+    make_checkpoint(tmp_path, "qwen3", 32, 1, 1, hidden_size=2752)
+    runner = random_llm(tmp_path, dtype="float32").engine.runner
+    linears = runner.model.layers[0].linears()
+    assert id(linears[0]) in runner.backend.linear.addresses
+    assert runner.fused_model is runner.model
+    for module in linears:
+        x = torch.randn(3, module.weight.shape[1])
+        found, wanted = runner.backend.linear(x, module), linear.linear(x, module)
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names a processor of another kind")
+def test_without_amx(tmp_path) -> None:
+    """The AMX kernels are not compiled on a processor without AMX, where LLVM would fail.
+
+    What is compiled is not optimized. torch samples, because the kernels of the sampler are the
+    same, and nothing is in int8.
+    """
+    code = (
+        "from nanovllm import LLM\n"
+        "from nanovllm.backends.cpu import backend, compile, int4, int8, sampler\n"
+        "from nanovllm.backends.cpu.kernels.units import amx, any, avx512\n"
+        "from nanovllm.models import sampler as plain\n"
+        "same = [sampler._draw_rows, sampler._logprobs_of_rows]\n"
+        "same += [int8.quantize_rows, int8.product_blocks, int4.int4_blocks]\n"
+        "every, int8.product.compile = compile.kernels_in_parts, lambda _: None\n"
+        "def other(*a): return [kernel for kernel in every(*a) if kernel not in same]\n"
+        "compile.kernels_in_parts = other\n"
+        "backend.CpuBackend.sample = lambda _, logits, batch: plain.sample(logits, batch)\n"
+        "llm = LLM(dtype='bfloat16', device='cpu', attention_backend='numba')\n"
+        "question = [{'role': 'user', 'content': 'What is 34 + 58?'}]\n"
+        "print(llm.chat(question, use_tqdm=False)[0].outputs[0].text)\n"
+        "assert llm.engine.runner.fused_model is llm.engine.runner.model\n"
+        "assert not amx.attend_groups.signatures and not avx512.linear_blocks.signatures\n"
+        "assert any.attend_groups.signatures and int8.tile is int8.plain_tile\n"
+    )
+    variables = dict(NUMBA_CPU_NAME="x86-64-v3", NUMBA_CACHE_DIR=str(tmp_path), NUMBA_OPT="0")
+    done = fresh.run(code, **variables)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "34 + 58 = 92\n"
+    assert "compiling the CPU kernels" in done.stderr
+
+
+@pytest.mark.slow
+def test_numba_leaves_torch_its_threads() -> None:
+    """It sets OpenMP's number to all cores when it starts."""
+    code = (
+        "import torch; from nanovllm import LLM, SamplingParams\n"
+        "llm = LLM(attention_backend='numba')  # which waits until its kernels are compiled\n"
+        "llm.generate([[5]], SamplingParams(max_tokens=2), use_tqdm=False)\n"
+        "assert torch.get_num_threads() == 1\n"
+    )
+    done = fresh.run(code, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("size", "k"), [(5, 5), (2048, 1), (5000, 0), (5000, 20), (5000, 100)])
+def test_token_logprobs(dtype: torch.dtype, size: int, k: int) -> None:
+    """The plain function's, in which equal logits may come in another order."""
+    torch.manual_seed(0)
+    logits = (4 * torch.randn(7, size)).to(dtype)
+    tokens = torch.cat((logits[:2].argmax(1), torch.randint(size, (5,))))
+    found = cpu_sampler.token_logprobs(logits, tokens, k)
+    wanted = logprobs.token_logprobs(logits, tokens, k)
+    torch.testing.assert_close(found[:, : 2 + k], wanted[:, : 2 + k], rtol=0, atol=1e-4)
+    ids = found[:, 2 + k :].long()
+    assert all(len(set(row)) == k for row in ids.tolist())
+    torch.testing.assert_close(logits.gather(1, ids), logits.topk(k).values)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", [0, 3000])
+def test_token_logprobs_of_a_row_with_nan(value: float, where: int) -> None:
+    """All are NaN, as those of a softmax."""
+    logits, tokens = torch.randn(1, 5000), torch.tensor([7])
+    logits[0, where] = value
+    for function in (cpu_sampler.token_logprobs, logprobs.token_logprobs):
+        packed = function(logits, tokens, 5)[0]
+        assert packed[0].isnan()
+        assert packed[2:7].isnan().all()

@@ -1,0 +1,139 @@
+"""The model of lm_eval gives the figures of lm_eval's own model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools.training.data import graded_samples
+
+TASKS = {
+    "demo_choice": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{label}}",
+        "doc_to_choice": "{{choices}}",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "demo_answer": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 32, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+    "demo_text": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+    },
+}
+
+
+def write_tasks(path: Path, num_docs: int) -> None:
+    """Tasks of lm_eval on the questions that the embedded model was trained to answer."""
+    samples = [s for task in ("add", "sort", "spell", "reverse") for s in graded_samples(task, 99)]
+    samples = samples[:: len(samples) // num_docs][:num_docs]
+    docs = [{"question": s.question + "\n", "answer": s.answer} for s in samples]
+    for i, doc in enumerate(docs):
+        others = [docs[(i + k) % num_docs]["answer"] for k in (1, 2, 3)]
+        doc["label"] = i % 4
+        doc["choices"] = [*others[: i % 4], doc["answer"], *others[i % 4 :]]
+        doc["text"] = " ".join(d["answer"] for d in docs[max(0, i - 5 * (i % 3)) : i + 1])
+    (path / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+    for name, task in TASKS.items():
+        data = {"data_files": str(path / "docs.jsonl")}
+        settings = {"task": name, "dataset_path": "json", "dataset_kwargs": data}
+        settings |= {"test_split": "train", **task}
+        (path / f"{name}.yaml").write_text(json.dumps(settings))  # JSON is YAML
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is not missing")
+def test_a_device_that_lm_eval_asks_for(caplog: pytest.LogCaptureFixture) -> None:
+    """Its command passes cuda:0 by default, which may also be what the user asks for."""
+    pytest.importorskip("lm_eval")
+    from nanovllm.cli.jobs.lm_eval import NanoVLLM
+
+    for device in ("cuda", "cuda:1"):
+        with pytest.raises(ValueError, match="needs a GPU, and torch finds none"):
+            NanoVLLM(device=device, num_kvcache_blocks=8)
+    assert NanoVLLM(device="cuda:0", num_kvcache_blocks=8).llm.engine.runner.device.type == "cpu"
+    assert "torch finds no GPU for cuda:0" in caplog.text
+
+
+@pytest.mark.slow
+def test_lm_eval_gives_the_figures_of_its_own_model(tmp_path: Path) -> None:
+    lm_eval = pytest.importorskip("lm_eval")
+    pytest.importorskip("accelerate")
+    from lm_eval.tasks import TaskManager
+
+    import nanovllm.cli.jobs.lm_eval  # noqa: F401  (registers the model)
+
+    write_tasks(tmp_path, 24)
+    path = str(Path(__file__).parents[3] / "nanovllm" / "loading" / "qwen3-nano")
+    found = []
+    for model, args in (
+        ("hf", {"pretrained": path, "dtype": "float32"}),
+        ("nanovllm", {"model": path, "dtype": "float32", "attention_backend": "sdpa"}),
+    ):
+        manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+        results = lm_eval.simple_evaluate(
+            model=model,
+            model_args=args,
+            tasks=list(TASKS),
+            task_manager=manager,
+            device="cpu",
+            batch_size=8,
+            bootstrap_iters=0,
+            log_samples=True,
+        )
+        found.append(results)
+    hf, ours = found
+    for task in TASKS:
+        figures = [
+            {name: x for name, x in run["results"][task].items() if isinstance(x, float)}
+            for run in found
+        ]
+        assert len(figures[0]) >= len(TASKS[task]["metric_list"])
+        assert figures[1] == pytest.approx(figures[0], rel=1e-4), task
+        for a, b in zip(ours["samples"][task], hf["samples"][task], strict=True):
+            assert a["arguments"] == b["arguments"]
+            for x, y in zip(a["resps"], b["resps"], strict=True):
+                if task == "demo_answer":
+                    assert x == y
+                elif task == "demo_choice":
+                    assert x[0][0] == pytest.approx(y[0][0], abs=1e-3)
+                    assert x[0][1] == y[0][1]
+                else:
+                    assert x[0] == pytest.approx(y[0], abs=1e-2)
+
+
+@pytest.mark.slow
+def test_lm_evals_command_knows_the_model(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    write_tasks(tmp_path, 8)
+    command = [
+        sys.executable,
+        "-m",
+        "nanovllm",
+        "lm-eval",
+        "run",
+        "--model",
+        "nanovllm",
+        "--model_args",
+        "model=qwen3-nano,attention_backend=sdpa",
+        "--device",
+        "cpu",
+        "--include_path",
+        str(tmp_path),
+        "--tasks",
+        "demo_choice",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "demo_choice" in done.stdout

@@ -1,0 +1,882 @@
+"""Files of requests: results are the library's, wrong lines stop nothing, a stop loses nothing."""
+
+import base64
+import errno
+import json
+import os
+import re
+import resource
+import signal
+import time
+import tracemalloc
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import fresh
+import numpy as np
+import pytest
+
+from nanovllm import LLM, PoolingParams, SamplingParams, StructuredOutputsParams
+from nanovllm.cli.jobs.openai_format import CHAT, COMPLETIONS, EMBEDDINGS, parse, pop_stream
+from nanovllm.cli.jobs.run_batch import BatchFiles, main, run_batch
+
+NAME = "qwen3-nano"
+
+
+def line(custom_id: Any, url: Any, **body: Any) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def ask(question: str, **body: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}], **body}
+
+
+def save(path: Path, lines: list[Any]) -> Path:
+    texts = [one if isinstance(one, bytes) else json.dumps(one).encode() for one in lines]
+    path.write_bytes(b"".join(text + b"\n" for text in texts))
+    return path
+
+
+def run(llm: LLM, source: Path, target: Path, **options: Any) -> int:
+    with BatchFiles(source, target) as files:
+        failed = run_batch(llm, files, NAME, use_tqdm=False, **options)
+        assert files.num_done == files.num_requests
+    assert not llm.engine.has_unfinished_requests()
+    return failed
+
+
+def results(target: Path) -> dict[str, dict[str, Any]]:
+    """The results by custom_id. Every line is complete, and none is there twice."""
+    text = target.read_bytes() if target.exists() else b""  # removed after an early error
+    assert text.endswith(b"\n") or not text
+    read = [json.loads(one) for one in text.splitlines()]
+    assert len({one["id"] for one in read}) == len(read)
+    by_id = {one["custom_id"]: one for one in read}
+    assert len(by_id) == len(read)
+    return by_id
+
+
+def body(result: dict[str, Any]) -> dict[str, Any]:
+    assert result["error"] is None, result
+    assert result["response"]["status_code"] == 200
+    return result["response"]["body"]
+
+
+def few(count: int = 6) -> list[dict[str, Any]]:
+    """Requests whose results are short, and one wrong line."""
+    lines = [
+        line(f"q{i}", CHAT, **ask(f"What is {10 + i} + 30?", max_tokens=9)) for i in range(count)
+    ]
+    return [*lines, line("wrong", CHAT)]
+
+
+# ---- results ----
+
+
+def test_results_equal_the_library(embedded: LLM, tmp_path: Path) -> None:
+    prompts = ["Spell garden\n", "What is 12 + 30?\n"]
+    sampled = {"n": 2, "seed": 5, "temperature": 1.5, "max_tokens": 8, "top_k": 20}
+    lines = [
+        line("chat", CHAT, model=NAME, user="me", stop=None, **ask("Sort 42, 7, 99")),
+        line("top", CHAT, **ask("Spell garden", logprobs=True, top_logprobs=3, max_tokens=4)),
+        line("many", COMPLETIONS, prompt=prompts, logprobs=2, prompt_logprobs=0, **sampled),
+        line("ids", COMPLETIONS, prompt=embedded.get_tokenizer().encode(prompts[0])),
+        b"",
+        line("embed", EMBEDDINGS, input=prompts, dimensions=8),
+        line("base64", EMBEDDINGS, input=prompts[0], encoding_format="base64"),
+    ]
+    target = tmp_path / "out.jsonl"
+    assert run(embedded, save(tmp_path / "in.jsonl", lines), target) == 0
+    got = {custom_id: body(result) for custom_id, result in results(target).items()}
+    assert len(got) == 6
+
+    [want] = embedded.chat(lines[0]["body"]["messages"], use_tqdm=False)
+    [choice] = got["chat"]["choices"]
+    assert choice["message"] == {"role": "assistant", "content": want["text"], "refusal": None}
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
+    prompt, new = len(want.prompt_token_ids), len(want["token_ids"])
+    usage = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+    assert got["chat"]["usage"] == usage
+    assert got["chat"]["model"] == NAME
+
+    params = SamplingParams(temperature=0, logprobs=3, max_tokens=4)
+    [want] = embedded.chat(lines[1]["body"]["messages"], params, use_tqdm=False)
+    [choice] = got["top"]["choices"]
+    assert choice["finish_reason"] == "length"
+    for shown, entry in zip(choice["logprobs"]["content"], want.outputs[0].logprobs, strict=True):
+        sampled_entry = next(iter(entry.values()))
+        assert shown["token"] == sampled_entry.decoded_token
+        assert shown["bytes"] == list(shown["token"].encode())
+        assert shown["logprob"] == pytest.approx(sampled_entry.logprob, abs=1e-4)
+        best = sorted(entry.values(), key=lambda e: e.rank)[:3]
+        assert [t["token"] for t in shown["top_logprobs"]] == [e.decoded_token for e in best]
+
+    params = SamplingParams(**sampled, logprobs=2, prompt_logprobs=0)
+    want_many = embedded.generate(prompts, params, use_tqdm=False)
+    samples = [sample for out in want_many for sample in out.outputs]
+    assert [c["index"] for c in got["many"]["choices"]] == [0, 1, 2, 3]
+    assert [c["text"] for c in got["many"]["choices"]] == [sample.text for sample in samples]
+    for choice, sample in zip(got["many"]["choices"], samples, strict=True):
+        shown = choice["logprobs"]
+        entries = [next(iter(e.values())) for e in sample.logprobs]
+        assert shown["tokens"] == [e.decoded_token for e in entries]
+        assert shown["token_logprobs"] == pytest.approx([e.logprob for e in entries], abs=1e-3)
+        assert shown["text_offset"] == [
+            len("".join(shown["tokens"][:i])) for i in range(len(entries))
+        ]
+        assert [len(top) for top in shown["top_logprobs"]] == [len(e) for e in sample.logprobs]
+    with_prompt = [c for c in got["many"]["choices"] if "prompt_logprobs" in c]
+    assert [c["index"] for c in with_prompt] == [0, 2]
+    for choice, out in zip(with_prompt, want_many, strict=True):
+        shown_ids = [int(t) for entry in choice["prompt_logprobs"][1:] for t in entry]
+        assert choice["prompt_logprobs"][0] is None
+        assert shown_ids == out.prompt_token_ids[1:]
+    [want] = embedded.generate(prompts[0], SamplingParams(temperature=0, max_tokens=16), False)
+    assert got["ids"]["choices"][0]["text"] == want["text"]
+
+    vectors = [d["embedding"] for d in got["embed"]["data"]]
+    want_vectors = embedded.embed(prompts, dimensions=8, use_tqdm=False)
+    for vector, want_vector in zip(vectors, want_vectors, strict=True):
+        assert vector == pytest.approx(want_vector.outputs.embedding, abs=1e-5)
+    raw = np.frombuffer(base64.b64decode(got["base64"]["data"][0]["embedding"]), "<f4")
+    [want] = embedded.embed(prompts[0], use_tqdm=False)
+    np.testing.assert_allclose(raw, want.outputs.embedding, atol=1e-5)
+
+
+def test_fields_become_parameters(embedded: LLM) -> None:
+    same = dict(n=2, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=3, stop=["a", "b"])
+    same |= dict(presence_penalty=1.0, frequency_penalty=-1.0, repetition_penalty=1.2)
+    same |= dict(stop_token_ids=[5], min_tokens=2, ignore_eos=True, bad_words=["bad"])
+    same |= dict(include_stop_str_in_output=True, skip_special_tokens=False)
+    same |= dict(allowed_token_ids=[1, 2, 5], prompt_logprobs=1)
+    given = {
+        **same,
+        "logit_bias": {"5": -3, "7": 1.5},
+        "max_completion_tokens": 11,
+        "max_tokens": 3,
+    }
+    given |= {"logprobs": True, "top_logprobs": 4, "structured_outputs": {"choice": ["a", "b"]}}
+    want = SamplingParams(
+        **same,
+        logit_bias={5: -3, 7: 1.5},
+        max_tokens=11,
+        logprobs=4,
+        structured_outputs=StructuredOutputsParams(choice=["a", "b"]),
+    )
+    assert parse(embedded, CHAT, ask("Hi", **given), NAME).params == want
+
+    defaults = embedded.get_default_sampling_params()
+    defaults.max_tokens = None
+    job = parse(embedded, CHAT, ask("Hi"), NAME)
+    assert (job.params, job.model) == (defaults, NAME)
+    defaults.max_tokens = 16
+    assert parse(embedded, COMPLETIONS, {"prompt": "Hi"}, NAME).params == defaults
+    schema = {"type": "object"}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    for response_format, structured in (
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, StructuredOutputsParams(json_object=True)),
+        (form, StructuredOutputsParams(json=schema)),
+    ):
+        job = parse(embedded, CHAT, ask("Hi", response_format=response_format), NAME)
+        assert job.params.structured_outputs == structured
+    fields = {"dimensions": 4, "normalize": False}
+    job = parse(embedded, EMBEDDINGS, {"input": [[1, 2], [3]], **fields}, NAME)
+    assert (job.params, job.prompts) == (PoolingParams(4, False), [[1, 2], [3]])
+
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well"}]
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    [prompt] = parse(embedded, CHAT, {"messages": messages, **more}, NAME).prompts
+    assert prompt["prompt"].endswith("Well")
+    template = {"chat_template": "{{ messages[0].content }}, {{ who }}!"}
+    body = ask("Hi", **template, chat_template_kwargs={"who": "you"})
+    assert parse(embedded, CHAT, body, NAME, templates=True).prompts[0]["prompt"] == "Hi, you!"
+    more = {"chat_template": "{{ messages[0].content }}{{ tools | length }}", "tools": [{}, {}]}
+    body = ask("Hi", chat_template="{{ 1 }}", chat_template_kwargs=more)
+    assert parse(embedded, CHAT, body, NAME, templates=True).prompts[0]["prompt"] == "Hi2"
+    for fields in ({"chat_template": "{{ 1 }}"}, {"chat_template_kwargs": more}):
+        with pytest.raises(ValueError, match="chat_template is not accepted here"):
+            parse(embedded, CHAT, ask("Hi", **fields), NAME)
+    more = {"add_generation_prompt": False, "chat_template": None}
+    [prompt] = parse(embedded, CHAT, ask("Hi", chat_template_kwargs=more), NAME).prompts
+    assert prompt["prompt"].endswith("Hi<|im_end|>\n")
+
+
+def test_fields_of_streams() -> None:
+    for given, want in (
+        ({}, (False, False)),
+        ({"stream": None, "stream_options": None}, (False, False)),
+        ({"stream": True}, (True, False)),
+        ({"stream": True, "stream_options": {}}, (True, False)),
+        ({"stream": True, "stream_options": {"include_usage": True}}, (True, True)),
+    ):
+        rest = ask("Hi", **given)
+        assert pop_stream(rest) == want
+        assert rest == ask("Hi")
+    assert pop_stream([1]) == (False, False)
+    for given, error, word in (
+        ({"stream": "yes"}, TypeError, "stream must be True or False, not 'yes'"),
+        ({"stream": 1}, TypeError, "stream must be True or False, not 1"),
+        ({"stream_options": {}}, ValueError, "stream_options needs stream=true"),
+        ({"stream": True, "stream_options": 5}, TypeError, "stream_options must be an object"),
+        ({"stream": True, "stream_options": {"usage": 1}}, ValueError, "'usage'.*include_usage"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, TypeError, "include_usage"),
+    ):
+        with pytest.raises(error, match=word):
+            pop_stream(given)
+
+
+@pytest.mark.extra
+def test_results_have_the_types_of_openai(embedded: LLM, tmp_path: Path) -> None:
+    types = pytest.importorskip("openai.types")
+    chat_types = pytest.importorskip("openai.types.chat")
+    more = {"n": 2, "max_tokens": 2}
+    lines = [
+        line("chat", CHAT, **ask("Hi", logprobs=True, top_logprobs=1, **more)),
+        line("text", COMPLETIONS, prompt=["Hi", "Ho"], logprobs=1, prompt_logprobs=1, **more),
+        line("embed", EMBEDDINGS, input=["Hi", "Ho"]),
+    ]
+    target = tmp_path / "out.jsonl"
+    assert run(embedded, save(tmp_path / "in.jsonl", lines), target) == 0
+    got = {custom_id: body(result) for custom_id, result in results(target).items()}
+    assert len(chat_types.ChatCompletion.model_validate(got["chat"], strict=True).choices) == 2
+    assert len(types.Completion.model_validate(got["text"], strict=True).choices) == 4
+    assert len(types.CreateEmbeddingResponse.model_validate(got["embed"], strict=True).data) == 2
+
+
+@pytest.mark.extra
+@pytest.mark.skipif(find_spec("llguidance") is None, reason="needs llguidance")
+def test_response_format(embedded: LLM, tmp_path: Path) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["sum"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    refused = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
+    lines = [
+        line("good", CHAT, **ask("What is 12 + 30?", response_format=form)),
+        line("refused", CHAT, **ask("What is 12 + 30?", response_format=refused)),
+    ]
+    target = tmp_path / "out.jsonl"
+    assert run(embedded, save(tmp_path / "in.jsonl", lines), target) == 1
+    got = results(target)
+    value = json.loads(body(got["good"])["choices"][0]["message"]["content"])
+    assert 0 <= value["sum"] <= 99
+    assert "llguidance refuses" in got["refused"]["error"]["error"]["message"]
+
+
+# ---- wrong lines ----
+
+WRONG: list[tuple[Any, str]] = [
+    (b"nonsense", "not JSON"),
+    (b'{"custom_id": "torn", "meth', "not JSON"),
+    (b"\xff\xfe\x00", "not JSON"),
+    (b"[" * 100_000, "not JSON"),
+    (b"[1, 2]", "must be an object"),
+    (b"null", "must be an object"),
+    ({"method": "POST", "url": CHAT, "body": ask("Hi")}, "custom_id must be a string, not None"),
+    ({**line(7, CHAT), "body": ask("Hi")}, "custom_id must be a string, not 7"),
+    ({**line("x", CHAT), "method": "GET"}, "method must be 'POST', not 'GET'"),
+    (line("x", "/v1/rerank"), "url must be one of /v1/chat/completions"),
+    (line("x", ["/v1"]), "url must be one of"),
+    ({**line("x", CHAT), "body": "Hi"}, "body must be an object, not 'Hi'"),
+    (line("x", CHAT, model="gpt", **ask("Hi")), "model 'gpt' does not exist"),
+    (line("x", CHAT, model=["gpt"], **ask("Hi")), "does not exist"),
+    (line("x", CHAT), "messages must be a list"),
+    (line("x", CHAT, messages=[]), "messages must be a list"),
+    (line("x", CHAT, messages=[ask("Hi")["messages"]]), "needs a 'role'"),
+    (line("x", CHAT, messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "image_url"),
+    (line("x", CHAT, **ask("Hi \ud800")), "UTF-8"),
+    (line("x", CHAT, **ask("Hi " * 20_000)), "max_model_len"),
+    (line("x", CHAT, **ask("Hi", tempratur=1)), "did you mean 'temperature'"),
+    (line("x", CHAT, **ask("Hi", temperature="hot")), "temperature must be a number"),
+    (line("x", CHAT, **ask("Hi", temperature=float("nan"))), "temperature must be"),
+    (line("x", CHAT, **ask("Hi", n=0)), "n must be between"),
+    (line("x", CHAT, **ask("Hi", max_tokens=0)), "max_tokens must be"),
+    (line("x", CHAT, **ask("Hi", stop=[1])), "stop must hold strings"),
+    (line("x", CHAT, **ask("Hi", stream=True)), "stream=True is not supported"),
+    (line("x", CHAT, **ask("Hi", stream="yes")), "stream='yes' is not supported"),
+    (line("x", CHAT, **ask("Hi", guided_json={})), "use the field 'json' of structured_outputs"),
+    (
+        line("x", CHAT, **ask("Hi", structured_outputs={"json": False})),
+        "json must be a JSON schema",
+    ),
+    (line("x", CHAT, **ask("Hi", logprobs=True, top_logprobs=21)), "more than max_logprobs=20"),
+    (line("x", CHAT, **ask("Hi", logprobs=True, top_logprobs=-1)), "more than max_logprobs=20"),
+    (line("x", CHAT, **ask("Hi", prompt_logprobs=-1)), "more than max_logprobs=20"),
+    (line("x", COMPLETIONS, prompt="Hi", logprobs=21), "logprobs=21 is more than max_logprobs=20"),
+    (line("x", CHAT, **ask("Hi", tools=[{"type": "function"}])), "tools="),
+    (line("x", CHAT, **ask("Hi", logprobs=3)), "logprobs must be True or False"),
+    (line("x", CHAT, **ask("Hi", top_logprobs=3)), "needs logprobs=true"),
+    (line("x", CHAT, **ask("Hi", logprobs=True, top_logprobs="3")), "top_logprobs must be an int"),
+    (line("x", CHAT, **ask("Hi", logit_bias={"five": 1})), "logit_bias must map"),
+    (line("x", CHAT, **ask("Hi", logit_bias=[5])), "logit_bias must map"),
+    (line("x", CHAT, **ask("Hi", logit_bias={"999999": 1})), "logit_bias has token id 999999"),
+    (line("x", CHAT, **ask("Hi", response_format="json")), "response_format must be an object"),
+    (line("x", CHAT, **ask("Hi", response_format={"type": "xml"})), "type of response_format"),
+    (line("x", CHAT, **ask("Hi", response_format={"type": "json_schema"})), "json_schema.schema"),
+    (line("x", CHAT, **ask("Hi", structured_outputs={"jsn": {}})), "did you mean 'json'"),
+    (line("x", CHAT, **ask("Hi", structured_outputs={"json": {}, "regex": "a"})), "exactly one"),
+    (line("x", CHAT, **ask("Hi", chat_template=5)), "chat_template must be a string"),
+    (line("x", CHAT, **ask("Hi", chat_template="{{ 1 // 0 }}")), "ZeroDivisionError"),
+    (line("x", CHAT, **ask("Hi", chat_template_kwargs=[1])), "chat_template_kwargs must be an obj"),
+    (line("x", CHAT, **ask("Hi", chat_template_kwargs={"tokenize": True})), "has 'tokenize'"),
+    (line("x", CHAT, **ask("Hi", chat_template_kwargs={"chat_template": 5})), "must be a string"),
+    (line("x", CHAT, **ask("Hi", add_generation_prompt="yes")), "add_generation_prompt must be"),
+    (line("x", COMPLETIONS), "prompt must be a string"),
+    (line("x", COMPLETIONS, prompt=""), "the prompt is empty"),
+    (line("x", COMPLETIONS, prompt=[]), "prompt must be a string"),
+    (line("x", COMPLETIONS, prompt={"prompt": "Hi"}), "prompt must be a string"),
+    (line("x", COMPLETIONS, prompt=["good", ""]), "the prompt is empty"),
+    (line("x", COMPLETIONS, prompt=[1, 2.5]), "token id must be an int"),
+    (line("x", COMPLETIONS, prompt=[10**6]), "token id 1000000 is outside"),
+    (line("x", COMPLETIONS, prompt="Hi", echo=True), "echo=True is not supported"),
+    (line("x", COMPLETIONS, prompt="Hi", messages=[]), "unknown field of /v1/completions"),
+    (line("x", COMPLETIONS, prompt="Hi", logits_processors=[]), "unknown field"),
+    (line("x", EMBEDDINGS), "input must be a string"),
+    (line("x", EMBEDDINGS, input=["a", 5]), "input must be a string"),
+    (line("x", EMBEDDINGS, input="a", dimensions=10**6), "dimensions=1000000 is more"),
+    (line("x", EMBEDDINGS, input="a", encoding_format="hex"), "encoding_format must be one of"),
+    (line("x", EMBEDDINGS, input="a", temperature=0), "unknown field of /v1/embeddings"),
+]
+
+
+def test_wrong_lines_stop_nothing(embedded: LLM, tmp_path: Path) -> None:
+    lines: list[Any] = []
+    for i, (wrong, _) in enumerate(WRONG):
+        if isinstance(wrong, dict) and wrong.get("custom_id") == "x":
+            wrong = {**wrong, "custom_id": f"x{i}"}
+        lines.append(wrong)
+    lines.insert(20, line("good", CHAT, **ask("What is 12 + 30?")))
+    source, target = save(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    assert run(embedded, source, target, max_concurrency=2) == len(WRONG)
+    read = [json.loads(text) for text in target.read_text().splitlines()]
+    by_number = {int(one["id"].rpartition("-")[2]): one for one in read}
+    assert sorted(by_number) == list(range(1, len(lines) + 1))
+    good = by_number.pop(21)
+    assert body(good)["choices"][0]["message"]["content"] == "12 + 30 = 42"
+    for (wrong, message), number in zip(WRONG, sorted(by_number), strict=True):
+        one = by_number[number]
+        code = 404 if "does not exist" in message else 400
+        assert message in one["error"]["error"]["message"], (wrong, one)
+        assert one["error"]["error"]["code"] == one["response"]["status_code"] == code, one
+        assert one["response"]["body"] is None
+        given = lines[number - 1]
+        custom_id = given.get("custom_id") if isinstance(given, dict) else None
+        assert one["custom_id"] == (custom_id if isinstance(custom_id, str) else None)
+
+
+def test_a_request_that_fails_while_it_runs(embedded: LLM, tmp_path: Path) -> None:
+    eos = sorted(embedded.engine.input_processor.eos_token_ids)
+    hidden = ask("Hi", min_tokens=3, allowed_token_ids=eos)
+    lines = [line("hidden", CHAT, **hidden), *few(2)]
+    target = tmp_path / "out.jsonl"
+    assert run(embedded, save(tmp_path / "in.jsonl", lines), target) == 2
+    got = results(target)
+    error = got["hidden"]["error"]["error"]
+    assert error["code"] == 500
+    assert "allowed_token_ids and min_tokens hid every token" in error["message"]
+    assert body(got["q0"])["choices"][0]["message"]["content"]
+
+
+# ---- going on ----
+
+
+def test_a_crash_after_every_byte(tmp_path: Path) -> None:
+    """A kill leaves a prefix of the output. From each, a start goes on to the same results."""
+    source, target = save(tmp_path / "in.jsonl", few(2)), tmp_path / "out.jsonl"
+
+    def finish() -> int:
+        with BatchFiles(source, target) as files:
+            num_done, left = files.num_done, [number for number, _ in files.left()]
+            assert num_done + len(left) == 3
+            for number in left:
+                files.write(number, {"custom_id": f"line {number}"})
+            assert files.num_done == files.num_requests
+        return num_done
+
+    assert finish() == 0
+    whole = target.read_bytes()
+    for size in range(len(whole) + 1):
+        target.write_bytes(whole[:size])
+        assert finish() == whole[:size].count(b"\n")
+        assert target.read_bytes() == whole
+
+
+def test_stops_of_a_run(embedded: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C and a failing step: the requests are aborted, and the next run does the rest."""
+    source, target = save(tmp_path / "in.jsonl", few()), tmp_path / "out.jsonl"
+    run(embedded, source, tmp_path / "whole.jsonl")
+    step, count = embedded.engine.run_step, 0
+    for error in (KeyboardInterrupt, MemoryError):
+
+        def stop(error: type[BaseException] = error) -> None:
+            nonlocal count
+            count += 1
+            if count % 12 == 0:
+                raise error
+            step()
+
+        monkeypatch.setattr(embedded.engine, "run_step", stop)
+        with BatchFiles(source, target) as files, pytest.raises(error):
+            run_batch(embedded, files, max_concurrency=2, use_tqdm=False)
+        monkeypatch.undo()
+        assert not embedded.engine.has_unfinished_requests()
+        assert 0 < len(results(target)) < 7
+    run(embedded, source, target)
+
+    def texts(path: Path) -> dict[str, Any]:
+        got = results(path)
+        return {i: r["error"] or body(r)["choices"][0]["message"] for i, r in got.items()}
+
+    assert texts(target) == texts(tmp_path / "whole.jsonl")
+
+
+def until(condition: Callable[[], bool], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@pytest.mark.slow
+def test_ctrl_c_and_kill_9(embedded: LLM, tmp_path: Path) -> None:
+    lines = [line(f"q{i}", CHAT, **ask(f"Count from {i + 1} to {i + 21}")) for i in range(30)]
+    source, target = save(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    arguments = ["-i", str(source), "-o", str(target), "--max-concurrency", "2"]
+    for option in ("max_num_seqs=2", "dtype=float32", "device=cpu"):
+        arguments += ["--set", option]
+    for number, done in ((signal.SIGINT, 2), (signal.SIGKILL, 6)):
+        process = fresh.Process(fresh.module("nanovllm", "run-batch", *arguments))
+        until(lambda least=done: target.exists() and target.read_bytes().count(b"\n") >= least)
+        process.send_signal(number)
+        ended = process.wait()
+        if number == signal.SIGINT:
+            assert ended.returncode == 130
+            kept = len(results(target))
+            said = (
+                f"interrupted; {kept} of 30 lines are done: start the same command again to resume"
+            )
+            assert ended.stderr.splitlines()[-1] == said
+        assert target.read_bytes().count(b"\n") < 30
+    run(embedded, source, target)
+    got = results(target)
+    assert sorted(got) == sorted(one["custom_id"] for one in lines)
+    for i in range(30):
+        want = ", ".join(map(str, range(i + 1, i + 22)))
+        assert body(got[f"q{i}"])["choices"][0]["message"]["content"] == want
+
+
+CRASH = """
+import os
+from nanovllm.cli.jobs import run_batch
+parse_line = run_batch.parse_line
+
+def crash(llm, line, model):
+    if b'"q3"' in line:
+        os.abort()
+    return parse_line(llm, line, model)
+
+run_batch.parse_line = crash
+raise SystemExit(run_batch.main({arguments!r}))
+"""
+
+
+def test_a_line_that_ends_the_process(embedded: LLM, tmp_path: Path) -> None:
+    """After the second time it gets a result with an error, and the others are computed."""
+    source, target = save(tmp_path / "in.jsonl", few(8)), tmp_path / "out.jsonl"
+    record = tmp_path / "out.jsonl.adding"
+    arguments = ["-i", str(source), "-o", str(target), "--max-concurrency", "2"]
+    for option in ("max_num_seqs=2", "dtype=float32", "device=cpu"):
+        arguments += ["--set", option]
+    codes = []
+    for _ in range(3):
+        codes.append(fresh.run(CRASH.format(arguments=arguments)).returncode)
+        assert record.exists() == (codes[-1] != 0)
+    assert codes == [-signal.SIGABRT] * 2 + [0]
+    got = results(target)
+    error = got.pop("q3")["error"]["error"]
+    assert error["code"] == 500
+    assert "the process ended 2 times while this line was added" in error["message"]
+    other = tmp_path / "other.jsonl"
+    run(embedded, source, other)
+    want = results(other)
+    assert got.keys() == want.keys() - {"q3"}
+    for name, one in got.items():
+        assert one["error"] == want[name]["error"]
+        if one["error"] is None:
+            assert body(one)["choices"] == body(want[name])["choices"]
+
+
+def test_the_record_of_the_line_that_is_added(tmp_path: Path) -> None:
+    source, target = save(tmp_path / "in.jsonl", few(4)), tmp_path / "out.jsonl"
+    record = tmp_path / "out.jsonl.adding"
+
+    def end_during(number: int) -> dict[int, int]:
+        """What a start knows after the process ended while a line was added."""
+        with BatchFiles(source, target) as files:
+            for before in range(1, number):
+                with files.adding(before):
+                    pass
+            with files.adding(number):
+                left = record.read_bytes()
+        record.write_bytes(left)
+        with BatchFiles(source, target) as files:
+            return files.ends
+
+    assert end_during(3) == {3: 1}
+    assert end_during(1) == {3: 1, 1: 1}  # the first is not forgotten
+    assert end_during(4) == {3: 1, 1: 1, 4: 1}
+    assert end_during(3) == {3: 2, 1: 1, 4: 1}
+    with BatchFiles(source, target) as files:
+        error = pytest.raises(RuntimeError, match="ended 2 times .*remove this result")
+        with error, files.adding(3):
+            raise AssertionError
+        files.write(3, {"custom_id": "q2"})
+        files.write(1, {"custom_id": "q0"})
+    with BatchFiles(source, target) as files:
+        assert files.ends == {4: 1}
+    kept = record.read_bytes().splitlines(keepends=True)[0]  # longer ones were there before
+    for torn in (b"", kept[:9], kept[:-1], kept.replace(b"4:1", b"9:1"), b"\0" * 40, b"0" * 5000):
+        record.write_bytes(torn)
+        with BatchFiles(source, target) as files:
+            assert files.ends == {}
+        assert not record.exists()
+    record.write_bytes(kept)
+    with BatchFiles(save(tmp_path / "b.jsonl", few(3)), tmp_path / "b.out") as files:
+        assert files.ends == {}
+    save(source, few(5))
+    target.unlink()
+    with BatchFiles(source, target) as files:  # another input
+        assert files.ends == {}
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_ends_a_template_of_a_line(tmp_path: Path, presses: int) -> None:
+    """Once, when the limit of time ends the template; twice, at once."""
+    lines = [line("loop", CHAT, **ask("Hi", chat_template=ENDLESS)), *few(2)]
+    source, target = save(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    code = f"""
+from nanovllm.features import chat_template
+from nanovllm.engine.interrupt import DeferredInterrupt
+from nanovllm.cli.jobs import run_batch
+chat_template.MAX_SECONDS = {2 if presses == 1 else 10**6}
+parse_line, handle = run_batch.parse_line, DeferredInterrupt.__call__
+
+def noted(self, number, frame):
+    handle(self, number, frame)
+    open({str(tmp_path / "handled")!r}, "w").close()
+
+def begin(llm, line, model):
+    open({str(tmp_path / "began")!r}, "w").close()
+    return parse_line(llm, line, model)
+
+DeferredInterrupt.__call__ = noted
+run_batch.parse_line = begin
+raise SystemExit(run_batch.main(["-i", {str(source)!r}, "-o", {str(target)!r}]))
+"""
+    process = fresh.Process(code)
+    until((tmp_path / "began").exists)
+    process.send_signal(signal.SIGINT)
+    if presses == 2:
+        until((tmp_path / "handled").exists)  # signals of one number that wait are one
+        process.send_signal(signal.SIGINT)
+    ended = process.wait()
+    assert ended.returncode == 130, ended
+    assert len(results(target)) == (presses == 1)
+
+
+class FullDisk:
+    """A file on a disk that is full after `room` bytes."""
+
+    def __init__(self, file: Any, room: int) -> None:
+        self.file, self.room = file, room
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = self.file.write(data[: self.room])
+        self.room -= written
+        return written
+
+    def truncate(self, size: int) -> int:
+        return self.file.truncate(size)
+
+
+@pytest.mark.parametrize("room", [0, 1, 100, 1000])
+def test_a_full_disk(embedded: LLM, tmp_path: Path, room: int) -> None:
+    source, target = save(tmp_path / "in.jsonl", few()), tmp_path / "out.jsonl"
+    with BatchFiles(source, target) as files:
+        files.results = FullDisk(files.results, room)
+        with pytest.raises(OSError, match="No space left on device.*out.jsonl"):
+            run_batch(embedded, files, max_concurrency=2, use_tqdm=False)
+    assert not embedded.engine.has_unfinished_requests()
+    assert target.stat().st_size <= room
+    assert (len(results(target)) > 0) == (room == 1000)
+    run(embedded, source, target)
+    assert len(results(target)) == 7
+
+
+def test_a_file_that_may_not_grow(
+    embedded: LLM,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The operating system writes a part of a line and refuses the rest."""
+    monkeypatch.setattr("nanovllm.cli.jobs.run_batch.LLM", lambda *_, **__: embedded)
+    source, target = save(tmp_path / "in.jsonl", few()), tmp_path / "out.jsonl"
+    arguments = ["-i", str(source), "-o", str(target)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        assert main(arguments) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    kept = len(results(target))
+    assert 0 < kept < 7
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "File too large" in said
+    assert said.endswith(f"{kept} of 7 lines are done: start the same command again to resume")
+    assert main(arguments) == 0
+    assert "7 results in" in capsys.readouterr().out
+    assert len(results(target)) == 7
+
+
+def test_lines_in_flight_are_bounded(
+    embedded: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = save(tmp_path / "in.jsonl", few(20)), tmp_path / "out.jsonl"
+    step, most = embedded.engine.run_step, 0
+
+    def watch() -> None:
+        nonlocal most
+        most = max(most, len(embedded.engine.output_processor.requests))
+        read.append(files.num_done + len(embedded.engine.output_processor.requests))
+        step()
+
+    read: list[int] = []
+    monkeypatch.setattr(embedded.engine, "run_step", watch)
+    with BatchFiles(source, target) as files:
+        run_batch(embedded, files, max_concurrency=3, use_tqdm=False)
+        assert len(files.done) == 1 + 21
+    assert most == 3
+    assert read[0] == 3
+
+
+# ---- one clear error ----
+
+
+def begin(tmp_path: Path) -> tuple[Path, Path, bytes]:
+    """An input, an output that is complete up to its last line, and its bytes."""
+    source, target = save(tmp_path / "in.jsonl", few(2)), tmp_path / "out.jsonl"
+    with BatchFiles(source, target) as files:
+        files.write(1, {"custom_id": "q0", "response": None, "error": None})
+    return source, target, target.read_bytes()
+
+
+def refused(source: Path, target: Path, message: str) -> None:
+    kept = target.read_bytes() if target.is_file() else None
+    with pytest.raises((ValueError, OSError), match=message):
+        BatchFiles(source, target)
+    assert (target.read_bytes() if target.is_file() else None) == kept
+
+
+def test_a_custom_id_that_comes_twice(tmp_path: Path) -> None:
+    source, target, _ = begin(tmp_path)
+    save(source, [b"nonsense", *few(4), b"", line("q2", EMBEDDINGS, input="a")])
+    refused(source, target, "custom_id 'q2' is in line 4 and in line 8 of .*in.jsonl")
+
+
+def test_an_input_that_changed(tmp_path: Path) -> None:
+    source, target, _ = begin(tmp_path)
+    save(source, few(3))
+    refused(source, target, "out.jsonl has results of another input than .*in.jsonl, or of other")
+    save(source, few(2))
+    with BatchFiles(source, target) as files:  # restored
+        assert files.num_done == 1
+    save(source, few(4000))  # more than a buffer
+    with BatchFiles(source, tmp_path / "other.jsonl") as files:
+        left = files.left()
+        next(left)
+        text = source.read_bytes()
+        source.write_bytes(text.replace(b"wrong", b"wrung"))
+        with pytest.raises(ValueError, match="line 4001 of .*in.jsonl has changed .* restore it"):
+            list(left)
+
+
+@pytest.mark.parametrize("change", ["other", "shorter", "longer", "moved"])
+def test_an_input_that_changes_during_a_run_and_is_restored(
+    embedded: LLM, tmp_path: Path, change: str
+) -> None:
+    """Every result answers a line of the input as it was in the beginning, and is computed once."""
+    count = 200  # more lines than the buffer of the reader has
+    lines = [line(f"q{i}", EMBEDDINGS, input=[5 + i % 150, 6]) for i in range(count)]
+    source, target = save(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    text, engine = source.read_bytes(), embedded.engine
+    tail = text.splitlines(keepends=True)[count // 2 :]
+    new = {
+        "other": text.replace(b", 6]", b", 7]"),
+        "shorter": text[: len(text) - sum(map(len, tail))],
+        "longer": text.replace(b", 6]", b", 6, 6]"),
+        "moved": text[: len(text) - sum(map(len, tail))] + b"".join(reversed(tail)),
+    }[change]
+    asked, submit = [], engine.submit
+
+    def noted(prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append(list(prompt))
+        if len(asked) == 9:
+            source.write_bytes(new)
+        return submit(prompt, *args, **kwargs)
+
+    engine.submit = noted
+    try:
+        with BatchFiles(source, target) as files:
+            message = r"^line \d+ of .*in.jsonl has changed since this run began; restore it$"
+            with pytest.raises(ValueError, match=message):
+                run_batch(embedded, files, max_concurrency=4, use_tqdm=False)
+        assert not engine.has_unfinished_requests()
+        first, num_done = len(asked), len(results(target))
+        assert 0 < num_done <= first < count
+        assert all(prompt[1:] == [6] for prompt in asked)
+        source.write_bytes(text)
+        assert run(embedded, source, target) == 0
+    finally:
+        del engine.submit
+    assert len(asked) == first + count - num_done
+    found = results(target)
+    assert [found[f"q{i}"]["id"].rpartition("-")[2] for i in range(count)] == [
+        str(i + 1) for i in range(count)
+    ]
+    vectors = np.array([body(found[f"q{i}"])["data"][0]["embedding"] for i in range(count)])
+    np.testing.assert_allclose(vectors[:50], vectors[150:], atol=1e-5)
+
+
+def test_the_memory_for_a_line(tmp_path: Path) -> None:
+    """Files of many lines are read with a few bytes for each."""
+    count = 100_000
+    source = save(tmp_path / "in.jsonl", [b'{"custom_id": "%d"}' % i for i in range(count)])
+    tracemalloc.start()
+    try:
+        with BatchFiles(source, tmp_path / "out.jsonl") as files:
+            kept, most = tracemalloc.get_traced_memory()
+            assert sum(1 for _ in files.left()) == count
+    finally:
+        tracemalloc.stop()
+    assert kept < 12 * count
+    assert most < 30 * count
+
+
+def test_an_output_of_something_else(tmp_path: Path) -> None:
+    source, target, written = begin(tmp_path)
+    for text in (b"notes", b"notes\n", b'{"id": "vllm-1"}\n', written + b"notes", b"\0" * 9):
+        target.write_bytes(text)
+        refused(source, target, "has lines that run_batch did not write")
+    for number in (0, 4, 10**30):
+        target.write_bytes(written.replace(b'-1", ', b'-%d", ' % number))
+        refused(source, target, "has lines that run_batch did not write")
+    other = re.sub(rb"batch-[0-9a-f]+", b"batch-0123456789abcdef", written)
+    for text in (other, written + other, written + other[:-1]):
+        target.write_bytes(text)
+        refused(source, target, "out.jsonl has results of another input than .*in.jsonl")
+
+
+def test_two_processes_and_one_output(tmp_path: Path) -> None:
+    source, target, _ = begin(tmp_path)
+    with BatchFiles(source, target):
+        refused(source, target, "another process is writing to")
+    BatchFiles(source, target).files.close()
+
+
+def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+    source, target, _ = begin(tmp_path)
+    refused(tmp_path / "nothing.jsonl", target, "No such file")
+    refused(source, tmp_path / "nowhere" / "out.jsonl", "name a file in a directory that exists")
+    refused(tmp_path, target, "is not a regular file")
+    refused(source, tmp_path, "name a file in a directory that exists")
+    refused(source, source, "run_batch did not write")
+    os.mkfifo(tmp_path / "pipe")
+    refused(tmp_path / "pipe", target, "is not a regular file")
+    refused(source, tmp_path / "pipe", "is not a regular file")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--set", "max_num_seq=1"], "did you mean 'max_num_seqs'"),
+        (["--set", "dtype=float5"], "dtype must be one of"),
+        (["--model", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_wrong_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
+) -> None:
+    source, target, written = begin(tmp_path)
+    assert main(["-i", str(source), "-o", str(target), *more]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+    assert target.read_bytes() == written
+
+
+def test_an_error_before_the_first_result_leaves_no_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = save(tmp_path / "in.jsonl", few()), tmp_path / "out.jsonl"
+    command = ["-i", str(source), "-o", str(target), "--model", "/nowhere"]
+    assert main(command) == 1
+    assert "/nowhere" in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == [source]
+    target.touch()  # a file that the caller has created remains
+    assert main(command) == 1
+    assert target.exists()
+
+
+def test_an_output_that_was_removed_while_it_was_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process removes its output after an error, and results would be lost."""
+    source, target = save(tmp_path / "in.jsonl", few()), tmp_path / "out.jsonl"
+    monkeypatch.setattr("fcntl.flock", lambda *_: target.unlink())
+    refused(source, target, "another process is writing to")
+
+
+def test_nothing_left_loads_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("nanovllm.cli.jobs.run_batch.LLM", None)
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b"\n \n")
+    assert main(["-i", str(source), "-o", str(target)]) == 0
+    assert "0 results" in capsys.readouterr().out
+
+
+def test_other_names_and_help(embedded: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    job = parse(embedded, CHAT, ask("Hi", model="gpt-9"), "gpt-9")
+    assert job.model == "gpt-9"
+    for more in (["--max-concurrency", "0"], ["--set", "model=x"]):
+        with pytest.raises(SystemExit):
+            main(["-i", "a", "-o", "b", *more])
+    assert "model=x: give --model instead" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["-i", "a"])
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "the same command" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_model_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same command would fail again, so the message does not propose it."""
+    source = save(tmp_path / "in.jsonl", few())
+    arguments = ["-i", str(source), "-o", str(tmp_path / "out.jsonl")]
+    assert main([*arguments, "--model", str(tmp_path / "absent")]) == 1
+    said = capsys.readouterr().err
+    assert "absent" in said
+    assert "resume" not in said

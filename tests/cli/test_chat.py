@@ -1,0 +1,153 @@
+"""`nanovllm chat`: a conversation in the terminal."""
+
+import io
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import fresh
+import pytest
+
+from nanovllm import LLM, StreamOutput
+from nanovllm.cli import chat
+
+
+def talk(
+    monkeypatch: pytest.MonkeyPatch, llm: LLM, text: str, *arguments: str
+) -> tuple[int, list[Any]]:
+    """Run `nanovllm chat` on these lines -> exit status, and the messages of each prompt."""
+    prompts: list[Any] = []
+    render = llm.engine.input_processor.chat_prompt
+
+    def chat_prompt(messages: list[Any], *args: object, **kwargs: object) -> Any:
+        prompts.append([m["content"] for m in messages])
+        return render(messages, *args, **kwargs)
+
+    monkeypatch.setattr(llm.engine.input_processor, "chat_prompt", chat_prompt)
+    monkeypatch.setattr("nanovllm.cli.chat.LLM", lambda *_, **__: llm)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    return chat.main([*arguments, "--temperature", "0"]), prompts
+
+
+def test_a_conversation(
+    embedded: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = "What is 12 + 30?\n\nWhat is 2 + 3?\n/new\nSpell garden\n"
+    status, prompts = talk(monkeypatch, embedded, lines)
+    assert status == 0
+    assert capsys.readouterr().out.splitlines() == ["12 + 30 = 42", "2 + 3 = 5", "g-a-r-d-e-n"]
+    first = ["What is 12 + 30?"]
+    assert prompts == [first, [*first, "12 + 30 = 42", "What is 2 + 3?"], ["Spell garden"]]
+
+
+def test_a_question_that_does_not_fit_is_left_out(
+    embedded: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, prompts = talk(monkeypatch, embedded, "word " * 3000 + "\nWhat is 2 + 3?\n")
+    assert status == 1
+    assert len(prompts[1]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "2 + 3 = 5\n"
+    assert "/new begins a new conversation" in captured.err
+
+
+def test_commands(
+    embedded: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for end in ("/quit", "/exit"):
+        status, prompts = talk(monkeypatch, embedded, f"/help\n{end}\nSpell garden\n")
+        assert (status, prompts) == (0, [])
+        shown = capsys.readouterr().out
+        assert all(command in shown for command in ("/new", "/quit", "/exit", "Ctrl-D"))
+
+
+def test_an_answer_that_is_cut_is_marked(
+    embedded: LLM,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(embedded.engine.input_processor, "warned_of_length", False)
+    question = "Count from 1 to 9\n"
+    assert talk(monkeypatch, embedded, question, "--max-tokens", "4")[0] == 0
+    captured = capsys.readouterr()
+    assert len(captured.out) < len("1, 2, 3, 4, 5")
+    assert captured.err == "[cut: the answer reached --max-tokens or max_model_len]\n"
+    assert talk(monkeypatch, embedded, question)[0] == 0
+    assert capsys.readouterr() == ("1, 2, 3, 4, 5, 6, 7, 8, 9\n", "")
+    assert not caplog.records  # the default of --max-tokens is no reason for a warning
+
+
+def test_an_answer_without_a_token_is_an_error(
+    embedded: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = StreamOutput(0, 0, "", [], "error")
+    monkeypatch.setattr(embedded, "stream", lambda *_: (new for new in [failed]), raising=False)
+    status, _prompts = talk(monkeypatch, embedded, "Spell garden\n")
+    assert status == 1
+    assert "no token could be sampled" in capsys.readouterr().err
+
+
+ON_A_TERMINAL = """
+from unittest.mock import MagicMock
+from nanovllm.cli import chat
+chat.LLM = MagicMock()
+chat.Conversation.answer = lambda self, question: print(f"<{len(question)}>")
+chat.main([])
+"""
+
+
+def test_a_long_line_on_a_terminal() -> None:
+    """Without readline, a terminal cuts a line at 4,096 characters."""
+    controller, terminal = os.openpty()
+    command = [sys.executable, "-c", ON_A_TERMINAL]
+    process = subprocess.Popen(command, stdin=terminal, stdout=terminal, cwd=fresh.ROOT)
+    os.close(terminal)
+    shown = b""
+
+    def read() -> None:
+        nonlocal shown
+        assert select.select([controller], [], [], 20)[0], shown
+        shown += os.read(controller, 1000)
+
+    try:
+        for end, text in ((b"> ", b"x" * 5000 + b"\n"), (b"<5000>\r\n", b"/quit\n")):
+            while end not in shown:
+                read()
+            for i in range(0, len(text), 100):
+                os.write(controller, text[i : i + 100])
+                read()  # the echo
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(controller)
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_conversation(
+    embedded: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream = embedded.stream
+
+    def interrupted(*args: Any) -> Any:
+        for i, new in enumerate(stream(*args)):
+            if i == 2:
+                signal.raise_signal(signal.SIGINT)
+            yield new
+
+    assert threading.current_thread() is threading.main_thread()
+    monkeypatch.setattr(embedded, "stream", interrupted, raising=False)
+    status, _prompts = talk(monkeypatch, embedded, "Count from 1 to 9\n")
+    monkeypatch.undo()
+    assert status == 0
+    assert 0 < len(capsys.readouterr().out) < len("1, 2, 3, 4, 5, 6, 7, 8, 9\n")
+    assert embedded.stats()["running"] == 0
+
+
+def test_a_model_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert chat.main(["--model", "./nowhere"]) == 1
+    assert "there is no directory './nowhere'" in capsys.readouterr().err

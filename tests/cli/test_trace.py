@@ -1,0 +1,1108 @@
+"""Trace: events equal the engine's state; the table, the page and the Chrome file equal them."""
+
+import html
+import itertools
+import json
+import math
+import os
+import random
+import re
+import runpy
+import shutil
+import signal
+import subprocess
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from checkpoints import random_llm
+from engines import run_in_threads
+from fake_runner import FakeRunner, greedy
+from moe_checkpoints import make_moe_checkpoint
+
+from nanovllm import LLM, BeamSearchParams, GenerationError, SamplingParams, Trace
+from nanovllm.cli.trace.show import describe_changes, steps
+from nanovllm.cli.trace.trace import Event, State
+from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.observer import NO_OBSERVER
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.llm import engine_config
+from nanovllm.plan import StepOutput
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+class CheckedTrace(Trace):
+    """Compares what the events say with the engine after every event."""
+
+    def __enter__(self) -> "CheckedTrace":
+        with self._engine.lock:
+            self.before = self._engine.stats()
+            super().__enter__()
+        return self
+
+    def _add(self, event: Event) -> None:
+        super()._add(json.loads(json.dumps(event)))
+        engine, state = self._engine, self._state
+        scheduler, blocks = engine.scheduler, engine.scheduler.block_manager
+        numbers, stats = self._numbers, engine.stats()
+        assert [numbers[seq] for seq in scheduler.running] == state.running
+        assert len(state.waiting) == len(scheduler.waiting)
+        for counter, key in (("evictions", "evicted"), ("preemptions", "preempted")):
+            count = sum(len(e.get(key, ())) for e in self.events)  # type: ignore[arg-type]
+            assert count == stats[counter] - self.before[counter], counter
+        assert state.cached == set(blocks.prefix_index.values())
+        host_index = getattr(blocks, "host_index", {})
+        assert state.host_cached == {block.block_id for block in host_index.values()}
+        shared = sum(block.ref_count > 1 for block in blocks.blocks)
+        assert state.pool(blocks.num_blocks) == (len(blocks.free), len(blocks.evictable), shared)
+        for seq, number in numbers.items():
+            said = state.seqs[number]
+            assert said.tokens == seq.token_ids
+            assert said.table == seq.block_table
+            if number in state.running:
+                assert said.computed == seq.num_computed
+
+
+def replay(trace: Trace) -> State:
+    state = State()
+    for event in json.loads(json.dumps(trace.events)):
+        state.apply(event)
+    return state
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def llm(make, request, monkeypatch) -> LLM:
+    monkeypatch.setattr(FakeRunner, "num_blocks", 12)
+    monkeypatch.setattr(FakeRunner, "host_pool", SimpleNamespace(num_blocks=4))
+    return make(request.param, swap_space=1, max_num_batched_tokens=9, max_num_seqs=5)
+
+
+PROMPTS = [[0, 1, 2, 0, 1, 2], [0, 1, 2, 0, 2], [1] * 11, [0, 1, 2, 0, 1, 2], [2]]
+
+
+def drive(engine: LLMEngine, rng: random.Random) -> None:
+    """Random additions, aborts and resets between the steps of an engine."""
+    for _ in range(60):
+        if rng.random() < 0.4:
+            prompt = rng.choice(PROMPTS)[: rng.randint(1, 11)]
+            engine.add_request(
+                prompt, greedy(max_tokens=rng.randint(1, 20), n=rng.choice([1, 1, 3]))
+            )
+        if rng.random() < 0.1 and engine.output_processor.requests:
+            engine.abort_request(rng.choice(list(engine.output_processor.requests)))
+        if rng.random() < 0.03:
+            engine.reset_prefix_cache()
+        engine.step()
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+def test_events_equal_the_engine(llm: LLM) -> None:
+    """The traces begin in the middle of a run, perhaps with a step in flight."""
+    engine, kinds, evicted = llm.engine, set[str](), list[tuple[int, tuple[int, bytes]]]()
+    blocks = engine.scheduler.block_manager
+    evict = blocks._evict
+
+    def noted(block_id: int) -> None:
+        evicted.append((block_id, blocks.blocks[block_id].key))
+        evict(block_id)
+
+    class EvictionTrace(CheckedTrace):
+        def _add(self, event: Event) -> None:
+            super()._add(event)
+            if "plan" in event:
+                assert event.get("evicted", []) == [block for block, _ in evicted]
+                lost = [block for block, key in evicted if key not in blocks.host_index]
+                assert event.get("lost", []) == lost
+                evicted.clear()
+
+    blocks._evict = noted
+    for seed in range(8):
+        for prompt in PROMPTS[:3]:
+            engine.add_request(prompt, greedy(max_tokens=5))
+        engine.step()
+        evicted.clear()
+        with EvictionTrace(engine) as trace:
+            drive(engine, random.Random(seed))
+        assert not evicted
+        kinds |= {key for event in trace.events for key in event}
+        plans = [event["plan"] for event in trace.events if "plan" in event]
+        assert plans == list(range(1, trace.num_steps + 1))
+        assert replay(trace) == trace._state
+        assert len(str(trace).splitlines()) > trace.num_steps
+        json.dumps(trace.chrome())
+    others = {"failed", "dropped", "likely", "states_read", "states_saved"}
+    others |= {"scores", "results", "experts"}
+    assert kinds | others == set(Event.__annotations__)
+
+
+def test_a_plan_comes_before_the_commit_of_the_step_before(llm: LLM) -> None:
+    with CheckedTrace(llm) as trace:
+        outs = llm.generate(PROMPTS, greedy(max_tokens=4), use_tqdm=False)
+    order = [(k, event[k]) for event in trace.events for k in ("plan", "commit") if k in event]  # type: ignore[literal-required]
+    delay = llm.engine.async_scheduling
+    assert order[: 3 + delay] == (
+        [("plan", 1), ("plan", 2), ("commit", 1), ("plan", 3)]
+        if delay
+        else [("plan", 1), ("commit", 1), ("plan", 2)]
+    )
+    tokens = [seq.tokens[seq.num_prompt :] for seq in replay(trace).seqs]
+    assert tokens == [out["token_ids"] for out in outs]
+
+
+def test_threads(llm: LLM) -> None:
+    """A trace begins and ends while other threads run the engine."""
+
+    def generate() -> None:
+        for _ in range(15):
+            llm.generate(PROMPTS, greedy(max_tokens=6), use_tqdm=False)
+
+    def trace() -> None:
+        for _ in range(15):
+            with CheckedTrace(llm) as trace:
+                while trace.num_steps < 5:
+                    llm.generate(PROMPTS[0], greedy(max_tokens=6), use_tqdm=False)
+            assert replay(trace) == trace._state
+            assert str(trace)
+
+    run_in_threads([generate, generate, trace])
+
+
+# ---- the table ----
+
+
+def test_the_first_line_counts_sequences(llm: LLM) -> None:
+    with CheckedTrace(llm) as trace:
+        llm.generate(PROMPTS[0], SamplingParams(n=2, max_tokens=2), use_tqdm=False)
+    assert " of 2 sequences, " in str(trace).splitlines()[0]
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def test_the_table(embedded_run: Trace) -> None:
+    lines = str(embedded_run).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert "slot of a position = block_table[position // 4] * 4 + position % 4" in lines
+    head = next(line for line in lines if line.startswith("step"))
+    at = {name: head.index(name) for name in ("computes", "slots", "block table", "token")}
+    checked = 0
+    for line in lines[lines.index(head) + 1 :]:
+        computes = line[at["computes"] : at["slots"]].split()
+        if len(computes) != 2 or computes[0] not in ("prompt", "decode", "again"):
+            continue
+        table = line[at["block table"] : at["token"]].split()
+        first, last = map(int, (computes[1].split("-") * 2)[:2])
+        slots = re.findall(r"(\d+)(?:-(\d+))?", line[at["slots"] : at["block table"]])
+        if "…" in line[: at["token"]] or not slots:
+            continue
+        written = [s for a, b in slots for s in range(int(a), int(b or a) + 1)]
+        assert written == [int(table[p // 4]) * 4 + p % 4 for p in range(first, last + 1)]
+        checked += 1
+    assert checked > 20
+    text = " ".join(" ".join(lines).split())
+    assert "Prefix hit: positions 0-7 of request 3 are cached (blocks 1, 2)." in text
+    assert (
+        "Preemption: request 5 returns to the head of the queue, because no block was available"
+        in text
+    )
+
+
+def kinds(trace: Trace) -> list[dict[int, str]]:
+    """What each step computes for each sequence, from the positions that the steps before it had.
+
+    The trace must begin on an idle engine, and no step of it may fail.
+    """
+    state, reached, steps = State(), dict[int, int](), []
+    for event in trace.events:
+        state.apply(event)
+        if "plan" in event:
+            work = event["chunks"] + [[n, state.seqs[n].computed - 1, 1] for n in state.decodes]
+            steps.append({})
+            for n, start, count in work:
+                output = "prompt" if start < state.seqs[n].num_prompt else "decode"
+                steps[-1][n] = "again" if start < reached.get(n, 0) else output
+                reached[n] = max(reached.get(n, 0), start + count)
+    return steps
+
+
+def test_the_table_fits_the_terminal(embedded_run: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    def head(columns: int) -> str:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        lines = str(embedded_run).splitlines()
+        assert max(map(len, lines)) <= max(80, min(100, columns))
+        return next(line for line in lines if line.startswith("step"))
+
+    assert head(200) == head(100) != head(90) != head(80) == head(40)
+    assert head(80).split() == head(100).split()
+    assert printed_kinds(embedded_run) == kinds(embedded_run)
+
+
+def test_a_beam_names_the_beam_that_it_continues(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the search forks them, also in a small pool, where forks wait and are preempted."""
+    for num_blocks in (64, 9):
+        llm = LLM(kvcache_block_size=4, num_kvcache_blocks=num_blocks, dtype="float32")
+        forks, fork = [], Scheduler.fork
+
+        def noted(self, parent, child, number, forks=forks, fork=fork) -> None:
+            forks.append((child, parent))
+            fork(self, parent, child, number)
+
+        with monkeypatch.context() as patch, Trace(llm) as trace:
+            patch.setattr(Scheduler, "fork", noted)
+            params = BeamSearchParams(4, 10, ignore_eos=True)
+            llm.beam_search(["How does ", "What is "], params, use_tqdm=False)
+        named = {trace._numbers[child]: trace._numbers[parent] for child, parent in forks}
+        assert len(named) == len(forks) > 6
+        for number, seq in enumerate(trace._state.seqs):
+            assert seq.parent == named.get(number, -1)
+        names = [seq.name for seq in trace._state.seqs]
+        said = re.findall(r"Fork: request (\S+) continues request (\S+)\.", str(trace))
+        assert said == [(names[child], names[parent]) for child, parent in sorted(named.items())]
+        assert "Prefix hit: positions 0-2 " not in str(trace)  # what a fork shares is no hit
+
+
+@pytest.fixture(scope="session")
+def beam_run() -> tuple[Trace, list]:
+    """Two beam searches, and their outputs."""
+    llm = LLM(kvcache_block_size=4, num_kvcache_blocks=64, dtype="float32")
+    with CheckedTrace(llm) as trace:
+        params = BeamSearchParams(4, 10)
+        outputs = llm.beam_search(["How does ", "What is 12 + 30?\n"], params, use_tqdm=False)
+    return trace, [sequence for output in outputs for sequence in output.sequences]
+
+
+def test_the_results_of_a_beam_search_are_in_the_trace(beam_run: tuple[Trace, list]) -> None:
+    trace, sequences = beam_run
+    state, found = State(), []
+    for event in trace.events:
+        for i, token, score, reason in event.get("results", ()):  # after the beams before the event
+            tokens = [*state.seqs[i].tokens, token]
+            length = len(tokens) - state.seqs[i].num_prompt
+            found.append((tokens[: None if reason == "length" else -1], round(score * length, 2)))
+        state.apply(event)
+        for i, _ in event.get(
+            "scores", ()
+        ):  # the best first, and a fork is no better than its parent
+            seq = state.seqs[i]
+            assert seq.parent < 0 or (seq.score or 0) <= 0
+        listed = [state.seqs[i].score for i, _ in event.get("scores", ())]
+        assert all(score is not None for score in listed)
+    for sequence in sequences:
+        assert (sequence.tokens, round(sequence.cum_logprob, 2)) in found
+    assert {sequence.finish_reason for sequence in sequences} == {"stop", "length"}
+
+
+def test_a_beam_without_a_candidate_is_dropped(beam_run: tuple[Trace, list]) -> None:
+    trace, _ = beam_run
+    ended = {i: reason for event in trace.events for i, reason, _ in event.get("finished", ())}
+    names = [seq.name for seq in trace._state.seqs]
+    dropped = {names[i] for i, reason in ended.items() if reason == "dropped"}
+    text = " ".join(str(trace).split())
+    said = re.findall(r"Dropped: no candidate of (.*?) is among the best of request", text)
+    assert {name for part in said for name in re.findall(r"\d\.\d+", part)} == dropped != set()
+    assert "abort" not in text
+    last_lines = re.findall(r"End: the search of request (\d) ends, and (.*?) release", text)
+    left = {name for _, part in last_lines for name in re.findall(r"\d\.\d+", part)}
+    assert left == set(names) - dropped
+
+
+def printed_kinds(trace: Trace) -> list[dict[int, str]]:
+    names = {seq.name: n for n, seq in enumerate(trace._state.seqs)}
+    steps: list[dict[int, str]] = [{} for _ in range(trace.num_steps)]
+    lines, number = str(trace).splitlines(), 0
+    for line in lines[next(i for i, line in enumerate(lines) if line.startswith("step")) + 1 :]:
+        number = int(line[:4].strip() or number)
+        row = re.match(r".{24}(\S+) +(prompt|decode|again) \d", line)
+        if row is not None:
+            steps[number - 1][names[row[1]]] = row[2]
+    return steps
+
+
+@pytest.fixture(scope="session")
+def resumed_run() -> Trace:
+    """Request 2 is preempted twice; the second time, all but its last token is cached."""
+    llm = LLM(kvcache_block_size=4, num_kvcache_blocks=14, dtype="float32")
+    prompts = ["What is 12 + 30?\n", "Count from 1 to 9\n", "Sort 4, 7, 9, 23, 42.\n"]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    with CheckedTrace(llm) as trace:
+        llm.generate([*prompts, "Spell garden\n"], params, use_tqdm=False)
+    return trace
+
+
+def test_generated_tokens_are_never_called_prompt(resumed_run: Trace) -> None:
+    seqs = resumed_run._state.seqs
+    chunks = [chunk for event in resumed_run.events for chunk in event.get("chunks", ())]
+    assert any(start >= seqs[n].num_prompt for n, start, _ in chunks), "no such resumption"
+    assert printed_kinds(resumed_run) == kinds(resumed_run)
+
+
+def test_what_is_computed_again(llm: LLM) -> None:
+    for seed in range(8):
+        with CheckedTrace(llm) as trace:
+            drive(llm.engine, random.Random(seed))
+        assert printed_kinds(trace) == kinds(trace)
+    # A prompt that is preempted a second time before it is where it was the first time.
+    state = State()
+    state.apply({"new": [("0", 20, [1] * 20, 0, -1)], "running": [0]})
+    for count in (12, 4):
+        state.apply({"plan": 1, "chunks": [[0, 0, count]]})
+        state.apply({"preempted": [0]})
+    kinds_at = [state.seqs[0].kind(start) for start in (4, 11, 12, 19)]
+    assert kinds_at == ["again", "again", "prompt", "prompt"]
+
+
+@pytest.fixture(scope="session")
+def embedded_run() -> Trace:
+    """Six requests, a shared prefix, evictions and a preemption."""
+    llm = LLM(
+        kvcache_block_size=4, num_kvcache_blocks=22, max_num_batched_tokens=16, dtype="float32"
+    )
+    prompts = ["What is 12 + 30?\n", "What is 12 + 7?\n", "Sort 4, 7, 9, 23, 42.\n"]
+    prompts += ["What is 12 + 30?\n", "Count from 1 to 9\n", "Spell garden\n"]
+    one = SamplingParams(temperature=0, max_tokens=30)
+    params = [one, SamplingParams(temperature=0, max_tokens=30, logprobs=3), *[one] * 4]
+    with CheckedTrace(llm) as trace:
+        llm.generate(prompts, params, use_tqdm=False)
+    return trace
+
+
+@pytest.mark.slow
+def test_the_example_prints_a_trace(monkeypatch, capsys, tmp_path: Path) -> None:
+    monkeypatch.setattr("sys.argv", ["example.py", "--trace"])
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(Path(__file__).parents[2] / "example.py"), run_name="__main__")
+    text = capsys.readouterr().out
+    assert "Prefix hit: positions 0-3 of request 1 are cached (block 1)." in text
+    *table, last_line = text.splitlines()
+    assert max(map(len, table)) <= 100
+    assert last_line == f"The same as a page for a browser: {(tmp_path / 'trace.html').as_uri()}"
+    assert page_data((tmp_path / "trace.html").read_text())["events"]
+
+
+def test_sentences_say_what_happened() -> None:
+    """A preemption says whether it took the last admitted, which a faulty scheduler may not do."""
+    state = State()
+    state.apply({"new": [(str(i), 4, [1] * 4, 0, -1) for i in range(14)], "running": [0, 1, 2]})
+    for preempted, running in ((2, [0, 1]), (0, [1])):
+        event: Event = {"running": running, "preempted": [preempted], "waiting": [preempted, 5]}
+        state.apply(event)
+        (said,) = describe_changes(event, state, "", 4)
+        after = "(admitted after it and still running: request 1)"
+        reason = "and it was admitted last" if preempted == 2 else after
+        assert said == (
+            f"Preemption: request {preempted} returns to the head of the queue, because no block "
+            f"was available {reason}."
+        )
+    # Host memory took block 5, had the content of blocks 6 and 7, and has no room for that of 8.
+    event = {"plan": 1, "chunks": [], "evicted": [5, 6, 7, 8], "saved": [(5, 2)], "lost": [8]}
+    state.apply(event | {"host_cached": [2]})
+    (said,) = describe_changes(event, state, "", 4)
+    assert said == (
+        "Eviction: no block was free, so the prefix cache evicted block 5 (saved to host memory), "
+        "blocks 6, 7 (host memory has a copy) and block 8 (lost, because this step copies from or "
+        "to all host blocks)."
+    )
+    event = {"plan": 1, "chunks": [], "why": "blocks", "waiting": list(range(3, 14))}
+    state.apply(event)
+    (said,) = describe_changes(event, state, "", 4)
+    assert said == (
+        "Waiting: request 3, request 4, request 5, request 6, request 7, request 8, request 9, "
+        "request 10 and 3 more, because request 3 needs more blocks than remain after reserving "
+        "one for each running sequence."
+    )
+
+
+def test_the_most_likely_tokens() -> None:
+    """A trace has the probabilities of requests with logprobs, and no others."""
+    llm = LLM(kvcache_block_size=4, num_kvcache_blocks=40, dtype="float32")
+    params = [SamplingParams(temperature=1, seed=3, max_tokens=6, logprobs=k) for k in (3, 9, 0)]
+    prompts = ["What is 12 + 30?\n", "Count from 1 to 9\n", "Spell garden\n", "Spell big\n"]
+    with CheckedTrace(llm) as trace:
+        outs = llm.generate(
+            prompts, [*params, SamplingParams(temperature=0, max_tokens=6)], use_tqdm=False
+        )
+    likely: list[list] = [[] for _ in prompts]
+    for event in trace.events:
+        for number, rank, pairs in event.get("likely", ()):
+            likely[number].append((rank, pairs))
+            assert {token for token, _ in pairs} <= trace.texts().keys()
+    for entries, out in zip(likely, outs, strict=True):
+        wanted = out.outputs[0].logprobs or []
+        assert len(entries) == len(wanted)
+        for (rank, pairs), logprobs in zip(entries, wanted, strict=True):
+            own, *others = logprobs.items()
+            assert rank == own[1].rank
+            assert [token for token, _ in pairs] == [token for token, _ in (own, *others[:5])]
+            expected = [math.exp(logprob.logprob) for _, logprob in (own, *others[:5])]
+            assert [p for _, p in pairs] == pytest.approx(expected, rel=1e-3)
+
+
+# ---- the Chrome trace ----
+
+
+def test_the_chrome_trace(llm: LLM, tmp_path: Path) -> None:
+    with Trace(llm) as trace:
+        llm.generate(PROMPTS, greedy(max_tokens=8), use_tqdm=False)
+    trace.save(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    slices = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"}
+    for step in range(1, trace.num_steps - llm.engine.async_scheduling):
+        assert slices[f"schedule {step}"][1] <= slices[f"run {step}"][0]
+        assert slices[f"run {step}"][1] == slices[f"commit {step}"][0]
+        # With async scheduling a step runs while the next one is planned.
+        overlap = slices[f"schedule {step + 1}"][0] < slices[f"run {step}"][1]
+        assert overlap == bool(llm.engine.async_scheduling)
+    check_format(events)
+    free = [e["args"]["count"] for e in events if e["name"] == "blocks free"]
+    assert len(free) == trace.num_steps
+    state, expected = State(), []
+    for event in trace.events:
+        state.apply(event)
+        if "plan" in event:
+            expected.append(state.pool(12)[0])
+    assert free == expected
+
+
+def check_format(events: list[dict]) -> None:
+    """What the Trace Event Format says of the phases that are used, and Perfetto of overlaps."""
+    for e in events:
+        assert {"ph", "name", "ts", "pid", "tid"} <= set(e)
+        assert all(isinstance(e[key], int) and e[key] >= 0 for key in ("ts", "pid", "tid"))
+        assert min(e["pid"], e["tid"]) > 0, "Linux's idle process and thread have the number 0"
+        if e["ph"] == "X":
+            assert isinstance(e["dur"], int)
+            assert e["dur"] >= 0
+        elif e["ph"] == "M":
+            value = {"thread_sort_index": "sort_index"}.get(e["name"], "name")
+            assert list(e["args"]) == [value]
+        elif e["ph"] == "C":
+            assert all(isinstance(value, int) for value in e["args"].values())
+        else:
+            assert e["ph"] == "i"
+            assert e["s"] in ("g", "p", "t")
+    # Slices of one track may nest, but not overlap.
+    tracks = {(e["pid"], e["tid"]): [] for e in events}
+    for e in events:
+        if e["ph"] == "X":
+            tracks[e["pid"], e["tid"]].append((e["ts"], e["ts"] + e["dur"]))
+    for slices in tracks.values():
+        for (_, end), (begin, _) in itertools.pairwise(sorted(slices)):
+            assert end <= begin
+
+
+def test_each_request_has_a_track(resumed_run: Trace, llm: LLM) -> None:
+    """Its slices are what the steps computed for it, and the times between them when it waited."""
+    with Trace(llm) as trace:
+        drive(llm.engine, random.Random(2))
+    check_format(trace.chrome()["traceEvents"])
+
+    events = resumed_run.chrome()["traceEvents"]
+    check_format(events)
+    tracks = [e | {"tid": e["tid"] - 10} for e in events if e["pid"] == 2]
+    names = {e["tid"]: e["args"]["name"] for e in tracks if e["name"] == "thread_name"}
+    assert names == {n: f"request {n}" for n in range(4)}
+    expected, state = {n: [] for n in names}, State()
+    for event in resumed_run.events:
+        state.apply(event)
+        if "plan" in event:
+            for number, start, count in event["chunks"]:
+                what = kinds(resumed_run)[event["plan"] - 1][number]
+                expected[number].append(f"{what} {start}-{start + count - 1}")
+            for number in state.decodes:
+                expected[number].append(f"decode {state.seqs[number].computed - 1}")
+    slices = [e for e in tracks if e["ph"] == "X"]
+    for number, computed in expected.items():
+        found = [e["name"] for e in slices if e["tid"] == number and e["name"] != "waiting"]
+        assert [re.sub(r"^decode (\d+)-\1$", r"decode \1", name) for name in computed] == found
+        text = "".join(
+            e["args"]["token"] or "" for e in slices if e["tid"] == number and "token" in e["args"]
+        )
+        seq = state.seqs[number]
+        assert text == "".join(resumed_run.texts()[t] for t in seq.tokens[seq.num_prompt :])
+    preempted = [n for event in resumed_run.events for n in event.get("preempted", ())]
+    assert [e["tid"] for e in tracks if e["name"] == "preempted"] == preempted
+    waited = Counter(e["tid"] for e in slices if e["name"] == "waiting")
+    assert all(waited[n] >= count for n, count in Counter(preempted).items())
+    assert len(preempted) > 2
+
+
+# ---- failures and bad input ----
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no device"), KeyboardInterrupt()])
+def test_a_failed_run_leaves_a_trace(llm: LLM, error: BaseException, tmp_path: Path) -> None:
+    run, calls = llm.engine.runner.run, iter(range(100))
+
+    def fails(plan):
+        if next(calls) in (4, 9):
+            raise error
+        return run(plan)
+
+    llm.engine.runner.run = fails
+    trace = CheckedTrace(llm)
+    with pytest.raises(type(error)), trace:
+        llm.generate(PROMPTS, greedy(max_tokens=9), use_tqdm=False)
+    assert trace.num_steps == 5
+    failed = next(event for event in trace.events if "failed" in event)
+    assert len(failed["preempted"]) >= 3
+    text = " ".join(str(trace).split())
+    assert f"Failure: the steps in flight were reverted. {type(error).__name__}" in text
+    assert f"The trace ends with an error. {type(error).__name__}" in text
+    trace.save(tmp_path / "trace.html")
+    trace.save(tmp_path / "trace.json")
+    assert llm.engine.observer is NO_OBSERVER
+    with CheckedTrace(llm) as again:
+        with pytest.raises(type(error)):
+            llm.generate(PROMPTS, greedy(max_tokens=9), use_tqdm=False)
+        llm.generate(PROMPTS, greedy(max_tokens=3), use_tqdm=False)
+    commits = [event["commit"] for event in again.events if "commit" in event]
+    assert commits[-1] == again.num_steps - llm.engine.async_scheduling
+    assert again.num_steps > 7
+
+
+def test_ctrl_c_leaves_a_trace(llm: LLM) -> None:
+    """Ctrl-C acts at the end of a step: no step fails, and the requests are aborted."""
+    run, calls = llm.engine.runner.run, iter(range(100))
+
+    def interrupted(plan):
+        if next(calls) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return run(plan)
+
+    llm.engine.runner.run = interrupted
+    with pytest.raises(KeyboardInterrupt), CheckedTrace(llm) as trace:
+        llm.generate(PROMPTS, greedy(max_tokens=9), use_tqdm=False)
+    assert trace.num_steps == 5
+    assert trace.events[-1]["ended"] == "KeyboardInterrupt"
+    assert all(reason == "abort" for _, reason, _ in trace.events[-1]["finished"])
+
+
+def test_bad_input(llm: LLM, tmp_path: Path) -> None:
+    for wrong in (5, None, LLM, llm.engine.runner):
+        with pytest.raises(TypeError, match="a Trace records an LLM or its LLMEngine, not "):
+            Trace(wrong)
+    trace = Trace(llm)
+    with pytest.raises(RuntimeError, match="the trace is empty; call llm.generate inside"):
+        trace.save(tmp_path / "trace.html")
+    with trace:
+        with (
+            pytest.raises(RuntimeError, match="the engine has a Trace already; leave"),
+            Trace(llm),
+        ):
+            pass
+        llm.generate(PROMPTS[:2], greedy(max_tokens=3), use_tqdm=False)
+    with pytest.raises(RuntimeError, match="has been used; create another"), trace:
+        pass
+    with pytest.raises(ValueError, match="saved as .html or .json, not as 'trace.txt'"):
+        trace.save(tmp_path / "trace.txt")
+    with pytest.raises(FileNotFoundError, match="missing is not a directory; create it first"):
+        trace.save(str(tmp_path / "missing" / "trace.html"))
+    assert list(tmp_path.glob("trace*")) == []
+    assert llm.generate(PROMPTS[0], greedy(max_tokens=3), use_tqdm=False)[0]["token_ids"]
+    assert trace.num_steps <= 5, "a finished trace records nothing"
+
+
+# ---- the page ----
+
+
+def page_data(page: str) -> dict:
+    text = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert text is not None
+    return json.loads(text[1])
+
+
+def test_the_page_has_the_trace(embedded_run: Trace, tmp_path: Path) -> None:
+    embedded_run.save(tmp_path / "trace.html")
+    data = page_data((tmp_path / "trace.html").read_text())
+    assert data["events"] == json.loads(json.dumps(embedded_run.events))
+    assert data["options"]["num_blocks"] == 22
+    tokenizer = embedded_run._engine.tokenizer
+    used = {token for seq in embedded_run._state.seqs for token in seq.tokens}
+    entries = [entry for event in embedded_run.events for entry in event.get("likely", ())]
+    used |= {token for *_, pairs in entries for token, _ in pairs}
+    assert data["texts"] == {str(token): tokenizer.decode([token]) for token in used}
+
+
+class Tokenizer:
+    """Each token is a piece of HTML that would break a page which does not escape it."""
+
+    def decode(self, ids: list[int]) -> str:
+        return ["</script><script>alert(1)</script>", "<!--<script>", "\u2028\"'&amp;\ud800"][
+            ids[0]
+        ]
+
+
+def hostile_trace(llm: LLM) -> Trace:
+    llm.engine.tokenizer = Tokenizer()  # type: ignore[assignment]
+    with Trace(llm) as trace:
+        llm.engine.add_request(PROMPTS[0], greedy(max_tokens=9), "</script><b>&lt;id")
+        while llm.engine.has_unfinished_requests():
+            llm.engine.step()
+    return trace
+
+
+def test_tokens_are_escaped(llm: LLM) -> None:
+    trace = hostile_trace(llm)
+    assert "</script>" in str(trace)
+    page = trace.page()
+    assert page.count("</script>") == 2
+    assert "<b>" not in page
+    assert page_data(page)["texts"]["0"] == "</script><script>alert(1)</script>"
+    page.encode()  # a lone surrogate is escaped
+
+
+class WideRunner:
+    """Sixteen sequences of random words, without the oracle, whose cost is quadratic."""
+
+    num_blocks, async_scheduling = 4000, False
+
+    def run(self, plan):
+        rng = random.Random(plan.num_tokens)
+        count = sum(chunk.result_kind is not None for chunk in plan.chunks) + len(plan.decode_rows)
+        tokens = [int(100_000 + 5_000 * rng.random() ** 2) for _ in range(count)]
+        return lambda: StepOutput(tokens)
+
+
+@pytest.mark.slow
+def test_2000_steps_of_16_sequences_fit_into_1_mb() -> None:
+    config = engine_config({"max_num_seqs": 16, "async_scheduling": True})
+    inputs = InputProcessor(None, 200_000, 4096, frozenset(), SamplingParams(), 0)
+    engine = LLMEngine(config, WideRunner(), inputs)
+    for i in range(16):
+        engine.add_request([i] * 20, greedy(max_tokens=2000))
+    with Trace(engine) as trace:
+        while engine.has_unfinished_requests():
+            engine.step()
+    trace.texts = lambda: {t: f" word{t}" for t in range(100_000, 105_000)}  # type: ignore
+    assert trace.num_steps >= 2000
+    assert len(trace.page()) < 1_000_000
+
+
+# ---- the page in a browser ----
+
+# Goes through all steps in the browser and writes what they show into the page.
+PROBE = """<script>
+const seen = [], text = node => node.textContent.trim();
+const slot = node => [node.className, node.textContent];
+for (let k = 1; k <= last; k++) {
+  go(k);
+  seen.push({
+    position: text($("position")), words: text($("words")), counts: text($("counts")),
+    lanes: [...document.querySelectorAll(".lane span")].map(text),
+    rows: [...document.querySelectorAll("#requests tr[data-seq]")].map(row => [row.dataset,
+      [...row.children].map(node => node.textContent), [...row.lastChild.children].map(text)]),
+    kinds: [...document.querySelectorAll("#timeline td.here")].map(node => node.title),
+    odds: [...document.querySelectorAll(".odds, .bars")].map(
+      node => node.title || node.textContent),
+    blocks: [...document.querySelectorAll("#pool .block")].map(node => [
+      text(node.querySelector("b")), node.className,
+      [...node.querySelectorAll(".slots span")].map(slot)]),
+    hosts: [...document.querySelectorAll("#host-pool .block")].map(node => [
+      ...[...node.querySelectorAll(".head > *")].map(text),
+      [...node.querySelectorAll(".slots span")].map(text)]),
+    moves: text($("moves")),
+    nodes: [...document.querySelectorAll("#trees .node:not(.root)")].map(node => [
+      node.className.trim(), ...[...node.querySelectorAll("b, span")].map(text)]),
+  });
+}
+const jumps = [...$("kind").options].map(({ value }) => {
+  $("kind").value = value;
+  const found = [];
+  for (go(1); cursor !== found[found.length - 1]; $("next-event").click()) found.push(cursor);
+  return [value, found];
+});
+const press = key => document.body.dispatchEvent(
+  new KeyboardEvent("keydown", { key, bubbles: true }));
+const moves = [];
+const presses = ["Home", "ArrowRight", "ArrowRight", "ArrowLeft", "End", "ArrowRight", " ", " "];
+for (const key of presses) {
+  press(key);
+  moves.push([cursor, $("play").textContent]);
+}
+$("back").click(); moves.push(cursor);
+$("slider").value = 3; $("slider").dispatchEvent(new Event("input")); moves.push(cursor);
+document.querySelector("#timeline [data-step='5']").click(); moves.push(cursor);
+document.querySelector("#timeline .name").click(); moves.push($("detail").textContent);
+go(1); press(" ");
+setTimeout(() => press(" "), 1600);
+setTimeout(() => {
+  moves.push($("play").textContent, cursor, location.hash);
+  document.body.append(el("pre", { id: "probe" }, JSON.stringify({ seen, moves, jumps })));
+}, 2000);
+</script>"""
+
+
+def browse(
+    path: Path, fragment: str = "", action: str = "--dump-dom", size: str = "1280,900"
+) -> str:
+    """Load a page in headless Chromium and return its DOM. Fails if the console has an error."""
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", action]
+    command += ["--enable-logging=stderr", f"--window-size={size}", "--virtual-time-budget=3000"]
+    # A second browser with the same profile would hand its page to the first.
+    command += [f"--user-data-dir={path.parent / 'profile'}", f"file://{path}{fragment}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    errors = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    assert not errors, errors
+    return done.stdout
+
+
+def words(dom: str) -> str:
+    inside = re.search(r'<div id="words".*?>(.*?)</div>', dom, re.DOTALL)
+    assert inside is not None
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", inside[1])).split())
+
+
+browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
+
+
+@browser
+@pytest.mark.slow
+def test_the_browser_shows_a_step(embedded_run: Trace, tmp_path: Path) -> None:
+    embedded_run.save(tmp_path / "trace.html")
+    eighth = words(browse(tmp_path / "trace.html", "#step=8"))
+    assert "Step 8 computes 5 of at most 16 tokens" in eighth
+    assert "Preemption: request 5 returns to the head of the queue" in eighth
+    assert "Commit of step 8: request 0 gets" in eighth
+    assert "Prefix hit: positions 0-3 of request 1 are cached (block 1)." in (
+        words(browse(tmp_path / "trace.html"))
+    )
+
+
+@browser
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["embedded", "resumed"])
+def test_the_browser_agrees_about_the_embedded_model(
+    which: str, embedded_run: Trace, resumed_run: Trace, tmp_path: Path
+) -> None:
+    agree(embedded_run if which == "embedded" else resumed_run, which, tmp_path)
+
+
+@browser
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["failed", "error", "hostile", "random"])
+def test_the_browser_agrees_in_every_step(llm: LLM, which: str, tmp_path: Path) -> None:
+    if which == "failed":
+        calls, run = iter(range(100)), llm.engine.runner.run
+        llm.engine.runner.run = lambda plan: run(plan) if next(calls) < 6 else 1 / 0
+        with pytest.raises(ZeroDivisionError), Trace(llm) as trace:
+            llm.generate(PROMPTS, greedy(max_tokens=9), use_tqdm=False)
+    elif which == "error":
+        calls, run = iter(range(100)), llm.engine.runner.run
+
+        def draws_nothing(plan):
+            tokens, fails = run(plan)().token_ids, next(calls) == 6
+            return lambda: StepOutput([-1 if fails else token for token in tokens])
+
+        llm.engine.runner.run = draws_nothing
+        with pytest.raises(GenerationError), CheckedTrace(llm) as trace:
+            llm.generate(PROMPTS, greedy(max_tokens=9), use_tqdm=False)
+    elif which == "hostile":
+        trace = hostile_trace(llm)
+    else:
+        with Trace(llm) as trace:
+            drive(llm.engine, random.Random(1))
+    agree(trace, which, tmp_path)
+
+
+def agree(trace: Trace, which: str, tmp_path: Path) -> None:
+    """Block tables, slots, tokens, queues and counts on the page are those of the trace."""
+    page = trace.page()
+    (tmp_path / "trace.html").write_text(page.replace("</body>", PROBE + "</body>"))
+    dom = browse(tmp_path / "trace.html")
+    (tmp_path / "dom.html").write_text(dom)
+    probe = re.search(r'<pre id="probe">(.*?)</pre>', dom, re.DOTALL)
+    assert probe is not None
+    found, last = json.loads(html.unescape(probe[1])), trace.num_steps
+    play, moves = [1, "Pause"], found["moves"]
+    assert moves[:6] == [[n, "Play"] for n in (1, 2, 3, 2, last, last)]
+    assert moves[6:11] == [play, [1, "Play"], 1, 3, 5]
+    assert moves[11].startswith(f"Request {trace._state.seqs[0].name}: "), (
+        "a tap tells what a tooltip does"
+    )
+    assert moves[12] == "Play"
+    assert moves[13] > 1
+    assert moves[14] == f"#step={moves[13]}", "the address is that of the step, also after Play"
+
+    for kind, visited in found["jumps"]:
+        wanted = [k for k, seen in enumerate(found["seen"], 1) if f"{kind}: " in seen["words"]]
+        assert visited == [1] * (1 not in wanted) + wanted, kind
+
+    state, size, texts = State(), trace.options["block_size"], trace.texts()
+    contents: dict[int, tuple[int, int]] = {}  # block -> the sequence and the index of its content
+    host: dict[int, tuple[int, int] | None] = {}
+
+    def follow(event: Event) -> None:
+        state.apply(event)
+        for block in event.get("host_cached", ()):
+            if block in host:
+                del host[block]
+            else:
+                host[block] = None
+        host.update({target: contents.get(block) for block, target in event.get("saved", ())})
+        for n, keep, *blocks in event.get("tables", ()):
+            contents.update({block: (n, keep + k) for k, block in enumerate(blocks)})
+
+    def show(token: int) -> str:
+        return texts[token].replace("\n", "⏎") if texts else f" {token}"
+
+    groups = steps(trace.events)
+    for event in next(groups):
+        follow(event)
+    expected = kinds(trace) if which != "failed" else [{}] * last
+    for number, (group, seen) in enumerate(zip(groups, found["seen"], strict=True), 1):
+        plan = group[0]
+        follow(plan)
+        for block, owner, tokens in seen["hosts"]:
+            held = host.get(int(block))
+            assert owner == (state.seqs[held[0]].name if held else "?" * (int(block) in host))
+            if held and which != "hostile":
+                known = state.seqs[held[0]].tokens[held[1] * size :][:size]
+                assert tokens == [show(token).strip() or "␣" for token in known]
+        for block, target in plan.get("saved", ()):
+            assert f"block {block}↓ host{target}" in seen["moves"]
+        free, cached, shared = state.pool(trace.options["num_blocks"])
+        assert seen["position"] == f"Step {number} of {last}"
+        numbers = [int(n) for n in re.findall(r"\d+", seen["counts"])][:4]
+        assert numbers[1:] == [shared, cached, free]
+        work = {n: (start, start + count) for n, start, count in plan["chunks"]}
+        work |= {n: (state.seqs[n].computed - 1, state.seqs[n].computed) for n in state.decodes}
+        is_small = len(trace._state.seqs) <= 12
+        shown = {int(data["seq"]): (data, *rest) for data, *rest in seen["rows"]}
+        assert set(shown) >= set(range(len(state.seqs)) if is_small else state.running)
+        slots: dict[int, tuple[str, bool]] = {}  # slot -> its token, and whether it is written now
+        for n, (data, row, arithmetic) in shown.items():
+            seq, (begin, end) = state.seqs[n], work.get(n, (0, 0))
+            assert row[0] == seq.name
+            assert (int(data["known"]), int(data["computed"])) == (len(seq.tokens), seq.computed)
+            assert data.get("table", "") == " ".join(map(str, seq.table))
+            glyphs = [show(token) for token in seq.tokens]
+            glyphs += ["?"] * (seq.computed - len(glyphs))  # they are not known yet
+            stored = range(min(seq.computed, len(seq.table) * size))
+            at = [seq.table[p // size] * size + p % size for p in stored]
+            for p in stored:  # of which several sequences may share a slot
+                is_now = begin <= p < end or slots.get(at[p], ("", False))[1]
+                slots[at[p]] = glyphs[p].strip() or "␣", is_now
+            written = [int(text.rpartition(" = ")[2]) for text in arithmetic]
+            assert written == (list(dict.fromkeys((at[begin], at[end - 1]))) if end else [])
+            if which != "hostile":
+                assert row[1].startswith("".join(glyphs)) or row[1].startswith("… ")
+            if n in expected[number - 1]:
+                said = f"{expected[number - 1][n]}"
+                assert row[2].startswith(f"{said} {begin}")
+                assert any(f", {seq.name}: {said}, position" in title for title in seen["kinds"])
+        for block, classes, content in seen["blocks"]:
+            owned = {"owned"} & set(classes.split())
+            assert owned == {"owned"} & {"owned" for seq in state.seqs if int(block) in seq.table}
+            assert ("cached" in classes.split()) == (int(block) in state.cached)
+            for slot, (style, token) in enumerate(content, int(block) * size):
+                if owned and which != "hostile":
+                    assert (token, "now" in style) == slots.get(slot, ("", False))
+                elif not owned:
+                    assert ("empty" in style) == ("cached" not in classes)
+        for event in group[1:]:
+            follow(event)
+            if event.get("tokens"):
+                assert f"Commit of step {event['commit']}: " in seen["words"]
+            for n, reason, _ in event.get("finished", ()):
+                said = f"request {state.seqs[n].name} finishes ({reason}"
+                assert state.seqs[n].score is not None or said in seen["words"]
+            if "failed" in event:
+                assert "reverted. ZeroDivisionError" in seen["words"]
+    if which == "hostile":
+        assert "</script><script>alert(1)</script>" in found["seen"][-1]["words"]
+    if which == "embedded":
+        said = [seen["words"] for seen in found["seen"] if "Sampling: request 1" in seen["words"]]
+        assert len(said) == len([e for e in trace.events if e.get("likely")]) > 3
+        told = r'gets ".+" \(\d+ %, rank 1\); the most likely others are ".+" \(.* %\)'
+        assert any(re.search(told, text) for text in said)
+        assert any("the most likely others are" in text for text in found["seen"][-4]["odds"])
+
+
+@browser
+@pytest.mark.slow
+def test_the_browser_draws_the_beams(beam_run: tuple[Trace, list], tmp_path: Path) -> None:
+    """Each kept beam and each result has a node, from the step that chose it on."""
+    trace, _ = beam_run
+    agree(trace, "beams", tmp_path)
+    dom = (tmp_path / "dom.html").read_text()
+    probe = re.search(r'<pre id="probe">(.*?)</pre>', dom, re.DOTALL)
+    assert probe is not None
+    state, nodes, dropped = State(), Counter[tuple[str, str]](), set[str]()
+    groups = steps(trace.events)
+    for event in next(groups):
+        state.apply(event)
+    for group, seen in zip(groups, json.loads(html.unescape(probe[1]))["seen"], strict=True):
+        for event in group:
+            state.apply(event)
+            if "commit" in event:
+                for i, score in event.get("scores", ()):
+                    nodes[state.seqs[i].name, f"{score:z.2f}"] += 1
+                for _, _, score, _ in event.get("results", ()):
+                    nodes["result", f"{score:z.2f}"] += 1
+            dropped |= {
+                state.seqs[i].name for i, r, _ in event.get("finished", ()) if r == "dropped"
+            }
+        assert Counter((name, score) for _, _, name, score in seen["nodes"]) == nodes
+        struck = {name for style, _, name, _ in seen["nodes"] if "B" in style.split()}
+        assert struck == dropped
+
+
+def run_many(number: int, rows: int, num_blocks: int, max_tokens: int = 190) -> Trace:
+    config = engine_config(
+        {"max_num_seqs": rows, "max_num_batched_tokens": 16 * rows, "kvcache_block_size": 16}
+    )
+    runner, rng = WideRunner(), random.Random(0)
+    runner.num_blocks = num_blocks
+    inputs = InputProcessor(None, 200_000, 4096, frozenset(), SamplingParams(), 0)
+    engine = LLMEngine(config, runner, inputs)
+    for _ in range(number):
+        prompt = [rng.randrange(1000) for _ in range(rng.randint(8, 120))]
+        engine.add_request(prompt, greedy(max_tokens=rng.randint(max_tokens // 3, max_tokens)))
+    with Trace(engine) as trace:
+        while engine.has_unfinished_requests():
+            engine.step()
+    return trace
+
+
+@pytest.fixture(scope="module")
+def large_trace() -> Trace:
+    """60 requests, of which 16 run at a time, in about 500 steps."""
+    trace = run_many(60, 16, 150)
+    assert 400 < trace.num_steps < 700
+    return trace
+
+
+@pytest.fixture(scope="module")
+def wide_trace() -> Trace:
+    """80 requests, all of which run in step 8."""
+    return run_many(80, 80, 900)
+
+
+@browser
+@pytest.mark.slow
+def test_a_large_trace_fits_on_a_screen(large_trace: Trace, tmp_path: Path) -> None:
+    """Rows that only wait are one row, and the words are in view."""
+    probe = """<script>
+    const box = id => document.querySelector(id).getBoundingClientRect();
+    go(200);
+    document.body.append(el("pre", { id: "probe" }, JSON.stringify({
+      rows: document.querySelectorAll("#timeline tbody tr").length,
+      idle: document.querySelector("#timeline tbody tr:last-child").textContent,
+      requests: document.querySelectorAll("#requests tr[data-seq]").length,
+      wide: document.documentElement.scrollWidth <= innerWidth,
+      words: box("#section-words").top, bottom: box("main").bottom })));
+    </script>"""
+    page = large_trace.page().replace("</body>", probe + "</body>")
+    (tmp_path / "trace.html").write_text(page)
+    found = re.search(r'<pre id="probe">(.*?)</pre>', browse(tmp_path / "trace.html"), re.DOTALL)
+    assert found is not None
+    shown = json.loads(html.unescape(found[1]))
+    assert shown["rows"] < 40
+    assert re.match(r"\d+ waiting", shown["idle"])
+    assert shown["requests"] <= 18
+    assert shown["wide"]
+    assert shown["words"] < 800
+
+
+@browser
+@pytest.mark.slow
+def test_sixty_steps_of_twelve_requests_are_visible(tmp_path: Path) -> None:
+    """At 1,400 x 1,000, and each request has a color."""
+    probe = """<script>
+    const cells = [...document.querySelectorAll("#timeline :is(th[data-step], td)")];
+    const edges = cells.map(cell => cell.getBoundingClientRect());
+    document.body.append(el("pre", { id: "probe" }, JSON.stringify({
+      steps: document.querySelectorAll("#timeline th[data-step]").length,
+      right: Math.max(...edges.map(edge => edge.right)) <= innerWidth,
+      bottom: Math.max(...edges.map(edge => edge.bottom)) <= innerHeight,
+      colors: new Set(names.map((_, i) => color(i))).size })));
+    </script>"""
+    trace = run_many(12, 12, 150, 60)
+    assert 55 < trace.num_steps < 70
+    page = trace.page().replace("</body>", probe + "</body>")
+    (tmp_path / "trace.html").write_text(page)
+    dom = browse(tmp_path / "trace.html", size="1400,1000")
+    found = re.search(r'<pre id="probe">(.*?)</pre>', dom, re.DOTALL)
+    assert found is not None
+    shown = json.loads(html.unescape(found[1]))
+    assert shown == {"steps": trace.num_steps, "right": True, "bottom": True, "colors": 12}
+
+
+@browser
+@pytest.mark.slow
+def test_the_page_fits_a_narrow_window(embedded_run: Trace, tmp_path: Path) -> None:
+    """In a frame, because the window of a headless browser has at least 500 pixels."""
+    probe = """<script>
+      let most = 0;
+      const page = document.documentElement;
+      for (let k = 1; k <= last; k++) {
+        go(k);
+        most = Math.max(most, page.scrollWidth - page.clientWidth);
+      }
+      parent.postMessage(`over by ${most}`, "*");
+    </script>"""
+    page = embedded_run.page().replace("</body>", probe + "</body>")
+    (tmp_path / "trace.html").write_text(page)
+    frame = """<script>onmessage = event => document.body.append(event.data)</script>
+      <body><iframe src="trace.html" width="360" height="800"></iframe></body>"""
+    (tmp_path / "frame.html").write_text(frame)
+    assert "over by 0" in browse(tmp_path / "frame.html")
+
+
+@browser
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["embedded_run", "beams", "large_trace", "wide_trace"])
+def test_a_step_is_printed_on_one_page(
+    which: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    trace = request.getfixturevalue("beam_run")[0] if which == "beams" else None
+    (trace or request.getfixturevalue(which)).save(tmp_path / "trace.html")
+    browse(tmp_path / "trace.html", "#step=8", f"--print-to-pdf={tmp_path / 'trace.pdf'}")
+    pages = re.findall(rb"/Type\s*/Page\b", (tmp_path / "trace.pdf").read_bytes())
+    assert len(pages) == 1
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_the_experts_of_each_step(async_scheduling: bool, tmp_path: Path) -> None:
+    """They are those that the routers chose, for the tokens of the step that is named."""
+    make_moe_checkpoint(tmp_path, mlp_only_layers=[1])
+    llm = random_llm(tmp_path, async_scheduling=async_scheduling)
+    prompts = [{"prompt_token_ids": ids} for ids in ([5, 6, 7, 8, 9], [3])]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 5)]
+    with Trace(llm, experts=True) as trace:
+        llm.generate(prompts, params, use_tqdm=False)
+    plans = [event for event in trace.events if "plan" in event]
+    commits = [event for event in trace.events if "commit" in event]
+    for commit in commits:
+        num, used = commit["experts"]
+        assert (num, len(used)) == (8, 2)
+        assert all(3 <= n <= 8 for n in used)
+        if commit["commit"] > 2:  # one decode: the 3 experts of its token
+            assert used == [3, 3]
+    assert sum(commits[0]["experts"][1]) > 6
+    assert len(plans) >= len(commits) == 5
+    average = sum(commits[0]["experts"][1]) / 2
+    said = f"Experts: step 1 used {average:.1f} of 8 experts on average over 2 layers, at least "
+    assert said in " ".join(str(trace).split())
+    assert said in trace.page()
+    assert not any("route" in vars(layer.mlp) for layer in llm.engine.runner.model.layers)
+    with Trace(llm) as other:
+        llm.generate(prompts[:1], params[0], use_tqdm=False)
+    assert not any("experts" in event for event in other.events)
+
+
+def test_experts_that_cannot_be_counted(tmp_path: Path) -> None:
+    make_moe_checkpoint(tmp_path)
+    llm = random_llm(tmp_path)
+    llm.engine.runner.graphs = object()
+    with pytest.raises(ValueError, match="cannot count in steps that are CUDA graphs"):
+        Trace(llm, experts=True)
+    del llm.engine.runner.model.layers[:]
+    with pytest.raises(ValueError, match="needs a model with experts; leave it out"):
+        Trace(llm, experts=True)

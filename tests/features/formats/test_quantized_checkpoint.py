@@ -1,0 +1,259 @@
+"""Quantized checkpoints compared with references that are written from the formats' descriptions."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint, random_llm, weights_of
+from quantized_files import AWQ, FORMATS, FP8_BLOCKS, GPTQ, W4, packed, quantize_checkpoint, scheme
+from safetensors.torch import load_file, save_file
+
+from nanovllm import SamplingParams
+from nanovllm.features.formats.quantized_checkpoint import WeightFormat
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9], [11] * 20]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(name: str, tmp_path: Path) -> None:
+    """The weights are equal bit for bit, and so are the tokens of the decoded checkpoint."""
+    make_checkpoint(tmp_path)
+    decoded = quantize_checkpoint(tmp_path, name, shards=3)
+    llm = random_llm(tmp_path, attention_backend="sdpa")  # which does not pack the weights
+    weights = weights_of(llm)
+    assert weights.keys() == decoded.keys()
+    for key, weight in weights.items():
+        assert torch.equal(weight, decoded[key].float()), key
+    outputs = [out.outputs[0].token_ids for out in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+    plain = tmp_path / "plain"
+    make_checkpoint(plain)
+    save_file(decoded, plain / "model.safetensors")
+    wanted = random_llm(plain, attention_backend="sdpa").generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert outputs == [out.outputs[0].token_ids for out in wanted]
+
+
+def test_int8_weights_of_a_quantized_checkpoint(tmp_path: Path) -> None:
+    """They are decoded and then quantized, as the weights of the decoded checkpoint are."""
+    make_checkpoint(tmp_path)
+    decoded = quantize_checkpoint(tmp_path, "awq")
+    answers = random_llm(tmp_path, quantization="int8").generate(PROMPTS, GREEDY, use_tqdm=False)
+    plain = tmp_path / "plain"
+    make_checkpoint(plain)
+    save_file(decoded, plain / "model.safetensors")
+    wanted = random_llm(plain, quantization="int8").generate(PROMPTS, GREEDY, use_tqdm=False)
+    for answer, output in zip(answers, wanted, strict=True):
+        assert answer.outputs[0].token_ids == output.outputs[0].token_ids
+
+
+def test_dummy_weights(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    quantize_checkpoint(tmp_path, "gptq")
+    for path in tmp_path.glob("*.safetensors"):
+        path.unlink()
+    assert random_llm(tmp_path, load_format="dummy").generate(PROMPTS, GREEDY, use_tqdm=False)
+
+
+def test_the_integers_of_a_weight(tmp_path: Path) -> None:
+    weight = torch.randn(16, 64)
+    tensors, _ = packed(weight)
+    config, _ = FORMATS["compressed W4A16"]
+    found = WeightFormat.from_config(config, tmp_path).read("x.weight", tensors.get)
+    assert found.values.shape == (16, 64)
+    assert found.scales.shape == (16, 2)
+    assert found.zeros == 8
+
+
+LIST = "can be 'fp8', 'fbgemm_fp8', 'compressed-tensors', 'awq', 'gptq'"
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"quant_method": "bitsandbytes"}, f"quant_method='bitsandbytes' is not .*{LIST}"),
+        ({"bits": 4}, f"quant_method=None is not supported; quant_method {LIST}"),
+        (AWQ | {"bits": 3}, "bits=3 is not supported; bits can be 4"),
+        (AWQ | {"version": "gemv"}, "version='gemv' is not supported; version can be 'gemm'"),
+        (GPTQ | {"bits": 2}, "bits=2 is not supported; bits can be 4, 8"),
+        (GPTQ | {"group_size": 0}, "group_size=0 in quantization_config must be a whole number"),
+        (GPTQ | {"group_size": None}, "group_size=None in quantization_config must be"),
+        (GPTQ | {"dynamic": {"lm_head": {}}}, "dynamic=.* is not supported"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format='marlin' is not supported"),
+        (FP8_BLOCKS | {"weight_block_size": [128]}, "weight_block_size must be two numbers"),
+        (FP8_BLOCKS | {"fmt": "e5m2"}, "fmt='e5m2' is not supported"),
+        (scheme("marlin-24"), "format='marlin-24' is not supported"),
+        (scheme("int-quantized", 4, strategy="channel"), "num_bits=4 is not supported"),
+        (scheme("pack-quantized", 3, **W4), "num_bits=3 is not supported; num_bits can be 4, 8"),
+        (scheme("int-quantized", strategy="token"), "strategy='token' is not supported"),
+        (scheme("int-quantized") | {"config_groups": {}}, "config_groups .* must have one scheme"),
+        (
+            scheme("int-quantized", strategy="channel") | {"transform_config": {"a": 1}},
+            "transform_config=.* is not supported",
+        ),
+    ],
+)
+def test_formats_that_are_not_supported(config: dict, words: str, tmp_path: Path) -> None:
+    """They are refused before the weights or the tokenizer are read."""
+    make_checkpoint(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": config}))
+    with pytest.raises(ValueError, match=words):
+        random_llm(tmp_path, load_format="dummy")
+
+
+Q_PROJ = "model.layers.0.self_attn.q_proj."
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("awq", {"scales": None}, "q_proj.weight has no scales, which quant_method='awq' needs"),
+        ("awq", {"qzeros": None}, "q_proj.weight has no qzeros"),
+        ("awq", {"qweight": None}, "q_proj.scales without the quantized weight"),
+        ("fp8 blocks", {"weight": None}, "q_proj.weight_scale_inv without the quantized weight"),
+        ("fp8 blocks", {"weight_scale_inv": None}, "has no weight_scale or weight_scale_inv"),
+        ("compressed W8A8", {"weight_scale": None}, "has no weight_scale"),
+        ("compressed W4A16", {"weight_shape": None}, "has no weight_shape"),
+        ("gptq desc_act", {"g_idx": None}, r"has no g_idx, which the activation order \(desc_act"),
+        ("compressed W4A16 ordered", {"weight_g_idx": None}, "has no g_idx"),
+        (
+            "gptq desc_act",
+            {"g_idx": torch.full((64,), 2).int()},
+            "group from 0 to 1 for each of 64",
+        ),
+        ("gptq", {"g_idx": torch.zeros(63).int()}, "for each of 64 inputs"),
+        ("awq", {"scales": torch.ones(3, 128).half()}, r"needs scales of shape \[128, 2\], not"),
+        ("awq", {"qzeros": torch.ones(3, 16).int()}, r"and zeros of \[128, 3\]"),
+        ("awq", {"scales": torch.ones(2, 128).long()}, "scales has the dtype I64"),
+        ("fp8 blocks", {"weight": torch.ones(128, 64).to(torch.float8_e5m2)}, "dtype F8_E5M2"),
+    ],
+)
+def test_tensors_that_do_not_fit(name: str, changes: dict, words: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    quantize_checkpoint(tmp_path, name)
+    path = next(tmp_path.glob("*.safetensors"))
+    tensors = load_file(path)
+    for suffix, tensor in changes.items():
+        tensors.pop(Q_PROJ + suffix)
+        if tensor is not None:
+            tensors[Q_PROJ + suffix] = tensor
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match=words):
+        random_llm(tmp_path)
+
+
+def test_biases_that_are_zero(tmp_path: Path) -> None:
+    """AutoGPTQ adds them to layers without a bias. Other biases that the model lacks are refused."""
+    make_checkpoint(tmp_path)
+    quantize_checkpoint(tmp_path, "gptq")
+    path = next(tmp_path.glob("*.safetensors"))
+    tensors = load_file(path)
+    save_file(tensors | {Q_PROJ + "bias": torch.zeros(128)}, path)
+    random_llm(tmp_path)
+    save_file(tensors | {Q_PROJ + "bias": torch.ones(128)}, path)
+    with pytest.raises(ValueError, match="unexpected: .*q_proj.bias"):
+        random_llm(tmp_path)
+
+
+def test_a_config_whose_weights_are_not_quantized(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": AWQ}))
+    with pytest.raises(ValueError, match="no quantized weights, and its config.json has a quant"):
+        random_llm(tmp_path)
+
+
+@pytest.mark.extra
+def test_compressed_tensors_gives_the_same_weights() -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import (
+        FloatQuantizationCompressor,
+        IntQuantizationCompressor,
+        PackedQuantizationCompressor,
+    )
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    torch.manual_seed(0)
+    compressors: dict[str, Any] = {
+        "pack-quantized": PackedQuantizationCompressor,
+        "int-quantized": IntQuantizationCompressor,
+        "float-quantized": FloatQuantizationCompressor,
+    }
+    cases: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
+        ("pack-quantized", dict(num_bits=4, strategy="group", group_size=32), (48, 4)),
+        ("pack-quantized", dict(num_bits=8, strategy="channel"), (48, 1)),
+        ("int-quantized", dict(num_bits=8, strategy="channel"), (48, 1)),
+        ("int-quantized", dict(num_bits=8, strategy="tensor"), (1,)),
+        ("float-quantized", dict(num_bits=8, strategy="channel", type="float"), (48, 1)),
+        (
+            "float-quantized",
+            dict(num_bits=8, strategy="block", block_structure=[32, 64], type="float"),
+            (2, 2),
+        ),
+    ]
+    for layout, fields, shape in cases:
+        for symmetric in (True, False)[: 1 + (layout != "float-quantized")]:
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                args = QuantizationArgs(**fields, symmetric=symmetric)
+                whole = QuantizationScheme(targets=["Linear"], weights=args)
+                state = {
+                    "weight": torch.randn(48, 128).to(dtype),
+                    "weight_scale": (torch.rand(shape) * 0.1 + 0.05).to(dtype),
+                }
+                if layout != "float-quantized":
+                    zeros = torch.randint(-4, 4, shape) * (not symmetric)
+                    state["weight_zero_point"] = zeros.to(torch.int8)
+                compressed = compressors[layout].compress(state, whole)
+                wanted = compressors[layout].decompress(compressed, whole)["weight"]
+                config = scheme(layout) | {
+                    "config_groups": {"group_0": {"weights": args.model_dump()}}
+                }
+                weight_format = WeightFormat.from_config(config, Path("config.json"))
+                found = weight_format.read("x.weight", compressed.get).dequantized()
+                assert found.dtype == wanted.dtype
+                assert torch.equal(found, wanted), (layout, fields, symmetric, dtype)
+
+
+@pytest.mark.parametrize("attention_backend", ["sdpa", "numba"])
+@pytest.mark.parametrize(
+    ("name", "is_kept"),
+    [
+        ("compressed W4A16", True),
+        ("gptq symmetric", True),
+        ("gptq", False),
+        ("compressed W4A16 asymmetric", False),
+        ("compressed W4A16 ordered", False),
+        ("compressed W8A8", False),
+    ],
+)
+def test_int4_keeps_the_numbers(
+    name: str, is_kept: bool, attention_backend: str, tmp_path: Path
+) -> None:
+    """Weights in symmetric groups of 32 inputs or more are not quantized a second time."""
+    if attention_backend == "numba":
+        pytest.importorskip("numba")
+    make_checkpoint(tmp_path)
+    decoded = quantize_checkpoint(tmp_path, name)
+    options: Any = {"quantization": "int4", "attention_backend": attention_backend}
+    llm = random_llm(tmp_path, **options)
+    for key, weight in weights_of(llm).items():
+        if key.endswith("_proj.weight"):
+            found = weight[torch.arange(weight.shape[0])]
+            rounded = found.to(decoded[key].dtype)  # as the decoded weight is
+            assert torch.equal(rounded, decoded[key]) == is_kept, key
+    assert llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+
+
+def test_slices_of_int4_groups(tmp_path: Path) -> None:
+    """A rank keeps the numbers of its rows, and of its columns if they begin with a group."""
+    tensors, decoded = packed(torch.randn(16, 128), group=64)
+    config = scheme("pack-quantized", 4, strategy="group", group_size=64)
+    weight = WeightFormat.from_config(config, tmp_path).read("x.weight", tensors.get)
+    for slices in ((slice(4, 9),), (slice(None), slice(32, 96))):
+        values, scales = weight[slices].int4_groups()
+        found = (values * scales.float()[:, :, None]).flatten(1)
+        assert torch.equal(found.to(decoded.dtype), decoded[slices])
+    assert weight[slice(None), slice(16, 112)].int4_groups() is None

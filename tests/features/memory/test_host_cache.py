@@ -1,0 +1,536 @@
+"""The host cache: evicted KV blocks that come back. Bookkeeping, copies, and whole engines."""
+
+import logging
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from checkpoints import make_checkpoint, random_llm
+from host_cache_history import HostCacheHistory
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant
+from machines import MACHINE, BlockManagerMachine
+
+from lessons.oracle.mutants import Mutant, apply
+from lessons.oracle.oracle import plain_sequence, run_history
+from nanovllm import LLM, SamplingParams, Trace
+from nanovllm.config import EngineConfig
+from nanovllm.engine.sequence import Sequence
+from nanovllm.features.memory.host_cache import blocks as host_cache
+from nanovllm.features.memory.host_cache import pool as host_pool
+from nanovllm.features.memory.host_cache.blocks import HostBlock, HostCacheBlockManager
+from nanovllm.features.memory.host_cache.pool import HostPool
+from nanovllm.llm import engine_config
+from nanovllm.loading import memory
+from nanovllm.models.fp8 import FP8
+from nanovllm.plan import BlockCopy, StepPlan
+from nanovllm.utils import log
+
+SLOW = pytest.mark.slow
+GIB = 2**30
+
+
+# ---- the bookkeeping: histories, mutants, a state machine ----
+
+
+@pytest.mark.parametrize("seeds", [range(200), pytest.param(range(200, 800), marks=SLOW)])
+def test_random_histories(seeds: range) -> None:
+    saved = loaded = lost = preemptions = 0
+    for seed in seeds:
+        history = run_history(seed, make=HostCacheHistory)
+        saved += history.block_manager.saved_blocks
+        loaded += history.block_manager.loaded_blocks
+        lost += history.block_manager.lost_blocks
+        preemptions += history.scheduler.preemptions
+    assert saved > 5 * len(seeds)
+    assert min(2 * loaded, lost, preemptions) > len(seeds)
+
+
+def fails(block_managers: object) -> bool:
+    for seed in range(400):
+        try:
+            run_history(seed, make=HostCacheHistory, block_managers=block_managers)  # type: ignore[arg-type]
+        except AssertionError:
+            return True
+    return False
+
+
+BLOCKS = host_cache
+BLOCKS_MUTANTS = {
+    "a save is not planned": Mutant(BLOCKS, "_save", "self._saves.append(A)", "pass"),
+    "a block is saved after it was overwritten": Mutant(
+        BLOCKS,
+        "fill_copies",
+        "plan.saves, plan.loads = A",
+        "plan.saves, plan.loads, self.late = "
+        "[*getattr(self, 'late', [])], self._loads, self._saves",
+    ),
+    "a load is not planned": Mutant(BLOCKS, "_load", "self._loads.append(A)", "pass"),
+    "a host block that is loaded is saved over": Mutant(
+        BLOCKS, "attach_cached", "A._busy.add(B)", "pass"
+    ),
+    "two blocks of a step are saved to one": Mutant(BLOCKS, "_save", "A._busy.add(B)", "pass"),
+    "blocks for loads are not counted": Mutant(
+        BLOCKS,
+        "_save",
+        "HostBlock(A, serial=B, key=C)",
+        "HostBlock(A, 1, B, C)",
+    ),
+    "a saved block is not forgotten when it is replaced": Mutant(
+        BLOCKS, "_drop", "del A[B]", "pass"
+    ),
+    "the parent of what follows is lost": Mutant(
+        BLOCKS,
+        "attach_cached",
+        "seq.parent_serial = A",
+        "pass",
+    ),
+    "an abandoned step's host blocks stay cached": Mutant(
+        BLOCKS, "reset_prefix_cache", "self._empty_host()", "pass"
+    ),
+}
+
+
+@SLOW
+@pytest.mark.parametrize("name", BLOCKS_MUTANTS)
+def test_mutant_is_caught(name: str) -> None:
+    mutant = apply(BLOCKS_MUTANTS[name])
+    assert fails(mutant)
+
+
+@SLOW
+def test_a_matched_block_that_a_load_evicts_is_caught() -> None:
+    """Blocks of the device must have an owner before the first load takes one."""
+
+    class LoadsFirst(HostCacheBlockManager):
+        def attach_cached(self, seq: Sequence, matched: list) -> None:
+            loaded = [self._load(b) if isinstance(b, HostBlock) else b.block_id for b in matched]
+            super(HostCacheBlockManager, self).attach_cached(
+                seq, [b for b in matched if not hosted(b)]
+            )
+            seq.block_table = loaded
+            seq.num_cached_blocks = len(matched)
+            seq.num_computed = len(matched) * self.block_size
+            seq.parent_serial = matched[-1].serial if matched else 0
+
+    def hosted(block: object) -> bool:
+        return isinstance(block, HostBlock)
+
+    assert fails(SimpleNamespace(HostCacheBlockManager=LoadsFirst))
+
+
+class TieredMachine(BlockManagerMachine):
+    @initialize(
+        size=st.integers(1, 4),
+        number=st.integers(1, 12),
+        host=st.integers(1, 12),
+    )
+    def start(self, size: int, number: int, host: int) -> None:
+        self.manager = lambda num, size: HostCacheBlockManager(num, size, host)
+        super().start(size, number)
+
+    @invariant()
+    def host_holds(self) -> None:
+        """What a host block holds is what the index says, and each is in one state."""
+        if not hasattr(self, "block_manager"):
+            return
+        blocks = self.block_manager
+        held = [block.block_id for block in blocks.host_index.values()]
+        assert sorted([*held, *blocks.host_free]) == list(range(blocks.num_host_blocks))
+        for key, block in blocks.host_index.items():
+            assert block.key == key
+            named = memoryview(key[1]).cast("I").tolist()
+            assert self.host_content[block.block_id] == named
+
+
+TestTiers = SLOW(TieredMachine.TestCase)
+TestTiers.settings = settings(MACHINE, max_examples=200)
+
+
+class Runs:
+    """Sequences of tokens that are computed at once, and the moves that this takes."""
+
+    def __init__(self, num_blocks: int, size: int = 2, host: int = 8) -> None:
+        super().__init__(num_blocks, size, host)
+
+    def run(self, *token_ids: int) -> tuple[Sequence, StepPlan]:
+        seq, plan = plain_sequence(list(token_ids)), StepPlan()
+        self.attach_cached(seq, self.match(seq))
+        while self.num_needed(seq, len(token_ids)):
+            self.append_block(seq)
+        seq.num_computed = len(token_ids)
+        self.cache_full_blocks(seq)
+        self.fill_copies(plan)
+        return seq, plan
+
+    def where(self, *token_ids: int) -> str:
+        """Of each matched block of a prompt: d on the device, h in host memory."""
+        matched = self.match(plain_sequence([*token_ids, 0]))
+        return "".join("h" if isinstance(b, HostBlock) else "d" for b in matched)
+
+
+class Blocks(Runs, HostCacheBlockManager):
+    """The real manager."""
+
+
+def test_an_evicted_block_comes_back_once_saved() -> None:
+    blocks = Blocks(num_blocks=3)
+    seq, plan = blocks.run(1, 1, 2, 2, 3)
+    assert (plan.saves, plan.loads) == ([], [])
+    blocks.release(seq)
+    assert blocks.where(1, 1, 2, 2) == "dd"
+    other, plan = blocks.run(7, 7, 8, 8, 9, 9)  # takes all three blocks
+    assert [move.target for move in plan.saves] == [0, 1]
+    assert blocks.where(1, 1, 2, 2) == "hh"
+    blocks.release(other)
+    seq, plan = blocks.run(1, 1, 2, 2, 3)
+    assert [move.source for move in plan.loads] == [1, 0]  # the first block was saved last
+    assert [move.target for move in plan.loads] == seq.block_table[:2]
+    assert seq.num_computed == 5
+    assert blocks.stats()["host_spared_tokens"] == 4
+    # It keeps its copy: evicted again, it is not saved again.
+    blocks.release(seq)
+    saved = blocks.saved_blocks
+    other, plan = blocks.run(7, 7, 8, 8, 9, 9)
+    assert blocks.where(1, 1, 2, 2) == "hh"
+    assert blocks.saved_blocks == saved
+    assert not {0, 1} & {move.target for move in plan.saves}
+
+
+def test_a_match_crosses_the_tiers_in_both_directions() -> None:
+    """A child stays reachable when only its parent was evicted, and when both were."""
+    blocks = Blocks(num_blocks=4)
+    seq, _ = blocks.run(1, 1, 2, 2, 3, 3)
+    *_, third = seq.block_table
+    blocks.release(seq)
+    blocks.evictable.move_to_end(third)
+    blocks.run(7, 7, 8, 8)  # evicts one besides the free block: the second
+    assert blocks.where(1, 1, 2, 2, 3, 3) == "dhd"
+    assert blocks.match(plain_sequence([1, 1, 2, 2, 3, 3, 0]))[2].block_id == third
+
+
+def test_a_load_does_not_evict_what_was_matched() -> None:
+    """The least recently used blocks are the matched ones, which have no owner yet."""
+    blocks = Blocks(num_blocks=4)
+    seq, _ = blocks.run(1, 1, 2, 2, 3, 3)
+    *_, third = seq.block_table
+    blocks.release(seq)
+    blocks.evictable.move_to_end(third)
+    other, _ = blocks.run(7, 7, 8, 8)
+    blocks.release(other)
+    assert blocks.where(1, 1, 2, 2, 3, 3) == "dhd"
+    assert set(list(blocks.evictable)[:2]) == {seq_block(blocks, 1, 1), third}
+    seq, plan = blocks.run(1, 1, 2, 2, 3, 3, 4)
+    assert seq.block_table[2] == third
+    assert len(plan.loads) == 1
+    assert len(set(seq.block_table)) == 4
+
+
+def seq_block(blocks: Blocks, *tokens: int) -> int:
+    return blocks.match(plain_sequence([*tokens, 0]))[-1].block_id
+
+
+def test_a_block_that_is_computed_again_keeps_its_identity() -> None:
+    """Its children in host memory are still found."""
+    blocks = Blocks(num_blocks=3)
+    seq, _ = blocks.run(1, 1, 2, 2, 3)
+    blocks.release(seq)
+    other, _ = blocks.run(7, 7, 8, 8, 9, 9)
+    blocks.release(other)
+    assert blocks.where(1, 1, 2, 2) == "hh"
+    seq, plan = blocks.run(1, 1)  # its last token is computed, because it yields the next one
+    assert plan.loads == []
+    assert blocks.where(1, 1, 2, 2) == "dh"
+
+
+def test_what_does_not_fit_is_lost() -> None:
+    blocks = Blocks(num_blocks=3, host=2)
+    for first in (1, 4, 7):
+        seq, _ = blocks.run(*(first + i // 2 for i in range(6)))
+        blocks.release(seq)
+    # Of each step's three evictions one finds no host block, and the next step replaces two.
+    assert blocks.stats() == {
+        "host_blocks": 2,
+        "host_saves": 4,
+        "host_loads": 0,
+        "host_evictions": 4,
+        "host_spared_tokens": 0,
+    }
+    blocks.reset_prefix_cache()
+    assert blocks.stats()["host_blocks"] == 0
+    assert blocks.where(7, 7) == ""
+
+
+def test_plans_are_reproducible() -> None:
+    def plans(seed: int) -> list[StepPlan]:
+        history, made = HostCacheHistory(seed), []
+        run = history.runner.run
+        history.runner.run = lambda plan: made.append(plan) or run(plan)  # type: ignore[func-returns-value]
+        for _ in range(30):
+            history.add()
+            history.step()
+        return made
+
+    for seed in range(20):
+        assert plans(seed) == plans(seed)
+
+
+# ---- the copies ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8], ids=str)
+def test_copies_of_every_dtype(dtype: torch.dtype) -> None:
+    cache = torch.randn(3, 2, 6, 2, 4, 8).to(dtype)
+    before, pool = cache.clone(), HostPool(4, cache[:, :, 0])
+    pool.save(cache, [BlockCopy(5, 0), BlockCopy(2, 3)])
+    cache.view(torch.uint8).fill_(255)  # NaN
+    pool.load(cache, [BlockCopy(3, 1), BlockCopy(0, 4)])
+    assert torch.equal(cache[:, :, 1].float(), before[:, :, 2].float())
+    assert torch.equal(cache[:, :, 4].float(), before[:, :, 5].float())
+    assert cache[:, :, [0, 2, 3, 5]].float().isnan().all()
+
+
+def test_runs_of_pinned_blocks() -> None:
+    """One transfer for consecutive blocks of one allocation, of which each has three here."""
+    pool = object.__new__(host_pool.PinnedPool)
+    pool.per_chunk = 3
+    pool.chunks = [torch.arange(3) + 3 * i for i in range(4)]
+    for blocks in ([0], [0, 1, 2, 3, 4], [5, 6, 2, 1, 0], [9, 10, 11, 4, 5], [7, 7]):
+        found = list(pool.runs(tuple(blocks)))
+        assert [b for _, run in found for b in run.tolist()] == blocks
+        assert [i for where, _ in found for i in range(where.start, where.stop)] == [
+            *range(len(blocks))
+        ]
+    assert len(list(pool.runs((0, 1, 2, 3, 4)))) == 2
+    assert len(list(pool.runs((9, 10, 11, 4, 5)))) == 2
+
+
+def test_the_log_level_hides_the_progress_bar(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of ranks only the first shows it; the others log nothing below a warning."""
+    hidden, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda shape, dtype, **_: empty(shape, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: None)
+    monkeypatch.setattr(
+        log, "tqdm", lambda sizes, disable=False, **_: hidden.append(disable) or sizes
+    )
+    for level in (logging.INFO, logging.WARNING):
+        caplog.set_level(level, "nanovllm")
+        host_pool.PinnedPool(2, torch.zeros(1, 2, 1, 4, 8))
+    assert hidden == [False, True]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("host_cache")
+    make_checkpoint(path)
+    return path
+
+
+@pytest.mark.parametrize("backend", ["numba", "sdpa", "triton"])
+def test_the_order_of_moves(path: Path, backend: str) -> None:
+    """A plan saves a block, copies another over it, and loads what it has just saved."""
+    if backend == "numba":
+        pytest.importorskip("numba")
+    llm = random_llm(path, swap_space=2**-10, attention_backend=backend)
+    runner = llm.engine.runner
+    cache = runner.attention.cache
+    cache.normal_()
+    before = cache.clone()
+    moves = dict(
+        saves=[BlockCopy(1, 7)],
+        block_copies=[BlockCopy(2, 1), BlockCopy(1, 3)],
+        loads=[BlockCopy(7, 2)],
+    )
+    runner.run(StepPlan(**moves, **one_token()))()
+    assert torch.equal(cache[:, :, 1], before[:, :, 2])
+    assert torch.equal(cache[:, :, 3], before[:, :, 1])
+    assert torch.equal(cache[:, :, 2], before[:, :, 1])
+    assert torch.equal(cache[:, :, 4:], before[:, :, 4:])
+
+
+def one_token() -> dict:
+    from nanovllm.plan import Chunk, NewRow, ResultKind, RowSampling
+
+    new_row = NewRow(0, [0], RowSampling(0.0, seed=0))
+    return dict(new_rows=[new_row], chunks=[Chunk(0, 0, [5], ResultKind.TOKEN)], num_tokens=1)
+
+
+# ---- whole engines ----
+
+PARAMS = [
+    SamplingParams(
+        temperature=0.7 * (i % 2), seed=i, max_tokens=20, ignore_eos=True, n=1 + (i % 4 == 3)
+    )
+    for i in range(10)
+]
+PROMPTS = [[(7 * i * (i % 3 > 0) + j) % 190 + 1 for j in range(20 + 9 * i)] for i in range(10)]
+
+
+def tokens_of(llm: LLM, rounds: int = 2) -> list[list[int]]:
+    """The tokens of two conversations of two turns each; the second begins as the first ended."""
+    found, prompts = [], PROMPTS
+    for _ in range(rounds):
+        outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
+        found += [list(sample.token_ids) for out in outputs for sample in out.outputs]
+        answers = [list(out.outputs[0].token_ids) for out in outputs]
+        prompts = [[*p, *a, 3] for p, a in zip(prompts, answers, strict=True)]
+    return found
+
+
+@pytest.mark.parametrize("backend", [pytest.param("numba", marks=SLOW), "sdpa"])
+def test_tokens_do_not_depend_on_the_pools(path: Path, backend: str) -> None:
+    """In float32, from ample pools to those that hardly hold the longest request."""
+    if backend == "numba":
+        pytest.importorskip("numba")
+    options = dict(attention_backend=backend, kvcache_block_size=4, max_num_seqs=4)
+    wanted = tokens_of(random_llm(path, num_kvcache_blocks=800, **options))
+    block_bytes = 2 * 2 * 4 * 2 * 32 * 4
+    for blocks, host, overlap in ((40, 400, False), (60, 50, True), (38, 6, False)):
+        llm = random_llm(
+            path,
+            num_kvcache_blocks=blocks,
+            swap_space=host * block_bytes / GIB,
+            async_scheduling=overlap,
+            **options,
+        )
+        assert llm.engine.runner.host_pool.num_blocks == host
+        assert tokens_of(llm) == wanted, (blocks, host)
+        stats = llm.stats()
+        assert stats["host_saves"] > 0
+        assert 0 < stats["host_blocks"] <= host
+        if host == 400:
+            assert stats["host_loads"] > 50
+            assert stats["host_spared_tokens"] >= 4 * stats["host_loads"]
+
+
+def test_fp8_and_the_interpreter_of_triton(path: Path) -> None:
+    options = dict(kvcache_block_size=4, max_num_seqs=2, attention_backend="sdpa")
+    options |= dict(kv_cache_dtype="fp8")
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+    def tokens(**more: object) -> tuple[list[list[int]], dict]:
+        llm = random_llm(path, **options, **more)
+        outputs = [llm.generate(PROMPTS[:4], params, use_tqdm=False) for _ in range(2)]
+        return [out.outputs[0].token_ids for outs in outputs for out in outs], llm.stats()
+
+    wanted, _ = tokens(num_kvcache_blocks=200)
+    found, stats = tokens(num_kvcache_blocks=20, swap_space=2**-8)
+    assert found == wanted
+    assert stats["host_loads"] > 0
+
+
+def test_stats_without_the_tier(path: Path) -> None:
+    llm = random_llm(path)
+    assert llm.engine.runner.host_pool is None
+    assert type(llm.engine.scheduler.block_manager).__name__ == "BlockManager"
+    assert not [key for key in llm.stats() if "host" in key]
+
+
+def small(path: Path, **options: object) -> LLM:
+    settings = dict(kvcache_block_size=4, num_kvcache_blocks=30, attention_backend="sdpa")
+    settings |= dict(swap_space=2**-8)
+    return random_llm(path, **(settings | options))
+
+
+def test_a_failed_step_empties_both_tiers(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it saved cannot be relied on."""
+    llm = small(path)
+    wanted = tokens_of(llm, rounds=1)
+    blocks = llm.engine.scheduler.block_manager
+    assert blocks.host_index
+    pool, calls = llm.engine.runner.host_pool, [0]
+
+    def broken(cache: torch.Tensor, moves: list[BlockCopy]) -> None:
+        calls[0] += 1
+        for _, host_block in moves:
+            pool.blocks[host_block] = float("nan")
+        if calls[0] == 3:
+            monkeypatch.undo()
+            raise RuntimeError("a save failed on purpose")
+        HostPool.save(pool, cache, moves)
+
+    llm.reset_prefix_cache()
+    assert not blocks.host_index
+    monkeypatch.setattr(pool, "save", broken)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert not blocks.host_index
+    assert len(blocks.host_free) == blocks.num_host_blocks
+    assert blocks.num_available == blocks.num_blocks
+    assert tokens_of(llm, rounds=1) == wanted
+
+
+def test_the_trace_shows_the_moves(path: Path) -> None:
+    llm = small(path)
+    with Trace(llm) as trace:
+        for _ in range(2):
+            tokens_of(llm, rounds=1)
+    saved = [tuple(move) for event in trace.events for move in event.get("saved", ())]
+    loaded = [tuple(move) for event in trace.events for move in event.get("loaded", ())]
+    assert len(saved) == llm.stats()["host_saves"]
+    assert len(loaded) == llm.stats()["host_loads"]
+    text = " ".join(str(trace).split())
+    assert "Host memory: before the step computes, block " in text
+    assert " is saved to host block " in text
+    assert " is loaded from host block " in text
+    stats = llm.stats()
+    assert f"It holds {stats['host_blocks']} blocks. " in text
+    assert f"it has lost {stats['host_evictions']} block" in text
+
+
+def test_the_log_says_how_many_blocks(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "nanovllm")
+    small(path)
+    assert "host memory holds 1,024 KV blocks (0.00390625 GiB)" in caplog.text
+
+
+def test_without_the_folder(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sentence, before anything is loaded."""
+    monkeypatch.setitem(sys.modules, "nanovllm.features.memory.host_cache", None)
+    for name in ("blocks", "pool"):
+        monkeypatch.delitem(sys.modules, f"nanovllm.features.memory.host_cache.{name}")
+    random_llm(path)
+    monkeypatch.setattr("nanovllm.loading.make_engine.make_runner", None)
+    with pytest.raises(
+        ValueError, match=r"swap_space needs nanovllm/features/memory/host_cache/\w+\.py"
+    ):
+        small(path)
+
+
+def test_names_and_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert engine_config({"kv_offloading_size": 2.5}).swap_space == 2.5
+    assert engine_config({"kv_offloading_size": None}).swap_space == 0
+    config = EngineConfig(swap_space=4)
+    gpu = torch.device("cuda", 0), 1
+    monkeypatch.setattr(memory, "available_host_memory", lambda: 3 * GIB)
+    with pytest.raises(ValueError, match="takes 4,294,967,296 bytes .* 3,221,225,472 are free;"):
+        _ = memory.Room(config, *gpu, 5 * GIB, 1000).num_host_blocks
+    monkeypatch.setattr(memory, "available_host_memory", lambda: 5 * GIB)
+    assert memory.Room(config, *gpu, 5 * GIB, 1000).num_host_blocks == 4 * GIB // 1000
+    # Weights and KV cache of a CPU take the same memory.
+    cpu = torch.device("cpu"), 5 * GIB
+    with pytest.raises(ValueError, match="next to weights and KV cache"):
+        _ = memory.Room(config, *cpu, GIB, 1000).num_host_blocks
+    small_cache = EngineConfig(swap_space=4, num_kvcache_blocks=10**6)
+    with pytest.raises(ValueError, match="next to weights and KV cache"):
+        _ = memory.Room(small_cache, *cpu, GIB // 4, 1000).num_host_blocks
+    assert memory.Room(config, *cpu, GIB // 4, 1000).num_host_blocks == 4 * GIB // 1000
+
+
+def test_memory_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the ranks takes the swap space, before they divide half of what remains."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(memory, "available_host_memory", lambda: 5 * GIB)
+    cpu = torch.device("cpu")
+    free = memory.free_memory(cpu, ranks=2)
+    for size, blocks in ((1, 2048 - 1), (2, 768 - 1)):
+        config = EngineConfig(swap_space=1, tensor_parallel_size=size)
+        room = memory.Room(config, cpu, free, 0, 2**20)
+        assert room.num_kv_blocks(10**6, NotImplemented) == blocks

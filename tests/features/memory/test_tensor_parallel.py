@@ -1,0 +1,518 @@
+"""Tensor parallelism: 2 and 4 ranks on a CPU answer as one does, and end together."""
+
+import ast
+import functools
+import os
+import pickle
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import make_checkpoint, random_llm
+from hybrid_checkpoints import make_hybrid_checkpoint
+from moe_checkpoints import make_moe_checkpoint
+from quantized_files import quantize_checkpoint
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.backends.int8 import quantized
+from nanovllm.cli.jobs import run_batch
+from nanovllm.engine.sequence import Sequence
+from nanovllm.features.memory.tensor_parallel.ranks import DOWNLOAD_TIMEOUT, TIMEOUT
+from nanovllm.features.memory.tensor_parallel.shards import config_of_rank, tensors_of_rank
+from nanovllm.features.requests.beam_search import BeamSearchParams
+from nanovllm.loading.memory import num_weights, weight_bytes
+from nanovllm.models.backend import Backend
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.qwen3 import Qwen3
+from nanovllm.models.rope import RopeConfig
+from nanovllm.models.weights import random_weights
+
+ROOT = Path(__file__).parents[3]
+Job = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Job]:
+    """Runs a job of ranks.py: (name, number of ranks, **arguments) -> what each rank found."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "tests/helpers/ranks.py"]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as server:
+
+        @functools.cache
+        def ask(*job: Any) -> list[dict[str, Any]]:
+            pickle.dump(job, server.stdin)
+            server.stdin.flush()
+            return pickle.load(server.stdout)
+
+        def run(name: str, size: int, **arguments: Any) -> list[dict[str, Any]]:
+            return ask(name, size, *sorted(arguments.items()))
+
+        yield run
+        server.stdin.close()
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    path = tmp_path_factory.mktemp("ranks")
+    make_checkpoint(path / "qwen3")  # 4 query heads, 2 KV heads, 199 tokens
+    make_checkpoint(path / "qwen2", family="qwen2", tie=True)
+    # As many KV heads as 4 ranks, and biases of all attention layers.
+    make_checkpoint(path / "biased", "llama", kv_heads=4, group=1, attention_bias=True)
+    make_moe_checkpoint(path / "moe", mlp_only_layers=[1])
+    # An expert of each of two ranks has as many units as a block of int8 weights.
+    make_moe_checkpoint(path / "moe-128", moe_intermediate_size=128, num_experts=4)
+    make_hybrid_checkpoint(path / "hybrid")
+    make_moe_checkpoint(path / "hybrid-moe", hybrid=True)
+    return {path.name: str(path) for path in path.iterdir()}
+
+
+def values(found: list[dict[str, Any]]) -> list[Any]:
+    """What the ranks returned. If one failed, this shows what it printed."""
+    for result in found:
+        assert "value" in result, result["log"][-3000:]
+    return [result["value"] for result in found]
+
+
+# ---- the same answers ----
+
+CASES = [
+    ("qwen3", 2, {}),
+    ("qwen3", 4, {}),  # each KV head is on two ranks; the last rank has a token less
+    ("qwen2", 2, {"enable_prefix_caching": False}),
+    ("biased", 4, {"async_scheduling": True, "swap_space": 2**-9}),
+    ("moe", 2, {}),  # each expert is divided
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "size", "options"), CASES, ids=str)
+def test_ranks_answer_as_one(
+    ranks: Job, paths: dict[str, str], model: str, size: int, options: dict[str, Any]
+) -> None:
+    """Chunked prompts, preemption, forks, beams, log-probabilities, embeddings and streams."""
+    arguments = {"path": paths[model], **options}
+    [one] = values(ranks("everything", 1, **arguments))
+    assert one["stats"]["preemptions"] > 0
+    assert ("swap_space" in options) == (one["stats"].get("host_loads", 0) > 0)
+    found = ranks("everything", size, **arguments)
+    for answer in values(found):
+        assert answer["tokens"] == one["tokens"]
+        assert (answer["stats"], answer["steps"]) == (one["stats"], one["steps"])
+        for name, numbers in one["numbers"].items():
+            np.testing.assert_allclose(answer["numbers"][name], numbers, atol=2e-4, err_msg=name)
+        assert answer["numbers"] == values(found)[0]["numbers"]  # the same bits on all ranks
+    logs = [result["log"] for result in found]
+    assert "KV cache of" in logs[0]
+    assert "Generating" in logs[0]
+    assert logs[1:] == [""] * (size - 1)
+
+
+@pytest.mark.slow
+def test_captured_decodes(ranks: Job, paths: dict[str, str]) -> None:
+    """The calls to other ranks are in what is captured."""
+    [one] = values(ranks("with_graphs", 1, path=paths["qwen3"]))
+    found = values(ranks("with_graphs", 2, path=paths["qwen3"]))
+    assert [answer["tokens"] for answer in found] == [one["tokens"]] * 2
+
+
+@pytest.mark.slow
+def test_text_and_stop_strings(ranks: Job) -> None:
+    [one] = values(ranks("text", 1))
+    assert {reason for _, reason in one} == {"stop"}
+    assert one[0][0] == "12 + 30 = 42"
+    assert values(ranks("text", 2)) == [one] * 2
+
+
+QUANTIZED = [("qwen2", "int8"), ("moe-128", "int8"), ("moe-128", "int4")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["sdpa", "numba"])
+@pytest.mark.parametrize(("model", "weights"), QUANTIZED)
+def test_quantization(
+    ranks: Job, paths: dict[str, str], model: str, weights: str, backend: str
+) -> None:
+    """A rank has scales of its own: the results are not those of one, and as accurate."""
+    if backend == "numba":
+        pytest.importorskip("numba")
+    path, options = paths[model], {"quantization": weights}  # qwen2's embeddings are int8 too
+    [exact] = values(ranks("everything", 1, path=path))
+    [one] = values(ranks("everything", 1, path=path, **options))
+    first, second = values(ranks("everything", 2, path=path, attention_backend=backend, **options))
+    assert first == second
+    for name in ("prompt_logprobs", "embeddings"):  # the other numbers are too few
+        errors = [
+            np.abs(np.array(found["numbers"][name]) - exact["numbers"][name]).mean()
+            for found in (one, first)
+        ]
+        print(f"{name}: mean errors {errors} of 1 and 2 ranks")
+        assert 0 < errors[1] < 1.3 * errors[0], name
+
+
+@pytest.mark.slow
+def test_the_kernels_of_a_cpu(ranks: Job, paths: dict[str, str]) -> None:
+    pytest.importorskip("numba")
+    [one] = values(ranks("everything", 1, path=paths["qwen3"]))
+    found = values(ranks("everything", 2, path=paths["qwen3"], attention_backend="numba"))
+    assert [answer["tokens"] for answer in found] == [one["tokens"]] * 2
+
+
+@pytest.mark.parametrize("model", ["hybrid", "hybrid-moe"])
+def test_linear_attention_is_refused(ranks: Job, paths: dict[str, str], model: str) -> None:
+    for found in values(ranks("an_engine", 2, path=paths[model])):
+        assert re.match("ValueError: Qwen3_5.* does not support tensor_parallel_size", found)
+
+
+def test_two_engines(ranks: Job, paths: dict[str, str]) -> None:
+    first, second = values(ranks("two_engines", 2, path=paths["qwen3"]))
+    assert first == second
+    assert first[0] == first[1] == first[2]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_deleted_engine_leaves_no_connections(
+    ranks: Job, paths: dict[str, str], size: int
+) -> None:
+    for first, *others in values(ranks("engines_in_turn", size, path=paths["qwen3"])):
+        assert first[1] == 1  # the group of all processes, which the script may use
+        assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize(("destroyed", "groups"), [(False, (2, 1)), (True, (0, 0))])
+def test_an_engine_disconnects_at_exit(
+    ranks: Job, paths: dict[str, str], destroyed: bool, groups: tuple[int, int]
+) -> None:
+    """If it stayed connected, one exit of 40 ended with SIGABRT. A script may do it itself."""
+    found = ranks("groups_at_exit", 2, path=paths["qwen3"], destroyed=destroyed)
+    assert values(found) == [groups] * 2
+    assert "Error" not in found[0]["log"] + found[1]["log"]
+
+
+def test_bytes_of_a_step(ranks: Job, paths: dict[str, str]) -> None:
+    """A decode of 3 rows in float32: 2 layers, hidden states of 64, 199 tokens on 2 ranks."""
+    for found in values(ranks("bytes_of_a_step", 2, path=paths["qwen3"])):
+        assert found == {
+            "all_reduce": [3 * 64 * 4] * (1 + 2 * 2),
+            "all_gather": [3 * 100 * 4],
+            "agree": [16],
+        }
+
+
+# ---- what could make ranks disagree ----
+
+
+def test_plans_do_not_depend_on_addresses(
+    paths: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences in a set would come in another order in each process."""
+
+    def plans(salt: int) -> list[str]:
+        monkeypatch.setattr(Sequence, "__hash__", lambda seq: (id(seq) >> 4) ^ salt)
+        llm, noted = random_llm(Path(paths["qwen3"]), attention_backend="sdpa"), []
+        run = llm.engine.runner.run
+        llm.engine.runner.run = lambda plan: noted.append(repr(plan)) or run(plan)
+        prompts = [[1, 2, 3], [4, 5, 6, 7], [8]]
+        llm.beam_search(prompts, BeamSearchParams(5, 8, ignore_eos=True), use_tqdm=False)
+        llm.generate(prompts, SamplingParams(n=3, max_tokens=5, seed=1), use_tqdm=False)
+        return noted
+
+    first = plans(0)
+    for salt in (1, 2, 3, 5, 6, 7, 12):
+        assert plans(salt) == first
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        ("other_parameters", "different steps: rank 0: .*seed=0.*rank 1: .*seed=1"),
+        ("other_options", "different options: rank 0: .*seed=0.*rank 1: .*seed=1"),
+        ("an_abort", "different steps: .*one thread, including aborts"),
+    ],
+)
+def test_ranks_that_disagree(ranks: Job, paths: dict[str, str], job: str, words: str) -> None:
+    found = values(ranks(job, 2, path=paths["qwen3"]))
+    assert found[0] == found[1]
+    assert re.match(f"RuntimeError: the ranks have {words}", found[0]), found[0]
+
+
+def test_other_tokens_on_another_rank(ranks: Job, paths: dict[str, str]) -> None:
+    """The engines remain usable, although the last tokens are not those of the other rank."""
+    (failed, answer), other = values(ranks("other_tokens", 2, path=paths["qwen3"]))
+    assert (failed, answer) == other
+    assert re.match("RuntimeError: the ranks have different steps: rank 0: .*after", failed)
+    [(_, wanted)] = values(ranks("other_prompts", 1, path=paths["qwen3"]))
+    assert answer == wanted
+
+
+def test_other_prompts_on_another_rank(ranks: Job, paths: dict[str, str]) -> None:
+    """The engines remain usable."""
+    (failed, answer), other = values(ranks("other_prompts", 2, path=paths["qwen3"]))
+    assert (failed, answer) == other
+    assert re.match(
+        r"RuntimeError: .*rank 0: .*token_ids=\[4, 5\].*rank 1: .*token_ids=\[4, 6\]", failed
+    )
+    [wanted] = values(ranks("other_prompts", 1, path=paths["qwen3"]))
+    assert answer == wanted[1]
+
+
+def test_ranks_that_are_one_call_apart(ranks: Job, paths: dict[str, str]) -> None:
+    """They disagree at each call, and the last one of rank 0 does not wait for rank 1."""
+    first, second = values(ranks("one_call_apart", 2, path=paths["qwen3"]))
+    assert first[0].startswith("no error")
+    assert second[0].startswith("no error")
+    for failed in (*first[1:4], *second[1:]):
+        assert failed.startswith("RuntimeError: the ranks have different steps")
+    assert first[4].startswith(LOST)
+
+
+def test_a_finalizer_aborts_nothing(ranks: Job, paths: dict[str, str]) -> None:
+    first, second = values(ranks("a_stream_that_is_collected", 2, path=paths["qwen3"]))
+    assert first == second
+    assert first[1] == 0
+
+
+LOST = "RuntimeError: rank 0 is disconnected from the other ranks: a rank failed"
+
+
+def test_a_rank_that_fails(ranks: Job, paths: dict[str, str]) -> None:
+    """The other one does not wait for its end."""
+    first, second = values(ranks("a_failing_rank", 2, path=paths["qwen3"]))
+    assert first[0].startswith(LOST)
+    assert second[0] == "ZeroDivisionError: division by zero"
+    assert first[1].startswith(LOST)
+    assert second[1].startswith(LOST.replace("rank 0", "rank 1"))
+
+
+def test_a_killed_rank(ranks: Job, paths: dict[str, str]) -> None:
+    first, second = ranks("a_killed_rank", 2, path=paths["qwen3"])
+    assert first["value"].startswith(LOST)
+    assert second["status"] == 9
+
+
+def test_ctrl_c_in_one_rank(ranks: Job, paths: dict[str, str]) -> None:
+    first, second = ranks("ctrl_c", 2, path=paths["qwen3"])
+    assert first["value"].startswith(LOST)
+    assert second["value"] == "KeyboardInterrupt: "
+
+
+def test_a_script_that_ends_early(ranks: Job, paths: dict[str, str]) -> None:
+    first, second = values(ranks("an_early_end", 2, path=paths["qwen3"]))
+    assert first.startswith(LOST)
+    assert second == "no error: 1"
+
+
+def test_a_rank_that_does_nothing(ranks: Job, paths: dict[str, str]) -> None:
+    first, second = values(ranks("a_slow_rank", 2, path=paths["qwen3"]))
+    assert first.startswith(LOST)
+    assert second.startswith(LOST.replace("rank 0", "rank 1"))
+
+
+def test_a_download_that_takes_long(ranks: Job, paths: dict[str, str]) -> None:
+    """The other ranks wait longer for a download than for a step."""
+    step, download = ("step", TIMEOUT), [("download", None), ("barrier", DOWNLOAD_TIMEOUT)]
+    first, second = values(ranks("a_download", 2, path=paths["qwen3"]))
+    assert first == [*download, step]
+    assert second == [*download[::-1], step]
+
+
+def test_the_fewest_blocks(ranks: Job, paths: dict[str, str]) -> None:
+    [one] = values(ranks("fewest_blocks", 1, path=paths["qwen3"]))
+    first, second = values(ranks("fewest_blocks", 2, path=paths["qwen3"]))
+    assert first == second == 2 * one + 1 - 10  # the blocks of a rank are half as large
+
+
+# ---- before anything is loaded ----
+
+
+def test_not_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/tmp/some_script.py"])
+    with pytest.raises(
+        ValueError,
+        match="needs 2 processes, and WORLD_SIZE is 1; start them with: "
+        "torchrun --nproc-per-node 2 some_script.py",
+    ):
+        LLM(tensor_parallel_size=2)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="WORLD_SIZE is 4; start them with: torchrun --nproc-per"):
+        LLM(tensor_parallel_size=2)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="device='cuda:1' would be the GPU of all 2 ranks"):
+        LLM(tensor_parallel_size=2, device="cuda:1")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(
+        ValueError, match="RANK is not set; start them with: torchrun --nproc-per-node 2 so"
+    ):
+        LLM(tensor_parallel_size=2)
+
+
+def config(heads: int, kv_heads: int, inner: int, **fields: Any) -> ModelConfig:
+    settings: dict[str, Any] = dict(
+        architecture="Qwen3ForCausalLM",
+        vocab_size=151936,
+        hidden_size=1024,
+        num_layers=2,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(1e6),
+        sliding_window=None,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        attention_bias=False,
+        output_bias=False,
+        qk_norm=True,
+        dtype=None,
+    )
+    sizes = dict(num_heads=heads, num_kv_heads=kv_heads, intermediate_size=inner)
+    return ModelConfig(**settings | sizes | fields)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "size", "words"),
+    [
+        ((14, 2, 4864), 4, "the 14 query heads .* 4864 .* 2 KV heads .*; use one of 1, 2$"),
+        ((6, 3, 64), 2, "divide the 3 KV heads or be a multiple of them; use one of 1$"),
+        ((8, 2, 100), 8, "the 100 feed-forward units, .* use one of 1, 2, 4$"),
+    ],
+)
+def test_heads_that_do_not_divide(sizes: tuple[int, int, int], size: int, words: str) -> None:
+    with pytest.raises(ValueError, match=f"tensor_parallel_size={size} does not .*{words}"):
+        config_of_rank(config(*sizes), size)
+
+
+# ---- memory and files ----
+
+BILLIONS = {  # the shapes of Qwen3-14B and Qwen3-32B
+    14.8: config(40, 8, 17408, hidden_size=5120, num_layers=40),
+    32.8: config(64, 8, 25600, hidden_size=5120, num_layers=64),
+}
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("billions", BILLIONS)
+def test_an_eighth_of_the_bytes(billions: float, quantization: str | None) -> None:
+    whole = BILLIONS[billions]
+    assert num_weights(Qwen3.on_meta(whole)) / 1e9 == pytest.approx(billions, abs=0.05)
+    backend = Backend(torch.device("meta"), torch.bfloat16)
+    backend = quantized(backend) if quantization else backend
+    model = Qwen3(config_of_rank(whole, 8), 64, backend)
+    stored = sum(module.weight.nbytes for module in model.linears()) + model.embed_tokens.nbytes
+    norms = [model.norm, *(w for layer in model.layers for w in norms_of(layer))]
+    stored += sum(norm.nbytes for norm in norms)
+    assert stored == weight_bytes(model)
+    eighth = weight_bytes(Qwen3.on_meta(whole, backend)) / 8
+    print(f"{stored / 1e9:.3f} GB, {stored / eighth - 1:.4%} more than an eighth")
+    assert eighth <= stored < 1.002 * eighth  # norms; in int8 also scales
+    assert model.config.block_bytes(16, 2) == whole.block_bytes(16, 2) / 8
+
+
+def norms_of(layer: Any) -> list[torch.Tensor]:
+    return [layer.input_layernorm, layer.post_attention_layernorm, *layer.self_attn.norms]
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_slices_make_the_whole(size: int) -> None:
+    """Every element of a checkpoint is on one rank, and that of a copied KV head on as many."""
+    whole = config(
+        8, 2, 16, hidden_size=8, head_dim=2, vocab_size=19, output_bias=True, attention_bias=True
+    )
+    backend = Backend(torch.device("cpu"), torch.float32)
+    sources = {
+        part.name: torch.rand(part.shape) for part in Qwen3(whole, 8, backend).checkpoint_tensors()
+    }
+    counts: dict[str, torch.Tensor] = {name: torch.zeros(x.shape) for name, x in sources.items()}
+    stored = defaultdict(list)
+    for rank in range(size):
+        model = Qwen3(config_of_rank(whole, size), 8, backend)
+        places = {part.name: part.store.__self__ for part in model.checkpoint_tensors()}
+        for part in tensors_of_rank(model.checkpoint_tensors(), whole, rank, size):
+            assert part.shape == sources[part.name].shape
+            part.store(sources[part.name][part.slices])
+            counts[part.name][part.slices] += 1
+            stored[part.name].append(places[part.name])
+    for name, source in sources.items():
+        if "norm" in name:
+            assert all(torch.equal(x, source) for x in stored[name])
+        elif name.endswith("o_proj.bias"):
+            assert torch.equal(sum(stored[name]), source)
+        else:
+            copies = max(1, size // 2) if "k_proj" in name or "v_proj" in name else 1
+            assert (counts[name] == copies).all(), name
+            by = 1 if "o_proj" in name or "down_proj" in name else 0
+            assert torch.equal(torch.cat(stored[name][::copies], dim=by)[: len(source)], source)
+
+
+def test_dummy_weights_are_those_of_one_rank() -> None:
+    whole = config(4, 4, 16, hidden_size=8, head_dim=2, vocab_size=20)
+    backend = Backend(torch.device("cpu"), torch.float32)
+    models = [Qwen3(config_of_rank(whole, size), 8, backend) for size in (1, 2, 2)]
+    for rank, model in zip((0, 0, 1), models, strict=True):
+        parts = model.checkpoint_tensors()
+        if model is not models[0]:
+            parts = tensors_of_rank(parts, whole, rank, 2)
+        random_weights(parts, 3, torch.device("cpu"))
+    one, *two = (model.layers[1].mlp for model in models)
+    gates = [mlp.gate_up_proj.weight for mlp in two]
+    for part in (0, 1):
+        assert torch.equal(
+            one.gate_up_proj.weight.chunk(2)[part], torch.cat([w.chunk(2)[part] for w in gates])
+        )
+    down = torch.cat([mlp.down_proj.weight for mlp in two], dim=1)
+    assert torch.equal(one.down_proj.weight, down)
+
+
+def test_one_rank_uses_nothing_of_it(ranks: Job, paths: dict[str, str]) -> None:
+    """torch imports torch.distributed; the package does so in one file, which is not loaded."""
+    importing = []
+    for path in (ROOT / "nanovllm").rglob("*.py"):
+        names = [
+            alias.name if isinstance(node, ast.Import) else f"{node.module}.{alias.name}"
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names
+        ]
+        importing += [path.name for name in names if "torch.distributed" in name]
+    assert importing == ["ranks.py"]
+    assert values(ranks("alone", 1, path=paths["qwen3"])) == [[]]
+
+
+def test_a_file_of_requests_is_for_one_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for started in ("1", "2"):  # without torchrun too, which would not help
+        monkeypatch.setenv("WORLD_SIZE", started)
+        assert run_batch.main(["-i", "a", "-o", "b", "--set", "tensor_parallel_size=2"]) == 1
+        error = capsys.readouterr().err
+        assert "tensor_parallel_size: one process writes the output; use 1" in error
+
+
+@pytest.mark.slow
+def test_the_script_of_the_documentation(tmp_path: Path) -> None:
+    """Started by torchrun itself, which ends both ranks when one fails."""
+    page = (ROOT / "docs" / "tensor_parallel.md").read_text()
+    script = tmp_path / "script.py"
+    [code] = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
+    script.write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("12 + 30 = 42") == 1
+
+
+@pytest.mark.slow
+def test_a_quantized_checkpoint(ranks: Job, tmp_path: Path) -> None:
+    """Each rank loads its slices of the decoded weights."""
+    make_checkpoint(tmp_path)
+    quantize_checkpoint(tmp_path, "gptq desc_act")
+    alone, *_ = values(ranks("greedy", 1, path=str(tmp_path)))
+    assert values(ranks("greedy", 2, path=str(tmp_path))) == [alone, alone]

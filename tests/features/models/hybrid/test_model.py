@@ -1,0 +1,433 @@
+"""Models with linear attention: their numbers are transformers', however a prompt is computed."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import edited, random_llm
+from hybrid_checkpoints import make_hybrid_checkpoint, nest
+from safetensors.torch import load_file, save_file
+
+from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.backends.cpu.kernels import delta_rule as cpu_delta_rule
+from nanovllm.backends.cpu.kernels.delta_layers import HybridLayers
+from nanovllm.cli.trace.trace import Trace
+from nanovllm.config import EngineConfig
+from nanovllm.features.models.hybrid import delta_rule
+from nanovllm.features.models.hybrid.memory import check_options
+from nanovllm.features.models.hybrid.model import LinearAttention
+from nanovllm.loading.checkpoint import Checkpoint
+from nanovllm.models.backend import Backend
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+
+
+def prompts_of(*lengths: int, seed: int = 1) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {"prompt_token_ids": torch.randint(1, 199, (n,), generator=generator).tolist()}
+        for n in lengths
+    ]
+
+
+def check_greedy(model: torch.nn.Module, outputs: list[Any], tolerance: float = 1e-4) -> None:
+    """Every token is the most likely one of transformers, with the same log-probability.
+
+    Of two tokens whose log-probabilities differ by less than 2e-5, either is right: on one
+    processor two differ by 9e-6.
+    """
+    for output in outputs:
+        prompt = output.prompt_token_ids
+        for sample in output.outputs:
+            ids = list(sample.token_ids)
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + ids]), use_cache=False).logits[0]
+            logprobs = logits[len(prompt) - 1 : -1].log_softmax(-1)
+            chosen = logprobs.gather(-1, torch.tensor(ids)[:, None])[:, 0]
+            assert (logprobs.amax(-1) - chosen < 2e-5).all()
+            if sample.logprobs is not None:
+                ours = [
+                    entry[token].logprob for token, entry in zip(ids, sample.logprobs, strict=True)
+                ]
+                torch.testing.assert_close(torch.tensor(ours), chosen, atol=tolerance, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
+    path = tmp_path_factory.mktemp("hybrid")
+    return path, make_hybrid_checkpoint(path)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "numba"])
+@pytest.mark.parametrize(
+    ("layers", "key_heads", "value_heads", "nested"),
+    [
+        ("LLLF", 2, 4, False),
+        ("FLLFL", 2, 2, True),
+        ("LL", 1, 3, False),
+        ("FF", 2, 2, False),
+    ],
+)
+def test_equals_transformers(
+    tmp_path: Path, backend: str, layers: str, key_heads: int, value_heads: int, nested: bool
+) -> None:
+    model = make_hybrid_checkpoint(tmp_path, layers, value_heads, key_heads, nested=nested)
+    llm = random_llm(tmp_path, attention_backend=backend)
+    prompts = prompts_of(1, 2, 3, 4, 20, 64, 70, 130)
+    check_greedy(model, llm.generate(prompts, GREEDY, use_tqdm=False))
+    # With the prefix cache: all but the last tokens of each prompt come from a snapshot.
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    check_greedy(model, outputs)
+    if "L" in layers:
+        assert [o.num_cached_tokens for o in outputs] == [0, 0, 0, 0, 16, 48, 64, 128]
+
+
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    {"rope_type": "default", "partial_rotary_factor": 1.0},
+]
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
+def test_rotary_embedding(tmp_path: Path, rope: dict[str, Any]) -> None:
+    """Only the rotated part of a head has the scale of yarn. All of a head can be rotated."""
+    defaults = {"rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
+    model = make_hybrid_checkpoint(tmp_path, "FLF", rope_parameters=defaults | rope)
+    for backend in ("sdpa", "numba"):
+        llm = random_llm(tmp_path, attention_backend=backend)
+        outputs = llm.generate(prompts_of(20, 100), GREEDY, use_tqdm=False)
+        # transformers' own numbers in float32 differ from those in float64 by 1e-4 here.
+        check_greedy(model, outputs, tolerance=3e-4)
+
+
+def test_every_split_of_a_prompt(checkpoint: tuple[Path, torch.nn.Module]) -> None:
+    """Chunks of 1 to 130 tokens give the numbers of the whole prompt."""
+    path, model = checkpoint
+    [prompt] = prompts_of(130)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt["prompt_token_ids"]]), use_cache=False).logits[0]
+    ids = prompt["prompt_token_ids"]
+    expected = logits.log_softmax(-1)[range(129), ids[1:]]
+    for budget in range(1, 131):
+        llm = random_llm(path, max_num_batched_tokens=budget, max_num_seqs=1)
+        [output] = llm.generate([prompt], params, use_tqdm=False)
+        ours = [
+            entry[token].logprob
+            for token, entry in zip(ids[1:], output.prompt_logprobs[1:], strict=True)
+        ]
+        torch.testing.assert_close(torch.tensor(ours), expected, atol=1e-4, rtol=0)
+        assert output.outputs[0].token_ids[0] == int(logits[-1].argmax())
+
+
+def test_chunks_equal_steps() -> None:
+    """The chunked rule gives the outputs and the state of one step after another."""
+    torch.manual_seed(0)
+    heads, dim, values = 3, 8, 12
+    for length in (1, 2, 63, 64, 65, 200):
+        q, k = torch.randn(2, length, heads, dim)
+        k = k / k.norm(dim=-1, keepdim=True)
+        k[length // 2 :] = k[length // 2]  # repeated keys
+        v, beta = torch.randn(length, heads, values), torch.rand(length, heads)
+        g = -torch.rand(length, heads) * 3
+        first = torch.randn(heads, dim, values)
+        want_state, want = first.clone(), []
+        for i in range(length):
+            want_state = want_state * g[i].exp()[:, None, None]
+            difference = beta[i, :, None] * (v[i] - (want_state * k[i, :, :, None]).sum(1))
+            want_state = want_state + k[i, :, :, None] * difference[:, None]
+            want.append((want_state * q[i, :, :, None]).sum(1))
+        expected = torch.stack(want, dim=1)
+        layer: Any = SimpleNamespace(sizes=(heads, heads, dim, values))
+        mixed = torch.cat((q.flatten(1), k.flatten(1), v.flatten(1)), dim=1)
+        for module in (delta_rule, cpu_delta_rule):
+            state = first.clone()
+            solved = delta_rule.Solved(*module.solve(layer, mixed, beta, g))
+            out = delta_rule.advance(solved, state)
+            torch.testing.assert_close(out[:, :length], expected, atol=2e-5, rtol=1e-4)
+            torch.testing.assert_close(state, want_state, atol=2e-5, rtol=1e-4)
+
+
+VARIANTS: list[dict[str, object]] = [
+    {"num_kvcache_blocks": 14, "max_num_seqs": 6},  # preempts
+    {"num_kvcache_blocks": 14, "max_num_seqs": 6, "num_state_slots": 0},
+    {"num_kvcache_blocks": 14, "enable_prefix_caching": False},
+    {"max_num_batched_tokens": 13, "async_scheduling": True},
+    {"num_kvcache_blocks": 14, "async_scheduling": True, "num_state_slots": 3},
+    {"kvcache_block_size": 4, "num_kvcache_blocks": 60, "num_state_slots": 2},
+    {"attention_backend": "numba", "num_kvcache_blocks": 14},
+]
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+def test_preemption_chunks_and_overlap(
+    checkpoint: tuple[Path, torch.nn.Module], options: dict[str, object]
+) -> None:
+    path, model = checkpoint
+    llm = random_llm(path, **options)
+    shared = prompts_of(40, seed=5)[0]["prompt_token_ids"]
+    prompts = [{"prompt_token_ids": shared + p["prompt_token_ids"]} for p in prompts_of(3, 9, 30)]
+    prompts += prompts_of(1, 17, 33, 60)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1)
+    for _ in range(2):
+        check_greedy(model, llm.generate(prompts, params, use_tqdm=False))
+    if options.get("num_kvcache_blocks") == 14:
+        assert llm.stats()["preemptions"]
+
+
+def test_decodes_in_one_call(tmp_path: Path) -> None:
+    """With preemption, snapshots and several samples of a prompt, like layer by layer."""
+    model = make_hybrid_checkpoint(tmp_path, "LLFL", value_heads=32, intermediate_size=128)
+    options: dict[str, Any] = {"attention_backend": "numba", "num_kvcache_blocks": 14}
+    llm = random_llm(tmp_path, **options, max_num_seqs=6)
+    assert isinstance(llm.engine.runner.fused_model, HybridLayers)
+    [shared, *tails] = [p["prompt_token_ids"] for p in prompts_of(40, 3, 9, 30)]
+    prompts = [{"prompt_token_ids": shared + tail} for tail in tails] + prompts_of(1, 17, 60)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1, n=2)
+    for _ in range(2):
+        check_greedy(model, llm.generate(prompts, params, use_tqdm=False))
+    assert llm.stats()["preemptions"]
+    assert llm.stats()["state_hits"]
+
+
+def test_samples_and_beams(checkpoint: tuple[Path, torch.nn.Module]) -> None:
+    path, model = checkpoint
+    llm, plain = random_llm(path), random_llm(path, num_state_slots=0)
+    greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, n=3, logprobs=1)
+    prompts = prompts_of(1, 2, 16, 17, 30)
+    check_greedy(model, llm.generate(prompts, greedy, use_tqdm=False))
+    random = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True, n=4, seed=3)
+    samples = [
+        [sample.token_ids for o in engine.generate(prompts, random) for sample in o.outputs]
+        for engine in (llm, plain)
+    ]
+    assert samples[0] == samples[1]
+    beams = BeamSearchParams(beam_width=3, max_tokens=9)
+    results = [
+        [[(beam.tokens, round(beam.cum_logprob, 3)) for beam in o.sequences] for o in outputs]
+        for outputs in (engine.beam_search(prompts, beams) for engine in (llm, plain))
+    ]
+    assert results[0] == results[1]
+    for found in results[0]:
+        for tokens, score in found:
+            length = len(tokens) - 9
+            with torch.no_grad():
+                logits = model(torch.tensor([tokens]), use_cache=False).logits[0]
+            logprobs = logits.log_softmax(-1)[range(length - 1, len(tokens) - 1), tokens[length:]]
+            if 0 not in tokens[length:]:
+                assert abs(float(logprobs.sum()) - score) < 1e-2
+
+
+def test_a_common_prefix_is_computed_twice(checkpoint: tuple[Path, torch.nn.Module]) -> None:
+    """The third request with a common prefix of 64 tokens computes its own tokens only."""
+    path, _ = checkpoint
+    prefix = prompts_of(64)[0]["prompt_token_ids"]
+    tails = [p["prompt_token_ids"] for p in prompts_of(20, 21, 22, 23, seed=7)]
+
+    def cached(llm: LLM, prompts: list[list[int]]) -> list[int]:
+        outputs = [
+            llm.generate([{"prompt_token_ids": p}], GREEDY, use_tqdm=False)[0] for p in prompts
+        ]
+        return [output.num_cached_tokens for output in outputs]
+
+    assert cached(random_llm(path), [prefix + tail for tail in tails]) == [0, 0, 64, 64]
+    assert cached(random_llm(path), [prefix, prefix + tails[0], prefix + tails[1]]) == [0, 64, 64]
+    # The next turn of a chat begins at the last full block of the answer.
+    llm = random_llm(path)
+    [first] = llm.generate([{"prompt_token_ids": prefix}], GREEDY, use_tqdm=False)
+    turn = prefix + list(first.outputs[0].token_ids) + tails[0]
+    assert cached(llm, [turn, turn]) == [64, 80]
+    stats = llm.stats()
+    assert stats["state_hits"] == 2
+    assert stats["state_snapshots"] == stats["state_saves"] - stats["state_evictions"] == 4
+
+
+def test_the_trace_shows_states(checkpoint: tuple[Path, torch.nn.Module]) -> None:
+    llm = random_llm(checkpoint[0])
+    [prompt] = prompts_of(40)
+    with Trace(llm.engine) as trace:
+        llm.generate([prompt], GREEDY, use_tqdm=False)
+        llm.generate([prompt], GREEDY, use_tqdm=False)
+    text = " ".join(str(trace).split())
+    assert "Snapshot: the state of request 0 after 32 tokens is saved in slot 257." in text
+    assert "Snapshot: the state of request 0 after 48 tokens is saved in slot 258." in text
+    assert "State: request 1 begins with a copy of state 257." in text
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_preempted_sequence_repeats_at_most_a_block(
+    checkpoint: tuple[Path, torch.nn.Module], overlap: bool
+) -> None:
+    path, model = checkpoint
+    llm = random_llm(path, async_scheduling=overlap)
+    request = llm.engine.submit(prompts_of(40)[0], replace(GREEDY, max_tokens=90))
+    scheduler, preempted = llm.engine.scheduler, 0
+    while scheduler.has_work():
+        llm.engine.run_step()
+        if scheduler.running and len(request.seqs[0].token_ids) % 7 == 0:
+            before = scheduler.recomputed_tokens
+            scheduler._preempt(scheduler.running[0])
+            preempted += 1
+            llm.engine.run_step()
+            llm.engine.run_step()
+            assert scheduler.recomputed_tokens - before <= 16 + overlap
+    assert preempted > 8
+    check_greedy(model, [request.output])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_cache_dtype": "fp8"},
+        {"quantization": "int8"},
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "attention_backend": "numba"},
+        {"dtype": "float16"},
+    ],
+    ids=str,
+)
+def test_other_dtypes_are_near(
+    checkpoint: tuple[Path, torch.nn.Module], options: dict[str, object]
+) -> None:
+    path, model = checkpoint
+    llm = random_llm(path, **options)
+    prompts = prompts_of(20, 90)
+    [*outputs] = llm.generate(
+        prompts, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, logprobs=1)
+    )
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ids = prompt["prompt_token_ids"]
+        with torch.no_grad():
+            logprobs = model(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
+        expected = logprobs[range(len(ids) - 1), ids[1:]]
+        ours = [
+            entry[token].logprob
+            for token, entry in zip(ids[1:], output.prompt_logprobs[1:], strict=True)
+        ]
+        error = (torch.tensor(ours) - expected).abs().mean()
+        assert error < (0.5 if options.get("quantization") else 0.2), error
+
+
+def test_int4_is_the_same_on_all_backends(checkpoint: tuple[Path, torch.nn.Module]) -> None:
+    results = []
+    for backend in ("sdpa", "numba"):
+        llm = random_llm(checkpoint[0], quantization="int4", attention_backend=backend)
+        outputs = llm.generate(prompts_of(20, 90), GREEDY, use_tqdm=False)
+        results.append([output.outputs[0].token_ids for output in outputs])
+    assert results[0] == results[1]
+
+
+def test_embeddings_and_loglikelihood(checkpoint: tuple[Path, torch.nn.Module]) -> None:
+    path, model = checkpoint
+    llm = random_llm(path)
+    [prompt] = prompts_of(50)
+    ids = prompt["prompt_token_ids"]
+    with torch.no_grad():
+        result = model(torch.tensor([ids]), use_cache=False, output_hidden_states=True)
+    for _ in range(2):  # the second time with the prefix cache
+        [embedded] = llm.embed([prompt])
+        expected = torch.nn.functional.normalize(result.hidden_states[-1][0, -1], dim=0)
+        ours = torch.tensor(embedded.outputs.embedding)
+        torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
+    logprobs = result.logits[0].log_softmax(-1)[range(39, 49), ids[40:]]
+    for _ in range(2):
+        [scored] = llm.loglikelihood(
+            [{"prompt_token_ids": ids[:40]}], [{"prompt_token_ids": ids[40:]}]
+        )
+        assert abs(scored.logprob - float(logprobs.sum())) < 1e-3
+
+
+BAD_CONFIGS = {
+    "'mamba' in layer_types is not supported; supported are": {"layer_types": ["mamba"] * 4},
+    "layer_types has 2 entries for 4 layers": {"layer_types": ["linear_attention"] * 2},
+    "linear_conv_kernel_dim 3 is not supported; only 4": {"linear_conv_kernel_dim": 3},
+    "4 value heads do not divide into 3 key heads": {"linear_num_key_heads": 3},
+    "no 'linear_num_value_heads'": {"linear_num_value_heads": None},
+    "full_attention_interval": {"layer_types": None, "full_attention_interval": 0},
+    "rotary embedding needs pairs": {
+        "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.01}
+    },
+}
+
+
+@pytest.mark.parametrize("message", BAD_CONFIGS)
+def test_bad_configs(
+    checkpoint: tuple[Path, torch.nn.Module], tmp_path: Path, message: str
+) -> None:
+    path = edited(checkpoint[0], tmp_path, **BAD_CONFIGS[message])
+    with pytest.raises(ValueError, match=message):
+        random_llm(path)
+
+
+@pytest.mark.parametrize("name", ["A_log", "dt_bias", "conv1d.weight"])
+def test_missing_tensors(
+    checkpoint: tuple[Path, torch.nn.Module], tmp_path: Path, name: str
+) -> None:
+    path = edited(checkpoint[0], tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    save_file(
+        {n: t for n, t in tensors.items() if not n.endswith(name)}, path / "model.safetensors"
+    )
+    with pytest.raises(ValueError, match=rf"missing: model\.layers\.0\.linear_attn\.{name}"):
+        random_llm(path)
+
+
+def test_only_images_or_mtp(checkpoint: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
+    path = edited(checkpoint[0], tmp_path)
+    nest(path)
+    save_file({"mtp.fc.weight": torch.zeros(2)}, path / "model.safetensors")
+    with pytest.raises(ValueError, match="has no text model"):
+        random_llm(path)
+
+
+@pytest.mark.parametrize("option", [{"swap_space": 1}, {"tensor_parallel_size": 2}])
+def test_refused_options(checkpoint: tuple[Path, torch.nn.Module], option: dict[str, Any]) -> None:
+    model_config = Checkpoint(checkpoint[0]).model_config
+    with pytest.raises(ValueError, match=f"does not support {next(iter(option))}"):
+        check_options(EngineConfig(**option), model_config)
+
+
+def test_the_size_option_bounds_cache_and_states(checkpoint: tuple[Path, torch.nn.Module]) -> None:
+    """As in vLLM. Half is for states, so that fewer sequences run at a time."""
+    for size in (2**20, 2**21):
+        options = dict(num_kvcache_blocks=None, kv_cache_memory_bytes=size)
+        runner = random_llm(checkpoint[0], **options).engine.runner
+        used = runner.attention.cache.nbytes + runner.states.nbytes
+        block = runner.model.config.block_bytes(16, 4)
+        assert size - block < used <= size
+        assert runner.states.nbytes <= size // 2
+    one_state = runner.states.nbytes // len(runner.states.rule[0])
+    options["kv_cache_memory_bytes"] = 2 * one_state + 1
+    with pytest.raises(ValueError, match="no room for one block: the states take"):
+        random_llm(checkpoint[0], **options)
+    with pytest.raises(ValueError, match="num_state_slots=999 take .* lower num_state_slots"):
+        random_llm(checkpoint[0], num_state_slots=999, **options)
+
+
+def test_swap_space_is_refused(checkpoint: tuple[Path, torch.nn.Module]) -> None:
+    with pytest.raises(ValueError, match="does not support swap_space"):
+        random_llm(checkpoint[0], swap_space=1)
+
+
+def test_a_step_reads_no_other_tensors(tmp_path: Path) -> None:
+    """Tensors for images and MTP are ignored, and eos_token_id is read from text_config."""
+    make_hybrid_checkpoint(tmp_path, nested=True, eos_token_id=5)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert "eos_token_id" not in raw
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.model_config.feature == "hybrid"
+    assert checkpoint.generation_defaults()[0] == {5}
+    names = {name for file in checkpoint.files.values() for name in file.keys()}  # noqa: SIM118
+    assert not any("visual" in name or "mtp" in name for name in names)
+    checkpoint.open_files.close()
+
+
+def test_sizes_of_projections_and_states(checkpoint: tuple[Path, torch.nn.Module]) -> None:
+    config = Checkpoint(checkpoint[0]).model_config
+    layer = LinearAttention(config, 0, Backend(torch.device("meta"), torch.float32))
+    assert layer.in_proj.weight.shape == (2 * 2 * 16 + 4 * 24 + 4 * 24 + 2 * 4, 64)
+    assert config.state_bytes(2) == 3 * (4 * 16 * 24 * 4 + (2 * 2 * 16 + 4 * 24) * 3 * 2)

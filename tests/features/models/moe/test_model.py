@@ -1,0 +1,286 @@
+"""Mixtures of experts: their numbers are transformers', however a prompt is computed."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import edited, random_llm
+from moe_checkpoints import make_moe_checkpoint
+from quantized_files import quantize_checkpoint
+from safetensors.torch import load_file, save_file
+
+from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.backends.cpu.kernels.experts import is_packed
+from nanovllm.backends.int8 import Int8Backend
+from nanovllm.features.memory.tensor_parallel.shards import config_of_rank, tensors_of_rank
+from nanovllm.features.models.moe.experts import Groups, expert_linear
+from nanovllm.loading import memory
+from nanovllm.loading.checkpoint import Checkpoint
+from nanovllm.loading.make_runner import model_class
+from nanovllm.models.backend import Backend
+from nanovllm.models.layers import Linear
+from tools.benchmarks.workloads import write_shape
+
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=1)
+CPU = torch.device("cpu")
+
+
+def prompts_of(*lengths: int) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {"prompt_token_ids": torch.randint(1, 199, (n,), generator=generator).tolist()}
+        for n in lengths
+    ]
+
+
+def check_greedy(model: torch.nn.Module, outputs: list[Any]) -> None:
+    """Every token is the most likely one of transformers, with the same log-probability."""
+    for output in outputs:
+        prompt, ids = output.prompt_token_ids, list(output.outputs[0].token_ids)
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + ids]), use_cache=False).logits[0]
+        logprobs = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        assert ids == logprobs.argmax(-1).tolist()
+        found = [step[token].logprob for step, token in zip(output.outputs[0].logprobs, ids)]  # noqa: B905
+        expected = logprobs.gather(1, torch.tensor(ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(found), expected, atol=1e-4, rtol=0)
+
+
+HYBRID = dict(layer_types="LFL")
+SHAPES = [
+    dict(num_experts=4, num_experts_per_tok=1),
+    dict(num_experts=60, num_experts_per_tok=8),
+    dict(num_experts=5, num_experts_per_tok=5, norm_topk_prob=False),
+    dict(mlp_only_layers=[1]),
+    dict(decoder_sparse_step=2),
+    dict(hybrid=True, **HYBRID),
+]
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "numba"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_parity(shape: dict[str, Any], backend: str, tmp_path: Path) -> None:
+    """Batches with chunked prompts, decodes and preemption."""
+    model = make_moe_checkpoint(tmp_path, **shape)
+    options = dict(max_num_batched_tokens=24, max_num_seqs=6, num_kvcache_blocks=14)
+    llm = random_llm(tmp_path, attention_backend=backend, **options)
+    params = replace(GREEDY, max_tokens=40)
+    check_greedy(model, llm.generate(prompts_of(1, 33, 70, 5, 64, 43), params, use_tqdm=False))
+    assert llm.stats()["preemptions"] > 0
+
+
+def test_parity_of_packed_experts(tmp_path: Path) -> None:
+    """Experts whose sizes are multiples of 64 have the CPU's own kernel in float32."""
+    model = make_moe_checkpoint(tmp_path, moe_intermediate_size=64, hidden_size=128)
+    llm = random_llm(tmp_path, attention_backend="numba", max_num_batched_tokens=24)
+    layers = llm.engine.runner.model.layers
+    assert all(is_packed(layer.mlp.down_proj) for layer in layers)
+    check_greedy(model, llm.generate(prompts_of(1, 33, 70, 5), GREEDY, use_tqdm=False))
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_bfloat16(hybrid: bool, tmp_path: Path) -> None:
+    """The kernels of the CPU are as close to float32 as the products of torch."""
+    make_moe_checkpoint(tmp_path, hybrid=hybrid, moe_intermediate_size=64, hidden_size=128)
+    params = replace(GREEDY, max_tokens=1, prompt_logprobs=0)
+    found = {}
+    for backend, dtype in (("sdpa", "float32"), ("sdpa", "bfloat16"), ("numba", "bfloat16")):
+        llm = random_llm(tmp_path, attention_backend=backend, dtype=dtype)
+        outputs = llm.generate(prompts_of(5, 33, 70), params, use_tqdm=False)
+        steps = [step for output in outputs for step in output.prompt_logprobs[1:]]
+        found[backend, dtype] = torch.tensor([next(iter(s.values())).logprob for s in steps])
+    exact = found.pop(("sdpa", "float32"))
+    torch_error, kernel_error = ((logprobs - exact).abs().mean() for logprobs in found.values())
+    assert kernel_error < 1.3 * torch_error
+
+
+def test_forks_and_beams(tmp_path: Path) -> None:
+    make_moe_checkpoint(tmp_path)
+    llm = random_llm(tmp_path)
+    (prompt,) = prompts_of(20)
+    sampled = SamplingParams(n=3, temperature=1, seed=0, max_tokens=6, ignore_eos=True)
+    assert len(llm.generate(prompt, sampled, use_tqdm=False)[0].outputs) == 3
+    beams = llm.beam_search([prompt], BeamSearchParams(beam_width=2, max_tokens=4))
+    assert len(beams[0].sequences) == 2
+
+
+def test_equal_scores_choose_the_experts_of_transformers(tmp_path: Path) -> None:
+    model = make_moe_checkpoint(tmp_path)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.gate.weight[1:] = layer.mlp.gate.weight[0]
+    model.save_pretrained(tmp_path)
+    check_greedy(model, random_llm(tmp_path).generate(prompts_of(9, 30), GREEDY, use_tqdm=False))
+
+
+def test_groups() -> None:
+    """Experts without rows, and one that all tokens use."""
+    groups = Groups.of(torch.tensor([[3, 0], [1, 3], [0, 3]]), 5)
+    assert groups.tokens.tolist() == [0, 2, 1, 0, 1, 2]
+    assert groups.ends.tolist() == [2, 3, 3, 6, 6]
+    assert groups.tokens[groups.places].tolist() == [[0, 0], [1, 1], [2, 2]]
+
+
+@pytest.mark.parametrize("backend", [Backend, Int8Backend])
+def test_a_product_equals_single_products(backend: type[Backend]) -> None:
+    torch.manual_seed(0)
+    names = {f"experts.{i}.down_proj": 6 for i in range(4)}
+    module = Linear(10, names, backend(CPU, torch.float32))
+    module.weight.copy_(torch.randn(24, 10))
+    x = torch.randn(7, 10)
+    found = expert_linear(x, module, torch.tensor([3, 3, 4, 7]))
+    for i, expert in enumerate([0, 0, 0, 2, 3, 3, 3]):
+        single: Any = Linear(10, {"x": 6}, module.backend)
+        single.weight = module.weight.split([6] * 4)[expert]
+        torch.testing.assert_close(found[i : i + 1], module.backend.linear(x[i : i + 1], single))
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_stacked_tensors(hybrid: bool, tmp_path: Path) -> None:
+    """The tensors of all experts may be one tensor, as transformers 5 has them in memory."""
+    model = make_moe_checkpoint(tmp_path, hybrid=hybrid, **(HYBRID if hybrid else {}))
+    save_file(
+        {name: tensor.contiguous() for name, tensor in model.state_dict().items()},
+        tmp_path / "model.safetensors",
+    )
+    assert any("experts.gate_up_proj" in name for name in load_file(tmp_path / "model.safetensors"))
+    check_greedy(model, random_llm(tmp_path).generate(prompts_of(9, 30), GREEDY, use_tqdm=False))
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_quantization(quantization: str, hybrid: bool, tmp_path: Path) -> None:
+    """The kernels give the tokens of the products in plain torch."""
+    make_moe_checkpoint(tmp_path, hybrid=hybrid, moe_intermediate_size=64)
+    found = []
+    for backend in ("sdpa", "numba"):
+        llm = random_llm(tmp_path, attention_backend=backend, quantization=quantization)
+        outputs = llm.generate(prompts_of(9, 30), GREEDY, use_tqdm=False)
+        found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "awq"])
+def test_quantized_checkpoints(name: str, tmp_path: Path) -> None:
+    """Each expert has its own scales, as in Qwen's FP8 checkpoints."""
+    quantized, plain = tmp_path / "quantized", tmp_path / "plain"
+    for path in (quantized, plain):
+        make_moe_checkpoint(path, moe_intermediate_size=64)
+    decoded = quantize_checkpoint(quantized, name, shards=2)
+    assert "model.layers.0.mlp.experts.7.up_proj.weight" in decoded
+    save_file(decoded, plain / "model.safetensors")
+    found, wanted = (
+        random_llm(path).generate(prompts_of(9, 30), GREEDY, use_tqdm=False)
+        for path in (quantized, plain)
+    )
+    for output, expected in zip(found, wanted, strict=True):
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+        assert output.outputs[0].cumulative_logprob == expected.outputs[0].cumulative_logprob
+
+
+def test_ranks_divide_each_expert(tmp_path: Path) -> None:
+    """The sum over two ranks is the result of the whole model."""
+    make_moe_checkpoint(tmp_path, mlp_only_layers=[1])
+    checkpoint = Checkpoint(tmp_path)
+    full = checkpoint.model_config
+    backend = Backend(CPU, torch.float32)
+    files = list(checkpoint.files.values())
+    whole = _loaded(full, backend, files, None)
+    parts = [_loaded(config_of_rank(full, 2), backend, files, rank) for rank in range(2)]
+    x = torch.randn(5, full.hidden_size)
+    for layer in range(full.num_layers):
+        total = sum(part.layers[layer].mlp(x) for part in parts)
+        torch.testing.assert_close(total, whole.layers[layer].mlp(x), atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="the 48 and 96 feed-forward units"):
+        config_of_rank(full, 5)
+    checkpoint.open_files.close()
+
+
+def _loaded(config: Any, backend: Backend, files: list[Any], rank: int | None) -> Any:
+    model = model_class(config)(config, 16, backend)
+    tensors = model.checkpoint_tensors()
+    if rank is not None:
+        full = files_config(files)
+        tensors = tensors_of_rank(tensors, full, rank, 2)
+    for tensor in tensors:
+        for file in files:
+            if tensor.name in file.keys():  # noqa: SIM118
+                tensor.store(file.get_tensor(tensor.name)[tensor.slices])
+    return model
+
+
+def files_config(files: list[Any]) -> Any:
+    """Return sizes that `tensors_of_rank` needs of the whole model."""
+    from types import SimpleNamespace
+
+    rows = files[0].get_slice("model.embed_tokens.weight").get_shape()[0]
+    return SimpleNamespace(vocab_size=rows, num_kv_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "total", "active"),
+    [("qwen3-30b-a3b", 30.53e9, 3.35e9), ("qwen3.5-35b-a3b", 34.66e9, 3.45e9)],
+)
+def test_the_sizes_of_a3b(shape: str, total: float, active: float, tmp_path: Path) -> None:
+    """The models of 30 and 35 billion parameters, of which a token uses 3 billion.
+
+    The embeddings, of which a token reads one row, are counted as used: 0.3 and 0.5 billion.
+    """
+    config: Any = Checkpoint(write_shape(shape, tmp_path)).model_config
+    num = memory.num_weights(model_class(config).on_meta(config))
+    assert num == pytest.approx(total, rel=2e-3)
+    unused = config.experts.unused_weights(config.hidden_size, 1)
+    assert num - unused == pytest.approx(active, rel=2e-2)
+    assert f"a token uses 8 of {config.experts.num_experts} experts" in config.weights_note
+
+
+@pytest.mark.parametrize(("quantization", "gib"), [(None, "56.87"), ("int8", "28.82")])
+def test_a_message_says_what_a3b_needs(
+    quantization: str | None, gib: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda *_: 24 << 30)
+    path = write_shape("qwen3-30b-a3b", tmp_path)
+    options = dict(dtype="bfloat16", quantization=quantization, attention_backend="sdpa")
+    used = r"\(a token uses 8 of 128 experts in a layer\)"
+    message = f"take {gib} GiB in {quantization or 'bfloat16'} {used}, and 24.00 GiB of memory"
+    with pytest.raises(ValueError, match=message) as error:
+        LLM(str(path), device="cpu", load_format="dummy", skip_tokenizer_init=True, **options)
+    remedies = str(error.value).split("free on cpu")[1]  # only what takes less memory
+    named = [kind for kind in ("bfloat16'", "int8'", "int4'") if kind in remedies]
+    assert named == (["int4'"] if quantization else ["int8'", "int4'"])
+
+
+WRONG = [
+    ({"num_experts_per_tok": 9}, "a token cannot use 9 of 8 experts"),
+    ({"moe_intermediate_size": None}, "has no 'moe_intermediate_size'"),
+    ({"num_experts": 0}, "num_experts"),
+    ({"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported"),
+    ({"num_experts": 6}, "unexpected: model.layers.0.mlp.experts.6"),
+    ({"num_experts": 12}, "missing: model.layers.0.mlp.experts.8"),
+    ({"moe_intermediate_size": 40}, "experts.0.gate_proj.weight"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), WRONG, ids=str)
+def test_wrong_config(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    original, copy = tmp_path / "original", tmp_path / "copy"
+    make_moe_checkpoint(original)
+    copy.mkdir()
+    path = edited(original, copy)
+    raw = json.loads((path / "config.json").read_text())
+    raw.pop("num_local_experts", None)
+    (path / "config.json").write_text(json.dumps({"num_experts": 8} | raw | fields))
+    with pytest.raises(ValueError, match=message):
+        random_llm(path)
+
+
+def test_missing_router(tmp_path: Path) -> None:
+    make_moe_checkpoint(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.gate.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"missing: model\.layers\.1\.mlp\.gate\.weight"):
+        LLM(str(tmp_path), device="cpu", skip_tokenizer_init=True)

@@ -1,0 +1,313 @@
+"""The rules of a row: against transformers, in mixed batches, and after a preemption."""
+
+import contextlib
+import functools
+import gc
+import math
+import random
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import VOCAB, random_llm
+from transformers import (
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.features.requests.logit_rules import penalties
+from nanovllm.features.requests.logit_rules.penalties import PenaltyState
+from nanovllm.features.requests.logit_rules.rows import RowRules, RulesBatch, RulesState
+from nanovllm.plan import LogitRules, NewRow, RowSampling
+
+PROMPT, OUTPUT = [3, 5, 5, 7], [5, 9, 9, 2]
+
+
+def applied(rules: LogitRules, logits: torch.Tensor, output: list[int] = OUTPUT) -> torch.Tensor:
+    """The logits after the rules of a row that drew `output` one by one."""
+    device, position = torch.device("cpu"), torch.tensor([len(PROMPT) + 1])
+    new_row = NewRow(1, [], RowSampling(0.0, 0, rules=rules), PROMPT, output[:1])
+    state = RulesState(2, 40, len(logits), device)
+    state.penalties.add_row(new_row.row, PROMPT, output[:1])
+    batch = RulesBatch([(0, RowRules(rules, new_row, len(logits)))], state)
+    for token in output[1:]:
+        batch.length = int(position) + 1
+        batch.apply(logits[None], position)
+        batch.append(torch.tensor([token]), lambda token=token: [token])
+        position = position + 1
+    batch.length = int(position) + 1
+    return batch.apply(logits[None], position)[0]
+
+
+IDS = torch.tensor([PROMPT + OUTPUT])
+DETERMINISTIC = [
+    (LogitRules(repetition_penalty=1.3), RepetitionPenaltyLogitsProcessor(1.3)),
+    (LogitRules(repetition_penalty=0.8), RepetitionPenaltyLogitsProcessor(0.8)),
+    (
+        LogitRules(logit_bias=((4, 2.5), (9, -100.0))),
+        SequenceBiasLogitsProcessor([[[4], 2.5], [[9], -100.0]]),
+    ),
+    (
+        LogitRules(allowed_token_ids=(1, 4, 19)),
+        PrefixConstrainedLogitsProcessor(lambda *_: [1, 4, 19], 1),
+    ),
+    (LogitRules(min_tokens=5, stops=(2, 8)), MinNewTokensLengthLogitsProcessor(4, 5, [2, 8])),
+    (LogitRules(min_tokens=4, stops=(2, 8)), MinNewTokensLengthLogitsProcessor(4, 4, [2, 8])),
+    (
+        LogitRules(bad_words=((6,), (9, 2, 11), (2, 12), (1, 2, 13))),
+        NoBadWordsLogitsProcessor([[6], [9, 2, 11], [2, 12], [1, 2, 13]]),
+    ),
+]
+
+
+@pytest.mark.parametrize(("rules", "theirs"), DETERMINISTIC)
+def test_same_logits_as_transformers(rules: LogitRules, theirs) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(20) * 3
+    want = theirs(IDS, logits[None].clone())[0]
+    assert not torch.equal(want, logits) or rules.min_tokens == 4
+    torch.testing.assert_close(applied(rules, logits), want)
+
+
+def test_presence_and_frequency_penalties() -> None:
+    """OpenAI's definition, over the output alone."""
+    logits = torch.randn(20)
+    want = logits.clone()
+    for token, count in ((5, 1), (9, 2), (2, 1)):
+        want[token] -= 0.7 + 0.4 * count
+    torch.testing.assert_close(
+        applied(LogitRules(presence_penalty=0.7, frequency_penalty=0.4), logits), want
+    )
+
+
+@pytest.mark.parametrize("at_a_time", [1, 70, penalties.TOKENS_AT_A_TIME])
+def test_penalties_of_rows_of_every_length(monkeypatch: pytest.MonkeyPatch, at_a_time: int) -> None:
+    """Rows that are new at different times and repeat few tokens, against counts of the whole list."""
+    monkeypatch.setattr(penalties, "TOKENS_AT_A_TIME", at_a_time)
+    rng, size, device = random.Random(0), 6, torch.device("cpu")
+    state, rows = RulesState(5, 64, size, device), {}
+    rules = LogitRules(repetition_penalty=1.5, frequency_penalty=0.3, presence_penalty=0.7)
+    for step in range(60):
+        if step % 5 == 0:  # a new sequence, also in the place of an old one
+            prompt, output = (rng.choices(range(size), k=n) for n in (rng.randint(1, 3), step % 3))
+            new_row = NewRow(rng.randrange(5), [], RowSampling(0.0, 0, rules=rules), prompt, output)
+            rows[new_row.row] = (RowRules(rules, new_row, size), [*prompt, *output])
+            state.penalties.add_row(new_row.row, prompt, output)
+        batch = RulesBatch([(i, row) for i, (row, _) in enumerate(rows.values())], state)
+        known = [tokens for _, tokens in rows.values()]
+        positions = torch.tensor([len(tokens) for tokens in known])
+        logits = torch.randn(len(rows), size)
+        wanted = logits.clone()
+        for i, (row, tokens) in enumerate(rows.values()):
+            for token in set(tokens):
+                wanted[i, token] *= 1 / 1.5 if wanted[i, token] > 0 else 1.5
+                count = tokens[len(row.prompt) :].count(token)
+                wanted[i, token] -= 0.3 * count + 0.7 * (count > 0)
+        batch.length = max(map(len, known)) + 1
+        torch.testing.assert_close(batch.apply(logits, positions), wanted)
+        sampled = torch.randint(size, (len(rows),))
+        batch.append(sampled, sampled.tolist)
+        for tokens, token in zip(known, sampled.tolist(), strict=True):
+            tokens.append(token)
+
+
+@pytest.mark.parametrize("token", [-1, 20, 25])
+def test_no_rule_reaches_another_row(token: int) -> None:
+    """The logits of a step are one array, in which an index of one row could be that of another."""
+    for fields in (
+        dict(bad_words=((token,),)),
+        dict(bad_words=((1, token),)),
+        dict(bad_words=((token, 1),)),
+        dict(logit_bias=((token, 1.0),)),
+        dict(min_tokens=3, stops=(token,)),
+        dict(allowed_token_ids=(1, token)),
+    ):
+        with pytest.raises(ValueError, match=f"{token}.* exceed a vocabulary of 20"):
+            applied(LogitRules(**fields), torch.zeros(20))
+    for prompt, output in (([1, token], []), ([1], [token])):
+        with pytest.raises(ValueError, match="exceed a vocabulary of 20"):
+            PenaltyState(2, 40, 20, torch.device("cpu")).add_row(0, prompt, output)
+
+
+def test_rules_that_name_the_same_token() -> None:
+    """A bad word that is also a stop token and has a bias stays hidden after min_tokens."""
+    rules = LogitRules(
+        bad_words=((4,),), min_tokens=1, stops=(4, 6), logit_bias=((4, 3.0), (6, 1.0))
+    )
+    logits = torch.randn(20)
+    wanted = logits.clone()
+    wanted[4], wanted[6] = float("-inf"), logits[6] + 1
+    torch.testing.assert_close(applied(rules, logits), wanted)
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    def maybe(value, other=None):
+        return value if rng.random() < 0.3 else other
+
+    return SamplingParams(
+        n=rng.choice((1, 1, 1, 2)),
+        temperature=rng.choice((0.0, 0.5, 1.0, 1.7)),
+        top_p=maybe(rng.uniform(0.2, 1), 1.0),
+        top_k=maybe(rng.randint(1, 300), 0),
+        min_p=maybe(rng.uniform(0, 0.3), 0.0),
+        seed=rng.randrange(1000),
+        max_tokens=rng.randint(4, 12),
+        min_tokens=maybe(rng.randint(0, 4), 0),
+        stop_token_ids=maybe([rng.randrange(VOCAB) for _ in range(20)], ()),
+        ignore_eos=rng.random() < 0.5,
+        presence_penalty=maybe(rng.uniform(-2, 2), 0.0),
+        frequency_penalty=maybe(rng.uniform(-2, 2), 0.0),
+        repetition_penalty=maybe(rng.uniform(0.5, 2), 1.0),
+        logit_bias=maybe({rng.randrange(VOCAB): rng.uniform(-5, 5) for _ in range(3)}),
+        allowed_token_ids=maybe([rng.randrange(VOCAB) for _ in range(30)]),
+        logprobs=maybe(rng.randint(0, 3)),
+        prompt_logprobs=maybe(rng.randint(0, 2)),
+        logits_processors=maybe([lambda ids, logits: logits.roll(len(ids))], ()),
+    )
+
+
+@pytest.mark.slow
+def test_mixed_batch_equals_each_alone(checkpoint) -> None:
+    """150 random combinations of parameters in one batch give what each gives alone."""
+    rng = random.Random(4)
+    llm = random_llm(checkpoint[0], num_kvcache_blocks=400, max_num_batched_tokens=64)
+    params = [random_params(rng) for _ in range(150)]
+    prompts = [[rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 20))] for _ in params]
+    together = llm.generate(prompts, params, use_tqdm=False)
+    alone = random_llm(checkpoint[0], enable_prefix_caching=False)
+    for prompt, p, out in zip(prompts, params, together, strict=True):
+        want = alone.generate(prompt, p, use_tqdm=False)[0]
+        assert [c.token_ids for c in out.outputs] == [c.token_ids for c in want.outputs], p
+        for a, b in zip(out.outputs, want.outputs, strict=True):
+            assert (a.finish_reason, a.stop_reason) == (b.finish_reason, b.stop_reason)
+            if p.logprobs is not None:
+                assert a.cumulative_logprob == pytest.approx(b.cumulative_logprob, abs=1e-2)
+        assert (out.prompt_logprobs is None) == (p.prompt_logprobs is None)
+
+
+@pytest.mark.slow
+def test_rules_survive_preemption(checkpoint) -> None:
+    params = SamplingParams(
+        temperature=1.0,
+        seed=2,
+        max_tokens=40,
+        ignore_eos=True,
+        frequency_penalty=1.5,
+        repetition_penalty=1.4,
+        min_tokens=30,
+        logprobs=1,
+    )
+    prompts = [[i] * 20 for i in range(1, 5)]
+    want = random_llm(checkpoint[0]).generate(prompts, params, use_tqdm=False)
+    for asynchronous in (False, True):
+        llm = random_llm(
+            checkpoint[0],
+            kvcache_block_size=4,
+            num_kvcache_blocks=30,
+            async_scheduling=asynchronous,
+        )
+        got = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.stats()["preemptions"] > 0
+        assert [o["token_ids"] for o in got] == [o["token_ids"] for o in want]
+        assert all(len(o.outputs[0].logprobs) == 40 for o in got)
+
+
+class Large:
+    """What a logits processor refers to."""
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_processors_are_released(
+    path: Path, monkeypatch: pytest.MonkeyPatch, raises: bool, asynchronous: bool
+) -> None:
+    """No row keeps what a processor refers to after the end of its request, whatever ended it."""
+    llm = random_llm(path)
+    monkeypatch.setattr(llm.engine, "async_scheduling", asynchronous)
+    alive: list[weakref.ref[Large]] = []
+    calls = 0
+
+    def make_params(**fields: Any) -> SamplingParams:
+        def processor(output_ids: list[int], logits: torch.Tensor, large: Large = Large()) -> None:  # noqa: B008
+            nonlocal calls
+            calls += 1
+            if raises and len(output_ids) > 2:
+                raise OSError("no such file")
+
+        alive.append(weakref.ref(processor.__defaults__[0]))
+        return SamplingParams(max_tokens=5, logits_processors=[processor], **fields)
+
+    def run(**fields: Any) -> None:
+        llm.generate([[1, 2], [3]], make_params(**fields), use_tqdm=False)
+
+    def leave() -> None:
+        assert next(llm.stream([[1, 2]], make_params()))
+        llm.engine.run_step()  # commits the step in flight, if there is one
+
+    def abort() -> None:
+        llm.engine.add_request([1], make_params(), "a")
+        llm.engine.step()
+        llm.engine.abort_request("a")
+        llm.engine.run_step()
+
+    early = functools.partial(run, stop_token_ids=list(range(1, VOCAB)))
+    for action in (run, functools.partial(run, n=3, logprobs=2), early, leave, abort):
+        with contextlib.suppress(OSError):
+            action()
+        if raises:
+            llm.engine.run_step()  # what is in flight has an error too, with the processor's frame
+        gc.collect()
+        assert [ref() for ref in alive] == [None] * len(alive)
+    assert calls > 10
+
+
+def test_logits_processor_sees_and_shapes(embedded: LLM) -> None:
+    seen: list[list[int]] = []
+
+    def only_sevens(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        seen.append(list(ids))
+        masked = torch.full_like(logits, -math.inf)
+        masked[seven] = 0.0
+        return masked
+
+    seven = embedded.get_tokenizer().encode("7")[0]
+    params = SamplingParams(max_tokens=4, logits_processors=[only_sevens])
+    out = embedded.generate("hello", params, use_tqdm=False)[0]
+    assert out["text"] == "7777"
+    assert seen == [[seven] * i for i in range(4)]
+
+
+def test_logits_processors_as_in_vllm(embedded: LLM) -> None:
+    """Three parameters get the prompt too; a result may be None, of NumPy, infinite, or wrong."""
+    seven = embedded.get_tokenizer().encode("7")[0]
+    seen: list[tuple[list[int], list[int]]] = []
+
+    def three(prompt: list[int], output: list[int], logits: torch.Tensor) -> None:
+        seen.append((prompt, output))
+        logits[seven] = float("inf")
+
+    class Callable:
+        def __call__(self, ids: list[int], logits: torch.Tensor, scale: float = 0.0):
+            changed = scale * logits.numpy()
+            changed[seven] = 1.0
+            return changed
+
+    for processor in (three, Callable(), lambda *args: three([], *args)):
+        for temperature in (0.0, 0.01):
+            params = SamplingParams(
+                temperature=temperature, max_tokens=3, logits_processors=[processor]
+            )
+            out = embedded.generate("hello", params, use_tqdm=False)[0]
+            assert out["text"] == "777"
+            if processor is three:
+                assert seen[-1] == (out.prompt_token_ids, [seven, seven])
+    short = SamplingParams(max_tokens=3, logits_processors=[lambda ids, logits: logits[:5]])
+    with pytest.raises(ValueError, match=r"lambda.*returned the shape \[5\], not"):
+        embedded.generate("hello", short, use_tqdm=False)
+    assert embedded.generate("hello", params, use_tqdm=False)[0]["text"] == "777"

@@ -1,0 +1,679 @@
+"""Structured outputs: what a grammar ended is valid under jsonschema and re."""
+
+import json
+import random
+import re
+import sys
+import threading
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fresh import dry_run
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from nanovllm import (
+    LLM,
+    BeamSearchParams,
+    GenerationError,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from nanovllm.engine.sampling import Sampling, read_stream
+from nanovllm.features.requests import structured as structured_module
+from nanovllm.features.requests.logit_rules import rows as logit_rules_rows
+from nanovllm.features.requests.logit_rules.rows import RowRules, RulesBatch, RulesState
+from nanovllm.features.requests.structured import Grammar, GrammarCompiler, Matcher
+from nanovllm.loading.checkpoint import find_checkpoint
+from nanovllm.plan import LogitRules, NewRow, RowSampling
+from nanovllm.runner import pending
+
+pytest.importorskip("llguidance")
+jsonschema = pytest.importorskip("jsonschema")
+pytestmark = pytest.mark.extra
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b\n", "ü"]}, "maxItems": 3},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+TREE = {
+    "$defs": {
+        "node": {
+            "anyOf": [
+                {"type": "boolean"},
+                {"type": "number"},
+                {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 3},
+                {"const": {"leaf": None}},
+            ]
+        }
+    },
+    "type": "object",
+    "properties": {"root": {"$ref": "#/$defs/node"}},
+    "required": ["root"],
+    "additionalProperties": False,
+}
+SUM = """
+start: term (("+" | "-") term)*
+term: NUMBER | "(" start ")"
+NUMBER: /[1-9][0-9]{0,2}/
+"""
+GBNF = """
+root ::= word ("," word)*
+word ::= [a-c]+ | "<" root ">"
+"""
+CHOICES = ["yes", "no", "not now", 'say "no"\n', "naïve 😀", "\\"]
+
+
+def is_json(schema: dict) -> Callable[[str], object]:
+    return lambda text: jsonschema.validate(json.loads(text), schema)
+
+
+def matches(pattern: str) -> Callable[[str], object]:
+    return lambda text: check(re.fullmatch(pattern, text) is not None)
+
+
+def check(condition: bool) -> None:
+    assert condition
+
+
+def is_nested(text: str) -> None:
+    """GBNF's words: remove the innermost brackets until none are left."""
+    while (shorter := re.sub(r"<[a-c]+(,[a-c]+)*>", "a", text)) != text:
+        text = shorter
+    check(re.fullmatch(r"[a-c]+(,[a-c]+)*", text) is not None)
+
+
+# (fields of StructuredOutputsParams, what raises for a text that is not valid)
+KINDS: dict[str, tuple[dict[str, Any], Callable[[str], object]]] = {
+    "person": ({"json": PERSON}, is_json(PERSON)),
+    "tree": ({"json": json.dumps(TREE)}, is_json(TREE)),
+    "object": ({"json_object": True}, is_json({"type": "object"})),
+    "date": ({"regex": r"[0-9]{4}-[01][0-9]-[0-3]\d"}, matches(r"[0-9]{4}-[01][0-9]-[0-3].")),
+    "words": ({"regex": r"([a-z]{2,5} ?)+[!?]"}, matches(r"([a-z]{2,5} ?)+[!?]")),
+    "choice": ({"choice": CHOICES}, lambda text: check(text in CHOICES)),
+    "sum": ({"grammar": SUM}, lambda text: check(isinstance(eval(text), int))),
+    "gbnf": ({"grammar": GBNF}, is_nested),
+}
+
+
+def structured(kind: str, **fields: Any) -> SamplingParams:
+    return SamplingParams(structured_outputs=StructuredOutputsParams(**KINDS[kind][0]), **fields)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind(embedded: LLM, kind: str) -> None:
+    """Greedy, and at a temperature at which the model alone writes noise."""
+    params = [
+        structured(kind, temperature=t, seed=s, max_tokens=90, repetition_penalty=1.2, n=2)
+        for s, t in enumerate([0, 1.0, 1.5, 3.0])
+    ]
+    outs = embedded.generate(["Count from 1 to 9\n"] * len(params), params, use_tqdm=False)
+    samples = [sample for out in outs for sample in out.outputs]
+    ended = [sample.text for sample in samples if sample.finish_reason == "stop"]
+    assert ended, outs
+    for text in ended:
+        KINDS[kind][1](text)
+
+
+def random_request(rng: random.Random, llm: LLM) -> tuple[str, SamplingParams]:
+    """A kind, and parameters of which some can hide every token that the grammar allows."""
+    kind, V = rng.choice(list(KINDS)), llm.engine.input_processor.vocab_size
+    fields: dict[str, Any] = dict(
+        temperature=rng.choice([0, 0.7, 1.5]),
+        max_tokens=rng.choice([4, 30, 60]),
+        seed=rng.randrange(2**40),
+    )
+    fields["min_tokens"] = rng.choice([0, 0, 0, fields["max_tokens"] // 2])
+    for name, values in dict(
+        top_k=[1, 5, 50],
+        top_p=[0.3, 0.9],
+        min_p=[0.1],
+        n=[2, 3],
+        logprobs=[0, 3],
+        prompt_logprobs=[1],
+        repetition_penalty=[1.3],
+        frequency_penalty=[0.7],
+        presence_penalty=[-1.0],
+        stop=[["e"], ["no", "}"]],
+        ignore_eos=[True],
+        stop_token_ids=[[3], [5, 40]],
+        bad_words=[["a"], ["1", "not now"]],
+        logit_bias=[{8: 5.0, 20: -9.0}],
+        allowed_token_ids=[list(range(0, V, 2)), list(range(V))],
+        logits_processors=[[lambda ids, logits: -logits], [lambda a, b, c: c.mul_(0.5)]],
+        include_stop_str_in_output=[True],
+    ).items():
+        if rng.random() < 0.15:
+            fields[name] = rng.choice(values)
+    return kind, structured(kind, **fields)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"async_scheduling": True},
+        {"num_kvcache_blocks": 14, "max_num_batched_tokens": 24},
+        {"num_kvcache_blocks": 11, "max_num_seqs": 9, "async_scheduling": True},
+    ],
+    ids=["plain", "async", "preempted", "async, preempted"],
+)
+def test_fuzz(options: dict) -> None:
+    """Mixed with plain requests, in a stream and with aborts; in small pools, with preemptions."""
+    rng = random.Random(str(options))
+    llm = LLM(
+        dtype="float32",
+        device="cpu",
+        max_model_len=160,
+        attention_backend="sdpa",
+        **({"num_kvcache_blocks": 400} | options),
+    )
+    kinds, requests = [], []
+    for i in range(40):
+        kind, params = random_request(rng, llm)
+        if i < 4:  # they fill a small pool
+            kind, params = "", SamplingParams(seed=i, max_tokens=60, ignore_eos=True)
+        kinds.append(kind)
+        prompt = rng.choice(["Count from 1 to 9\n", "What is 12 + 30?\n", "Sort 4, 2, 9\n"])
+        requests.append(llm.engine.submit(prompt, params, stream=i % 3 == 0))
+    texts: dict[tuple[int, int], str] = {}
+    ends: dict[tuple[int, int], Any] = {}
+    for step, _ in enumerate(llm.engine.run(list(requests))):
+        for i, request in enumerate(requests):
+            for new in read_stream(request, i) if request.stream else ():
+                texts[i, new.index] = texts.get((i, new.index), "") + new.text
+                ends[i, new.index] = new
+        if step in (5, 25):
+            llm.engine.abort([requests[step]])
+    for i, request in enumerate(requests):
+        for sample in request.output.outputs if request.output else ():
+            texts[i, sample.index], ends[i, sample.index] = sample.text, sample
+            if request.params.logprobs is not None:
+                assert len(sample.logprobs) == len(sample.token_ids)
+    assert len(ends) == sum(len(request.samples) for request in requests)
+    assert llm.stats()["preemptions"] > 0 or "num_kvcache_blocks" not in options
+    valid = 0
+    for (i, index), end in ends.items():
+        params, kind = requests[i].params, kinds[i]
+        if end.finish_reason == "error":
+            hiding = ("bad_words", "min_tokens", "allowed_token_ids", "ignore_eos")
+            assert any(getattr(params, name) for name in hiding), params
+        elif kind and end.finish_reason == "stop" and end.stop_reason is None:
+            KINDS[kind][1](texts[i, index])
+            valid += 1
+    assert valid >= 10
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_pydantic_models(embedded: LLM) -> None:
+    pydantic = pytest.importorskip("pydantic")
+
+    class Answer(pydantic.BaseModel, extra="forbid"):
+        numbers: list[typing.Annotated[int, pydantic.Field(ge=0, lt=100)]] = pydantic.Field(
+            max_length=3
+        )
+        sure: bool
+
+    for schema in (Answer, Answer.model_json_schema(), json.dumps(Answer.model_json_schema())):
+        params = SamplingParams(
+            temperature=0, structured_outputs=StructuredOutputsParams(json=schema)
+        )
+        out = embedded.generate("Sort 42, 7, 99\n", params, use_tqdm=False)[0]
+        assert out.outputs[0].finish_reason == "stop"
+        Answer.model_validate_json(out["text"])
+
+
+# ---- masks ----
+
+
+def allowed_by(choices: list[str], text: str, tokens: dict[int, str], ends: set[int]) -> set[int]:
+    """What may follow `text` if the whole is one of `choices`, by definition."""
+    rests = [choice[len(text) :] for choice in choices if choice.startswith(text)]
+    following = {i for i, t in tokens.items() if t and any(rest.startswith(t) for rest in rests)}
+    return following | (ends if "" in rests else set())
+
+
+def is_forced(choices: list[str], text: str) -> bool:
+    """Whether one character must follow. llguidance then allows only the tokenizer's own token."""
+    return len({choice[len(text) :][:1] for choice in choices if choice.startswith(text)}) == 1
+
+
+@pytest.mark.parametrize("vocab_size", [1042, 1056, 1061])
+def test_masks_by_definition(embedded: LLM, vocab_size: int) -> None:
+    """Every mask along random outputs, for vocabularies that do not fill the last byte."""
+    tokenizer, rng = embedded.get_tokenizer(), random.Random(0)
+    choices = ["one", "only one", "12", "123", "one (1)"]
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    texts = {i: tokenizer.decode([i]) for i in range(len(tokenizer)) if i not in special}
+    for ends in ([1035], [1033, 1035], [5], []):
+        compiler = GrammarCompiler(tokenizer, vocab_size, frozenset({1035}))
+        grammar = compiler.compile(StructuredOutputsParams(choice=choices), ends)
+        state = RulesState(2, 40, vocab_size, torch.device("cpu"))
+        for _ in range(12):
+            sampling = RowSampling(0.0, 0, rules=LogitRules(grammar=grammar))
+            row = RowRules(sampling.rules, NewRow(1, [], sampling, [1, 2]), vocab_size)
+            batch, output = RulesBatch([(1, row)], state), []
+            while True:
+                logits = torch.randn(2, vocab_size)
+                position = torch.tensor([3 + len(output)] * 2)
+                changed = batch.apply(logits, position)
+                assert torch.equal(changed[0], logits[0])  # a row without rules
+                shown = set(changed[1].isfinite().nonzero()[:, 0].tolist())
+                text = "".join(texts[i] for i in output)
+                allowed = allowed_by(choices, text, texts, set(ends))
+                if is_forced(choices, text) and allowed:
+                    assert shown
+                    assert shown <= allowed, text
+                else:
+                    assert shown == allowed, text
+                assert batch.completed == [1] * (not shown)
+                if not shown or (text in choices and rng.random() < 0.3):
+                    break
+                output.append(rng.choice(sorted(shown)))
+                if output[-1] in ends:
+                    break
+                batch.append(torch.tensor([0, output[-1]]), lambda o=output: [0, o[-1]])
+
+
+def test_tokens_that_the_model_does_not_have(embedded: LLM, tmp_path: Path) -> None:
+    """What the tokenizer has as one token is spelled by shorter ones; others are refused."""
+    tokenizer = AutoTokenizer.from_pretrained(find_checkpoint("qwen3-nano"))
+    tokenizer.add_tokens(["zebra"])
+    tokenizer.add_tokens(["<|more|>"], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path)
+    llm = LLM(dtype="float32", device="cpu", tokenizer=str(tmp_path), num_kvcache_blocks=64)
+    fields = dict(structured_outputs=StructuredOutputsParams(choice=["zebra!"]))
+    questions = ["What is 12 + 30?\n"] * 2
+    params = [SamplingParams(temperature=0, **more) for more in (fields, {})]
+    outputs = llm.generate(questions, params, use_tqdm=False)
+    assert [output["text"] for output in outputs] == ["zebra!", "12 + 30 = 42"]
+    beam = llm.beam_search(questions[0], BeamSearchParams(2, 20, **fields), use_tqdm=False)[0]
+    assert beam.sequences[0].text == questions[0] + "zebra!"
+    unknown = StructuredOutputsParams(grammar='start: "a" <|more|>')
+    with pytest.raises(ValueError, match=r"unknown special token: \"<\|more\|>"):
+        llm.generate("x", SamplingParams(structured_outputs=unknown), use_tqdm=False)
+
+
+ALPHABET = pre_tokenizers.ByteLevel.alphabet()
+
+
+@pytest.mark.parametrize("kind", ["BPE", "Unigram"])
+def test_any_part_of_a_tokenizer(kind: str) -> None:
+    """Models of any size with a tokenizer that has long tokens at its end, some of them unknown."""
+    text, texts = "zebra zebras", ["zebra zebras zebra"] * 9
+    if kind == "BPE":
+        backend = Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(initial_alphabet=ALPHABET, show_progress=False)
+        backend.train_from_iterator(texts, trainer)
+    else:
+        pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), *"abersz▁", "ze", "▁zebras", "zebra"]
+        backend = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], 0, True))
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
+    backend.add_special_tokens(["<eos>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    largest = []
+    for size in range(257, len(tokenizer) + 9):
+        eos = frozenset({tokenizer.eos_token_id} if size >= len(tokenizer) else ())
+        compiler, output = GrammarCompiler(tokenizer, size, eos), []
+        matcher = Matcher(compiler.compile(StructuredOutputsParams(choice=[text]), sorted(eos)))
+        while mask := matcher.mask(output):
+            bits = int.from_bytes(mask, "little")
+            assert 0 < bits < 1 << size, (size, output)
+            output.append(bits.bit_length() - 1)
+        assert tokenizer.decode([t for t in output if t not in eos]) == text
+        largest.append(max(set(output) - eos))
+    assert len(set(largest)) > 4  # the tokens that a larger model has are used
+
+
+def test_a_grammar_overrules_a_logits_processor(embedded: LLM) -> None:
+    """+inf makes a token certain, which the grammar hides: both are named."""
+    seven = embedded.get_tokenizer().encode("7")[0]
+
+    def certain(output_ids, logits):
+        logits[seven] = float("inf")
+
+    params = structured("choice", logits_processors=[certain])
+    with pytest.raises(GenerationError, match="structured_outputs and logits_processors hid every"):
+        embedded.generate("x", params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_no_token_is_left(embedded: LLM, asynchronous: bool, monkeypatch) -> None:
+    monkeypatch.setattr(embedded.engine, "async_scheduling", asynchronous)
+    three = embedded.get_tokenizer().encode("3")
+    for fields, names in (
+        (dict(allowed_token_ids=three), "structured_outputs and allowed_token_ids hid"),
+        (dict(min_tokens=30), "structured_outputs and min_tokens hid every token"),
+        (dict(bad_words=["y", "n"], n=2), "structured_outputs and bad_words hid"),
+    ):
+        params = SamplingParams(
+            temperature=0,
+            structured_outputs=StructuredOutputsParams(choice=["yes", "no"]),
+            **fields,
+        )
+        plain = SamplingParams(temperature=0)
+        with pytest.raises(GenerationError, match=names) as caught:
+            embedded.generate(["What is 12 + 30?\n"] * 2, [params, plain], use_tqdm=False)
+        bad, good = caught.value.outputs
+        assert {sample.finish_reason for sample in bad.outputs} == {"error"}
+        assert good["text"] == "12 + 30 = 42"
+    assert not embedded.engine.has_unfinished_requests()
+
+
+# ---- the end ----
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_output_ends_with_its_grammar(embedded: LLM, asynchronous: bool, monkeypatch) -> None:
+    """By an end token if there is one; if not, as soon as nothing can follow."""
+    monkeypatch.setattr(embedded.engine, "async_scheduling", asynchronous)
+    comma = embedded.get_tokenizer().encode(",")[0]
+    for fields, end in (
+        (dict(), embedded.engine.input_processor.eos_token_ids),
+        (dict(ignore_eos=True, stop_token_ids=[comma]), [comma]),
+        (dict(ignore_eos=True), []),
+    ):
+        params = SamplingParams(
+            temperature=0.9,
+            seed=4,
+            n=3,
+            structured_outputs=StructuredOutputsParams(regex="[0-9]{5}"),
+            logprobs=1,
+            **fields,
+        )
+        out = embedded.generate("Count from 1 to 9\n", params, use_tqdm=False)[0]
+        texts = ["", "", ""]
+        for new in embedded.stream("Count from 1 to 9\n", params):
+            texts[new.index] += new.text
+            last = new
+        assert (last.finish_reason, last.stop_reason) == ("stop", comma if end == [comma] else None)
+        for sample, text in zip(out.outputs, texts, strict=True):
+            assert re.fullmatch("[0-9]{5}", sample.text), sample
+            assert (sample.finish_reason, text) == ("stop", sample.text)
+            assert len(sample.token_ids) == 5 + bool(end)
+            assert set(sample.token_ids[5:]) <= set(end)
+            assert len(sample.logprobs) == len(sample.token_ids)
+    # It may end, and continues: there is no token that ends it.
+    params = structured("words", temperature=0, ignore_eos=True, max_tokens=9)
+    assert embedded.generate("x", params, use_tqdm=False)[0].outputs[0].finish_reason != "error"
+    assert not embedded.engine.has_unfinished_requests()
+
+
+def test_another_end_before_that_of_the_grammar(embedded: LLM, monkeypatch) -> None:
+    """A stop string and the grammar end the same output; the other samples are not affected."""
+    monkeypatch.setattr(embedded.engine, "async_scheduling", True)
+    params = SamplingParams(
+        temperature=0,
+        n=2,
+        stop=["stop"],
+        ignore_eos=True,
+        structured_outputs=StructuredOutputsParams(choice=["non-stop"]),
+    )
+    for sample in embedded.generate("x", params, use_tqdm=False)[0].outputs:
+        assert (sample.text, sample.finish_reason, sample.stop_reason) == ("non-", "stop", "stop")
+    params = structured("person", temperature=0, max_tokens=5)
+    assert embedded.generate("x", params, use_tqdm=False)[0].outputs[0].finish_reason == "length"
+
+
+# ---- refusals ----
+
+REFUSED = [
+    ({"json": {"type": "strnig"}}, "refuses the json of structured_outputs: Invalid type: strnig"),
+    ({"json": {"allOf": [{"type": "string"}, {"type": "null"}]}}, "Unsatisfiable schema"),
+    ({"json": {"not": {"type": "string"}}}, "Unimplemented keys"),
+    ({"regex": "a("}, "refuses the regex of .*unclosed group"),
+    ({"regex": "(?=a)b"}, "look-around"),
+    ({"regex": r"[^\s\S]"}, "refuses the regex of structured_outputs: it matches no text"),
+    ({"grammar": "start: word"}, 'refuses the grammar of .*unknown name: "word"'),
+    ({"grammar": "hello"}, "Expected ::=.*in Lark's notation needs the rule `start`"),
+    ({"json": {"multipleOf": 999983}}, "multipleOf, and 999983 .*65535"),
+    ({"json": {"allOf": [{"multipleOf": 999}, {"multipleOf": 998}]}}, "multipleOf, and 997002 "),
+    ({"json": {"multipleOf": 0.12345678901}}, "multipleOf, and 0.12345678901 .*9 digits"),
+    (
+        {"grammar": r'start: %json {"type": "integer", "\u006dul\u0074ipleOf": 999983}'},
+        "multipleOf, and 999983 .*65535",
+    ),
+    ({"json": {"multipleOf": 1e300}}, "multipleOf, and 1e.300 "),
+    ({"json": {"properties": {f"a{i}": {"type": "null"} for i in range(9999)}}}, "131072"),
+    ({"choice": [f"choice {i}" for i in range(10**5)]}, "the limit is 131072"),
+    (
+        {"regex": "a*" * 20000},
+        "the regex of structured_outputs has 40000 bytes; the limit is 16384",
+    ),
+    ({"grammar": "start: " + "a " * 20000}, "the limit is 16384"),
+]
+
+
+@pytest.mark.parametrize(("fields", "word"), REFUSED, ids=lambda value: str(value)[:60])
+def test_refused_when_it_is_added(embedded: LLM, fields: dict, word: str) -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**fields))
+    with pytest.raises(ValueError, match=f"(?s){word}"):
+        embedded.engine.add_request("x", params)
+    assert not embedded.engine.has_unfinished_requests()
+
+
+def test_a_schema_that_is_nested_deeply() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(20_000):
+        deep = {"items": deep}
+    for schema in (deep, '{"items":' * 20_000):
+        with pytest.raises(ValueError, match="json is nested too deeply"):
+            StructuredOutputsParams(json=schema)
+
+
+def chain(num_links: int, link: Callable[[int], Any], end: Any) -> dict[int, Any]:
+    return {i: link(i + 1) for i in range(num_links)} | {num_links: end}
+
+
+def as_schema(links: dict[int, Any]) -> dict[str, Any]:
+    defs = {f"a{i}": value for i, value in links.items()}
+    return {"$defs": defs, "$ref": "#/$defs/a0"}
+
+
+def as_rules(links: dict[int, str], begin: str, defines: str) -> str:
+    return begin + "\n" + "\n".join(f"r{i} {defines} {value}" for i, value in links.items())
+
+
+DEEP = {
+    "references": {"json": as_schema(chain(3000, lambda i: {"$ref": f"#/$defs/a{i}"}, {}))},
+    "objects": {
+        "json": as_schema(
+            chain(1500, lambda i: {"properties": {"a": {"$ref": f"#/$defs/a{i}"}}}, {"const": 1})
+        )
+    },
+    "allOf": {"json": as_schema(chain(2500, lambda i: {"allOf": [{"$ref": f"#/$defs/a{i}"}]}, {}))},
+    "groups": {
+        "grammar": as_rules(
+            chain(250, lambda i: "(" * 25 + f"r{i}" + ")" * 25, '"a"'), "start: r0", ":"
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("kind", DEEP)
+def test_a_deep_grammar_does_not_end_the_process(embedded: LLM, kind: str) -> None:
+    """llguidance calls itself for each level, and a stack of 8 MB ends the process."""
+    params = SamplingParams(
+        temperature=0, max_tokens=3, structured_outputs=StructuredOutputsParams(**DEEP[kind])
+    )
+    before = threading.stack_size()
+    [out] = embedded.generate("x", params, use_tqdm=False)
+    assert len(out["token_ids"]) <= 3
+    assert threading.stack_size() == before
+
+
+def test_a_compilation_that_takes_too_long(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its request is refused by the time, because nothing else bounds every grammar."""
+    real, go_on = structured_module.call_with_limit, threading.Event()
+
+    def slow(function: Callable[[], Any], seconds: float, stack: int) -> Any:
+        return real(lambda: (go_on.wait(300), function())[1], seconds, stack)
+
+    monkeypatch.setattr(structured_module, "call_with_limit", slow)
+    monkeypatch.setattr(structured_module, "MAX_SECONDS", 0)
+    schema = {"type": "string", "pattern": "too long"}
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
+    with pytest.raises(ValueError, match="json of structured_outputs for more than 0 seconds"):
+        embedded.generate("x", params, use_tqdm=False)
+    go_on.set()
+    for thread in embedded.engine.input_processor.grammars.abandoned:
+        thread.join(100)
+
+
+def test_compilations_that_still_run_are_few(
+    embedded: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing can stop them. Compiled grammars are used meanwhile, and others when they have ended."""
+    inputs, go_on = embedded.engine.input_processor, threading.Event()
+    compiler = inputs.grammars
+    real, calls = structured_module.call_with_limit, 0
+
+    def slow(function: Callable[[], Any], seconds: float, stack: int) -> Any:
+        nonlocal calls
+        calls += 1
+
+        def wait() -> Any:
+            go_on.wait(300)
+            return function()
+
+        return real(wait, 0, stack)
+
+    def add(regex: str) -> None:
+        params = SamplingParams(structured_outputs=StructuredOutputsParams(regex=regex))
+        embedded.engine.make_task(params)
+
+    add("before")
+    monkeypatch.setattr(structured_module, "call_with_limit", slow)
+    for i in range(4):
+        with pytest.raises(ValueError, match="more than 60 seconds" + " are still" * (i > 1)):
+            add(f"slow {i}")
+    assert calls == 2
+    add("before")
+    go_on.set()
+    for thread in compiler.abandoned:
+        thread.join(100)
+    monkeypatch.undo()
+    add("after")
+
+
+@pytest.mark.parametrize("fields", [{"regex": "a(" * 4000}, {"grammar": "start: " + "b " * 4000}])
+def test_errors_do_not_repeat_a_grammar(embedded: LLM, fields: dict) -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**fields))
+    with pytest.raises(ValueError, match="llguidance refuses") as error:
+        embedded.engine.add_request("x", params)
+    assert len(str(error.value)) < 500
+
+
+def test_a_choice_of_many_strings(embedded: LLM) -> None:
+    """llguidance refuses a position at which more than 2,000 rules begin."""
+    choice = [f"choice {i}" for i in range(5000)]
+    structured_outputs = StructuredOutputsParams(choice=choice)
+    params = SamplingParams(temperature=0, structured_outputs=structured_outputs)
+    assert embedded.generate("x", params, use_tqdm=False)[0]["text"] in choice
+
+
+def test_without_the_library(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded.engine.input_processor.grammars, "vocabulary", None)
+    monkeypatch.setitem(sys.modules, "llguidance.hf", None)
+    with pytest.raises(ImportError, match=r"pip install -e '.\[structured\]'"):
+        embedded.generate("x", structured("date"), use_tqdm=False)
+    assert embedded.generate("x", SamplingParams(max_tokens=1), use_tqdm=False)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_limit_of_the_library(embedded: LLM, asynchronous: bool, monkeypatch) -> None:
+    """It ends its own request, and the call raises its reason."""
+    monkeypatch.setattr(embedded.engine, "async_scheduling", asynchronous)
+    request = embedded.engine.submit("x", structured("words", n=2, temperature=0))
+    plain = embedded.engine.submit("What is 12 + 30?\n", SamplingParams(temperature=0))
+    mask = Matcher.mask
+
+    def limited(self: Matcher, output: list[int]) -> bytes | None:
+        if len(output) == 4:
+            self.state.consume_token(0)  # which the grammar does not allow
+        return mask(self, output)
+
+    monkeypatch.setattr(Matcher, "mask", limited)
+    list(embedded.engine.run([request, plain]))
+    assert "structured_outputs: " in str(request.error)
+    assert [len(sample.token_ids) for sample in request.output.outputs] == [4, 4]
+    assert plain.output["text"] == "12 + 30 = 42"
+
+
+# ---- what it costs ----
+
+
+def test_the_rules_on_the_host_run_after_the_launch(
+    embedded: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host waits for the last tokens, and makes masks, when the next forward was launched."""
+    events: list[str] = []
+    runner = embedded.engine.runner
+    forward, mask, start = runner.fused_model.forward, Matcher.mask, pending.start_copy
+
+    def noted_forward(*args: Any) -> torch.Tensor:
+        events.append("forward")
+        return forward(*args)
+
+    def noted_mask(self: Matcher, output: list[int]) -> bytes | None:
+        events.append(f"mask after {len(output)}")
+        return mask(self, output)
+
+    def noted_copy(tensor: torch.Tensor) -> Callable[[], Any]:
+        events.append("sample")
+        read = start(tensor)
+        return lambda: events.append("wait") or read()
+
+    monkeypatch.setattr(embedded.engine, "async_scheduling", True)
+    monkeypatch.setattr(type(runner.fused_model), "forward", lambda _, *args: noted_forward(*args))
+    monkeypatch.setattr(Matcher, "mask", noted_mask)
+    monkeypatch.setattr(logit_rules_rows, "start_copy", noted_copy)
+    embedded.generate("x", structured("date", temperature=0, max_tokens=4), use_tqdm=False)
+    wanted = ["forward", "mask after 0", "sample"]
+    for step in range(1, 4):
+        wanted += ["forward", "wait", f"mask after {step}", "sample", "wait"]
+    assert events == [*wanted, "wait"]
+
+
+@pytest.mark.slow
+def test_the_device_is_never_idle() -> None:
+    """On a model of a GPU: the right texts, and no wait for the last thing that was launched."""
+    for run in dry_run(Path(), ("structured",))["structured"]["found"]:
+        assert run == {"right": True, "waits": {}}
+
+
+def test_other_requests_pay_nothing(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rules, no vocabulary and no waits for a batch without structured outputs."""
+    compiler = GrammarCompiler(embedded.get_tokenizer(), 1056, frozenset({1035}))
+    monkeypatch.setattr(embedded.engine.input_processor, "grammars", compiler)
+    monkeypatch.setattr(RulesBatch, "_apply_on_host", None)
+    params = SamplingParams(temperature=0, repetition_penalty=1.1)
+    embedded.generate("What is 12 + 30?\n", params, use_tqdm=False)
+    assert compiler.vocabulary is None
+    assert Sampling(embedded.engine, SamplingParams()).rules is None
+
+
+def test_requests_share_a_compiled_grammar(embedded: LLM) -> None:
+    compiler = GrammarCompiler(embedded.get_tokenizer(), 1056, frozenset({1035}))
+    grammars: list[Grammar] = [
+        compiler.compile(StructuredOutputsParams(regex=f"a{{{i % 70}}}"), [1035]) for i in range(71)
+    ]
+    assert compiler.compiled.cache_info().currsize == 64
+    assert grammars[0].start is not grammars[70].start  # the oldest was dropped
+    again = compiler.compile(StructuredOutputsParams(regex="a{69}"), [1033])
+    assert again.start is grammars[69].start
+    assert again.end_tokens == (1033,)

@@ -1,0 +1,225 @@
+"""The fields of SamplingParams and StructuredOutputsParams: defaults, copies, wrong values."""
+
+import copy
+import pickle
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from wrong_values import INF, NAN
+
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm.config import EngineConfig
+
+
+def test_clone_and_from_optional() -> None:
+    def first(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+    params = SamplingParams(
+        stop=["a"], logit_bias={1: 2.0}, allowed_token_ids=[3], logits_processors=[first], seed=4
+    )
+    clone = params.clone()
+    assert clone == params
+    clone.stop.append("b")
+    clone.logit_bias[5] = 1.0
+    clone.allowed_token_ids.append(6)
+    assert (params.stop, params.logit_bias, params.allowed_token_ids) == (["a"], {1: 2.0}, [3])
+    assert clone.logits_processors[0] is first
+
+    fields = SamplingParams.__dataclass_fields__
+    none = SamplingParams.from_optional(**dict.fromkeys(fields))
+    assert none == SamplingParams(max_tokens=None)
+    given = dict(n=2, temperature=0.5, stop="a", max_tokens=5, logit_bias={1: 1.0})
+    assert SamplingParams.from_optional(**given, top_p=None) == SamplingParams(**given)
+    for value in (None, 1.0):
+        with pytest.raises(TypeError, match="'temprature'; did you mean 'temperature'"):
+            SamplingParams.from_optional(temprature=value)
+
+
+def test_a_seed_of_minus_one_is_none(embedded: LLM) -> None:
+    """As in vLLM; each sample of one prompt differs then."""
+    assert SamplingParams(seed=-1) == SamplingParams(seed=None)
+    params = SamplingParams(seed=4)
+    params.seed = -1
+    assert params.clone().seed is None
+    params = SamplingParams(seed=-1, temperature=9.0, max_tokens=8, ignore_eos=True)
+    outputs = embedded.generate(["a"] * 2, params, use_tqdm=False)
+    assert outputs[0]["token_ids"] != outputs[1]["token_ids"]
+
+
+def test_numbers_of_numpy_and_torch() -> None:
+    """They are replaced by the numbers that they hold, as in the options of LLM()."""
+    params = SamplingParams(
+        max_tokens=np.int64(5),
+        temperature=np.float32(0.5),
+        top_k=torch.tensor(3),
+        ignore_eos=np.bool_(True),
+    )
+    assert params == SamplingParams(max_tokens=5, temperature=0.5, top_k=3, ignore_eos=True)
+    assert [type(x) for x in (params.max_tokens, params.temperature)] == [int, float]
+    config = EngineConfig(max_num_seqs=np.int64(5), gpu_memory_utilization=np.float32(0.5))
+    assert config == EngineConfig(max_num_seqs=5, gpu_memory_utilization=0.5)
+    assert type(config.max_num_seqs) is int
+
+
+def test_forms_that_vllm_accepts() -> None:
+    assert SamplingParams(logprobs=True).logprobs == 1
+    assert SamplingParams(prompt_logprobs=True).prompt_logprobs == 1
+    assert type(SamplingParams(logprobs=True).logprobs) is int
+    bias = {"5": 1.0, 6: -1.0}  # the token ids of JSON are strings
+    assert SamplingParams.from_optional(logit_bias=bias).logit_bias == {5: 1.0, 6: -1.0}
+    with pytest.raises(TypeError, match="a token id of logit_bias must be an int, not 'a'"):
+        SamplingParams.from_optional(logit_bias={"a": 1.0})
+
+
+def one_argument(logits: Any) -> Any: ...
+
+
+def four_arguments(a: Any, b: Any, c: Any, d: Any) -> Any: ...
+
+
+PARAMS = [
+    ({"temperature": -1}, ValueError, "temperature"),
+    ({"temperature": NAN}, ValueError, "temperature"),
+    ({"temperature": INF}, ValueError, "temperature"),
+    ({"temperature": "hot"}, TypeError, "temperature"),
+    ({"temperature": True}, TypeError, "temperature"),
+    ({"top_p": 0}, ValueError, "top_p"),
+    ({"top_p": 1.1}, ValueError, "top_p"),
+    ({"top_p": NAN}, ValueError, "top_p"),
+    ({"top_k": -2}, ValueError, "top_k"),
+    ({"top_k": 1.5}, TypeError, "top_k"),
+    ({"min_p": -0.1}, ValueError, "min_p"),
+    ({"min_p": NAN}, ValueError, "min_p"),
+    ({"min_p": 2}, ValueError, "min_p"),
+    ({"max_tokens": 0}, ValueError, "max_tokens"),
+    ({"max_tokens": "all"}, TypeError, "max_tokens"),
+    ({"temperature": 10**400}, ValueError, "temperature"),
+    ({"seed": 1.0}, TypeError, "seed"),
+    ({"seed": 2**64}, ValueError, "seed"),
+    ({"ignore_eos": 1}, TypeError, "ignore_eos"),
+    ({"stop_token_ids": [-1]}, ValueError, "stop token"),
+    ({"stop_token_ids": "12"}, TypeError, "stop_token_ids"),
+    ({"stop_token_ids": ["a"]}, TypeError, "stop token"),
+    ({"n": 0}, ValueError, "n must be"),
+    ({"n": 10**9}, ValueError, "16384"),
+    ({"min_tokens": -1}, ValueError, "min_tokens"),
+    ({"min_tokens": 9, "max_tokens": 8}, ValueError, "max_tokens=8"),
+    ({"stop": [""]}, ValueError, "empty string"),
+    ({"stop": ""}, ValueError, "empty string"),
+    ({"stop": 3}, TypeError, "a string or a list"),
+    ({"stop": [3]}, TypeError, "strings"),
+    ({"stop": "a", "detokenize": False}, ValueError, "detokenize=True"),
+    ({"include_stop_str_in_output": "yes"}, TypeError, "include_stop_str_in_output"),
+    ({"presence_penalty": 3}, ValueError, "between -2 and 2"),
+    ({"frequency_penalty": NAN}, ValueError, "frequency_penalty"),
+    ({"repetition_penalty": 0}, ValueError, "repetition_penalty"),
+    ({"repetition_penalty": INF}, ValueError, "repetition_penalty"),
+    ({"logit_bias": [1, 2]}, TypeError, "logit_bias"),
+    ({"logit_bias": {1: NAN}}, ValueError, "logit_bias"),
+    ({"logit_bias": {"a": 1.0}}, TypeError, "logit_bias"),
+    ({"allowed_token_ids": []}, ValueError, "None allows every token"),
+    ({"allowed_token_ids": [1.5]}, TypeError, "allowed token"),
+    ({"bad_words": " "}, TypeError, "bad_words"),
+    ({"bad_words": [" "]}, ValueError, "empty string"),
+    ({"logprobs": -2}, ValueError, "logprobs"),
+    ({"prompt_logprobs": False}, TypeError, "prompt_logprobs"),
+    ({"temperature": 1e30}, ValueError, r"must be at least 0, and less than 1e\+30, not 1e\+30"),
+    ({"max_tokens": 10**31}, ValueError, r"must be at least 1, and less than 1e\+30, not 10{31}"),
+    ({"logit_bias": {1: -1e30}}, ValueError, r"must be between -1e\+30 and 1e\+30, not -1e"),
+    ({"temperature": np.float32(-0.5)}, ValueError, r"at least 0, not -0\.5"),
+    ({"max_tokens": np.float32(2)}, TypeError, r"must be an int, not 2\.0"),
+    ({"max_tokens": np.array([2])}, TypeError, "must be an int, not array"),
+    ({"skip_special_tokens": 0}, TypeError, "skip_special_tokens"),
+    ({"detokenize": None}, TypeError, "detokenize"),
+    ({"logits_processors": ["f"]}, TypeError, "functions"),
+    ({"best_of": 3}, TypeError, "cumulative_logprob"),
+    ({"logits_processors": [one_argument]}, TypeError, r"\(output ids, logits\) or"),
+    ({"logits_processors": [four_arguments]}, TypeError, "which .* does not take"),
+    ({"guided_decoding": {}}, TypeError, "structured_outputs=StructuredOutputsParams"),
+    ({"guided_json": {}}, TypeError, "no .* 'guided_json'; use the field 'json' of structured_out"),
+    ({"guided_regex": "a"}, TypeError, "use the field 'regex' of structured_outputs"),
+    ({"guided_whitespace_pattern": " "}, TypeError, "x-guidance in the schema"),
+    ({"structured_outputs": {"regex": "a"}}, TypeError, "must be a StructuredOutputsParams, not"),
+    ({"length_penalty": 1.0}, TypeError, "LLM.beam_search"),
+    ({"min_characters": 1}, TypeError, "known: n, temperature"),
+    ({"temprature": 1}, TypeError, "'temperature'"),
+    ({"max_token": 1}, TypeError, "'max_tokens'"),
+]
+STRUCTURED = [
+    ({}, ValueError, "exactly one of json, regex, choice, grammar, json_object, not none"),
+    ({"json_object": False}, ValueError, "not none"),
+    ({"json": "{}", "regex": "a"}, ValueError, "not json and regex"),
+    ({"json": "{"}, ValueError, "json='{' is not JSON: Expecting"),
+    ({"json": "[1]"}, TypeError, "json must be a JSON schema"),
+    ({"json": 3}, TypeError, "json must be a JSON schema, .* not 3"),
+    ({"json": {"a": {1}}}, ValueError, "is not JSON: .*not JSON serializable"),
+    ({"regex": 3}, TypeError, "regex must be a string"),
+    ({"regex": re.compile("a")}, TypeError, "regex must be a string"),
+    ({"choice": "ab"}, TypeError, "choice must be a list of strings, not 'ab'"),
+    ({"choice": ["a", 3]}, TypeError, "choice must be a list of strings"),
+    ({"choice": []}, ValueError, "choice is empty"),
+    ({"grammar": ["start"]}, TypeError, "grammar must be a string"),
+    ({"json_object": "yes"}, TypeError, "json_object must be True or False"),
+    ({"structural_tag": "x"}, TypeError, "'structural_tag'; write a grammar of the whole output"),
+    ({"json": {}, "whitespace_pattern": " "}, TypeError, '"x-guidance": {"whitespace_pattern"'),
+    ({"json": {}, "disable_any_whitespace": True}, TypeError, "JSON is always on one line"),
+    ({"json": False}, TypeError, "json must be a JSON schema, .* not False"),
+    ({"json": False, "regex": "a"}, ValueError, "not json and regex"),
+    ({"json": ""}, ValueError, "json='' is not JSON"),
+    ({"choice": False}, TypeError, "choice must be a list of strings, not False"),
+    ({"regex": False}, TypeError, "regex must be a string"),
+]
+
+
+@pytest.mark.parametrize(("fields", "error", "word"), STRUCTURED, ids=str)
+def test_structured_outputs(fields: dict, error: type[Exception], word: str) -> None:
+    with pytest.raises(error, match=word):
+        StructuredOutputsParams(**fields)
+
+
+LISTS = ("stop", "stop_token_ids", "bad_words", "logits_processors")
+
+
+def name_of(value: Any) -> str:
+    """The same in each of the two processes, which an address would not be."""
+    return re.sub(r" at 0x\w+", "", str(value))
+
+
+@pytest.mark.parametrize(("fields", "error", "word"), PARAMS, ids=name_of)
+def test_sampling_params(fields: dict, error: type[Exception], word: str) -> None:
+    with pytest.raises(error, match=word):
+        SamplingParams(**fields)
+
+
+def test_none_is_the_default_of_lists() -> None:
+    params = SamplingParams(**dict.fromkeys(LISTS))
+    assert params == SamplingParams()
+    params.stop_token_ids.append(3)  # as in vLLM, each is a list of its own
+    assert SamplingParams().stop_token_ids == []
+    assert SamplingParams(stop="a", bad_words=("b",), allowed_token_ids=(1,)) == SamplingParams(
+        stop=["a"], bad_words=["b"], allowed_token_ids=[1]
+    )
+
+
+def test_attributes_that_do_not_exist() -> None:
+    params = SamplingParams()
+    with pytest.raises(AttributeError, match="'max_token'.*'max_tokens'"):
+        params.max_token = 5
+    with pytest.raises(AttributeError, match="cumulative_logprob"):
+        params.best_of = 5
+    params.max_tokens = 5
+    assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params
+
+
+def test_penalty_that_overflows(small_llm: LLM) -> None:
+    for penalty in (1e-38, 0.0099):
+        with pytest.raises(ValueError, match=r"repetition_penalty must be at least 0\.01"):
+            SamplingParams(repetition_penalty=penalty)
+    params = SamplingParams(repetition_penalty=0.01, temperature=0, max_tokens=3, ignore_eos=True)
+    # The least penalty prefers the tokens of the prompt, and not token 0.
+    tokens = small_llm.generate([5, 6, 7], params, use_tqdm=False)[0]["token_ids"]
+    assert set(tokens) <= {5, 6, 7}

@@ -1,0 +1,1 @@
+"""Programs of the clone that are not in the wheel: benchmarks, training of the included model."""

