@@ -209,10 +209,10 @@ class LLMEngine(EngineCore):
 
     # ---- the state of the engine ----
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self) -> bool:
         """See `LLM.reset_prefix_cache`."""
         with defer_interrupt(), self.lock:
-            self.scheduler.block_manager.reset_prefix_cache()
+            return self.scheduler.block_manager.reset_prefix_cache()
 
     def stats(self) -> dict[str, int | float]:
         """See `LLM.stats`."""
