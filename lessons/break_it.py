@@ -48,7 +48,7 @@ THEMES = (
     Theme(
         "prefix cache",
         (3, 4, 5, 6, 7, 8, 25),
-        ("answers", "context", "cached", "owners", "progress", "no error"),
+        ("answers", "context", "cached", "index", "owners", "progress", "no error"),
     ),
     Theme(
         "scheduling",

@@ -106,9 +106,9 @@ def run() -> None:
         tokens after another beginning have another parent, so they have another hash:""")
     chains = hash_chains(make_llm(kvcache_block_size=4, num_kvcache_blocks=32))
     show_table(("prompt", "tokens of a block", "parent_block_hash", "block_hash"), chains)
-    say("""The cache is a dictionary from hashes to blocks. Different tokens could have the same
-        hash, although nobody has ever seen that of a hash of 128 bits. A match therefore compares
-        the tokens too.""")
+    say("""The cache is a dictionary from hashes to blocks. Two blocks with different tokens could
+        have the same hash. With 128 bits this is very unlikely, but a match compares the tokens
+        too.""")
 
     llm.reset_prefix_cache()
     runs = [run_prompts(llm, [a, b, a[:8]]) for _ in range(2)]

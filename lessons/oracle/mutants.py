@@ -35,9 +35,7 @@ MUTANTS = {
     "a hash lacks the parent": Mutant(
         BLOCKS, "hash_block", "xxh3_128_digest(A + B)", "xxh3_128_digest(B)"
     ),
-    "a match does not compare the tokens": Mutant(
-        BLOCKS, "match", "A is None or B", "A is None"
-    ),
+    "a match does not compare the tokens": Mutant(BLOCKS, "match", "A is None or B", "A is None"),
     "a match goes to the very end": Mutant(BLOCKS, "match", "len(A) - 1", "len(A)"),
     "a block is cached before it is full": Mutant(
         BLOCKS, "cache_full_blocks", "min(A, B) // C", "-(-min(A, B) // C)"

@@ -20,6 +20,7 @@ from typing import Any
 
 from nanovllm.plan import ResultKind, RowSampling
 
+
 class Status(Enum):
     UNQUEUED = 0  # a fork before its parent has a token, or a beam; see `awaits_token`
     WAITING = 1

@@ -131,7 +131,8 @@ class StateBlockManager(BlockManager):
             return
         if seq in self.wanted and start < self.wanted[seq] <= end:
             position = self.wanted.pop(seq)
-            if (block := self._cached_block(seq, position)) is not None:
+            block = self._cached_block(seq, position)
+            if block is not None:
                 self._snapshot(seq, position, block)
         boundary = end // self.block_size * self.block_size
         if boundary <= start:
@@ -140,7 +141,8 @@ class StateBlockManager(BlockManager):
         before = boundary - self.block_size
         if boundary == seq.num_prompt == end and before > start:
             # The same prompt again computes its last token, and cannot use the last snapshot.
-            if (block := self._cached_block(seq, before)) is not None:
+            block = self._cached_block(seq, before)
+            if block is not None:
                 self._snapshot(seq, before, block)
 
     def _cached_block(self, seq: Sequence, position: int) -> Block | None:
