@@ -81,8 +81,6 @@ def load_engine(
         has_head=checkpoint.has_head,
         max_logprobs=config.max_logprobs,
     )
-    if (templates := find_optional("features.chat_template")) is not None:
-        input_processor.render_with_limits = templates.render_with_limits
     if (rules := find_optional("features.requests.logit_rules.params")) is not None:
         input_processor.make_rules = rules.make_rules
     if (structured := find_optional("features.requests.structured")) is not None:
