@@ -331,7 +331,7 @@ class LLM:
         by newlines if the chat template accepts only strings. The arguments of tool calls may be
         strings in JSON, as in OpenAI's format. chat_template_kwargs are variables of the template;
         as in vLLM, they take precedence over the other arguments. Raises ValueError if the template
-        cannot render the messages, or if `chat_template` takes over 10 seconds.
+        cannot render the messages.
         """
         check_call(self.chat, ignored)
         variables = {

@@ -52,7 +52,6 @@ def load_engine(
     config: EngineConfig, checkpoint: Checkpoint, tokenizer_dir: Path, ranks: SingleRank
 ) -> LLMEngine:
     """Load the checkpoint and the tokenizer in `tokenizer_dir`, and build the engine."""
-    from nanovllm.features.chat_template import render_with_limits
     from nanovllm.features.requests.embeddings.sentence_transformers import read_pooling_settings
     from nanovllm.features.requests.logit_rules.params import make_rules
     from nanovllm.features.requests.structured import GrammarCompiler
@@ -86,7 +85,6 @@ def load_engine(
         make_rules=make_rules,
         grammars=GrammarCompiler(tokenizer, model_config.vocab_size, eos_token_ids),
         pooling=read_pooling_settings(checkpoint.directory, model_config.hidden_size),
-        render_with_limits=render_with_limits,
     )
     block_manager: BlockManager | None = None
     if runner.host_pool is not None:
