@@ -9,10 +9,7 @@ loads no torch.
 
 import importlib._bootstrap
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-from nanovllm.loading.optional import find_optional
 
 if TYPE_CHECKING:
     from nanovllm.cli.trace.trace import Trace as Trace
@@ -52,29 +49,21 @@ NAMES = {
     "cli.trace.trace": "Trace",
 }
 HOMES = {name: module for module, names in NAMES.items() for name in names.split()}
-FILES = {name: f"nanovllm/{module.replace('.', '/')}.py" for name, module in HOMES.items()}
-ROOT = Path(__file__).parents[1]  # or a zip file
-# Without the names whose file is deleted, because `from nanovllm import *` gets all of them.
-__all__ = [n for n, file in FILES.items() if (ROOT / file).exists() or not ROOT.is_dir()]
+__all__ = [*HOMES]
 
 # Hidden from type checkers, which would otherwise accept every name.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        if name in __all__:
-            return getattr(importlib.import_module(f"nanovllm.{HOMES[name]}"), name)
-        names = find_optional("features.vllm_names")
         if name in HOMES:
-            error = AttributeError(f"{name} needs {FILES[name]}, which this copy does not have")
-        elif names is None:
-            error = AttributeError(f"module 'nanovllm' has no attribute {name!r}")
-        else:
-            error = names.missing("module 'nanovllm'", name, __all__)
+            return getattr(importlib.import_module(f"nanovllm.{HOMES[name]}"), name)
+        from nanovllm.features import vllm_names
+
+        error = vllm_names.missing("module 'nanovllm'", name, __all__)
         # `from nanovllm import name` calls this from importlib, and would replace an
         # AttributeError by its own ImportError. No exception can be both.
         asked = sys._getframe(1).f_globals is vars(importlib._bootstrap)
-        helps = name in HOMES or (names is not None and name in names.INSTEAD)
-        raise ImportError(error) if asked and helps else error
+        raise ImportError(error) if asked and name in vllm_names.INSTEAD else error
 
 
 def __dir__() -> list[str]:

@@ -6,7 +6,7 @@ import inspect
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeAlias, Unpack
 
 from tqdm import tqdm
@@ -18,7 +18,6 @@ from nanovllm.engine.interrupt import DeferredInterrupt, defer_interrupt
 from nanovllm.engine.request import Progress, Request
 from nanovllm.engine.sampling import read_stream
 from nanovllm.inputs import CallArguments, Prompt, pair_up
-from nanovllm.loading.optional import find_optional, load_optional
 from nanovllm.outputs import GenerationError, RequestOutput, StreamOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.log import show_log
@@ -67,8 +66,9 @@ class LLM:
         """
         show_log()
         config = engine_config({"model": model, **options})
-        garbage = find_optional("features.garbage")
-        with garbage.frozen_imports() if garbage else nullcontext():
+        from nanovllm.features import garbage
+
+        with garbage.frozen_imports():
             from nanovllm.loading.make_engine import make_engine
             from nanovllm.loading.select_backend import import_backend
 
@@ -80,9 +80,9 @@ class LLM:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            known = [*dir(type(self)), *vars(self)]
-            names = find_optional("features.vllm_names")
-            raise names.missing("LLM", name, known) if names else AttributeError(name)
+            from nanovllm.features.vllm_names import missing
+
+            raise missing("LLM", name, [*dir(type(self)), *vars(self)])
 
     def shutdown(self) -> None:
         """Abort all requests. The calls of other threads then return partial outputs.
@@ -171,8 +171,9 @@ class LLM:
         and Ctrl-C are as in `generate`.
         """
         check_call(self.beam_search, ignored)
-        beam_search = load_optional("features.requests.beam_search", "beam_search")
-        pairs = pair_up(prompts, params, beam_search.BeamSearchParams, "params", optional=False)
+        from nanovllm.features.requests.beam_search import BeamSearchParams
+
+        pairs = pair_up(prompts, params, BeamSearchParams, "params", optional=False)
         requests = self._run(self.engine.check(pairs), use_tqdm, "Searching")
         return [request.output for request in requests]
 
@@ -196,13 +197,14 @@ class LLM:
         Raises ArithmeticError if the model computed NaN. Other errors are as in `generate`.
         """
         check_call(self.embed, ignored)
-        params_class = load_optional("features.requests.embeddings.pooling", "embed").PoolingParams
-        fields = params_class(dimensions, normalize, prompt_name)
+        from nanovllm.features.requests.embeddings.pooling import PoolingParams
+
+        fields = PoolingParams(dimensions, normalize, prompt_name)
         if pooling_params is None:
             pooling_params = fields
-        elif fields != params_class():
+        elif fields != PoolingParams():
             raise TypeError("pass either pooling_params or its fields, not both")
-        pairs = pair_up(prompts, pooling_params, params_class, "pooling_params")
+        pairs = pair_up(prompts, pooling_params, PoolingParams, "pooling_params")
         return unaborted(self._run(self.engine.check(pairs), use_tqdm, "Embedding"))
 
     def loglikelihood(
@@ -219,8 +221,9 @@ class LLM:
         A prefix that several pairs share is computed once, except for its last partial block. A
         pair may have up to max_model_len + 1 tokens. Errors are as in `embed`.
         """
-        loglikelihood = load_optional("features.requests.loglikelihood", "loglikelihood")
-        pairs = loglikelihood.tokenize_pairs(self.engine.input_processor, prompts, continuations)
+        from nanovllm.features.requests.loglikelihood import tokenize_pairs
+
+        pairs = tokenize_pairs(self.engine.input_processor, prompts, continuations)
         return unaborted(self._run(self.engine.check(pairs), use_tqdm, "Scoring"))
 
     def _run(
@@ -229,9 +232,9 @@ class LLM:
         """Queue the prompts, and run steps until their requests have ended."""
         requests: list[Request] = []
         progress = Progress()
-        garbage = find_optional("features.garbage")
-        frozen = garbage.frozen_requests() if garbage else nullcontext(lambda num_requests: None)
-        with self._abort_on_error(requests) as interrupt, frozen as freeze:
+        from nanovllm.features.garbage import frozen_requests
+
+        with self._abort_on_error(requests) as interrupt, frozen_requests() as freeze:
             for _ in self.engine.add(prompts, requests, progress):
                 interrupt.check()
                 freeze(len(requests))
@@ -348,15 +351,17 @@ class LLM:
 
 def engine_config(options: Mapping[str, Any]) -> EngineConfig:
     """Return the configuration of `LLM(**options)`. vLLM's option names are accepted."""
-    names = find_optional("features.vllm_names")
-    return EngineConfig(**(options if names is None else names.translate(options)))
+    from nanovllm.features.vllm_names import translate
+
+    return EngineConfig(**translate(options))
 
 
 def check_call(call: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     """Raise an error for an argument that does not exist here, unless its value has no effect."""
     if arguments:
-        names = load_optional("features.vllm_names", f"the argument {next(iter(arguments))!r}")
-        names.check_call(call, arguments)
+        from nanovllm.features import vllm_names
+
+        vllm_names.check_call(call, arguments)
 
 
 def show_progress(bar: Any, progress: Progress, seconds: float) -> None:
