@@ -32,7 +32,6 @@ from tqdm import tqdm
 
 from nanovllm.cli.jobs.openai_format import Job, error_body, parse
 from nanovllm.config import EMBEDDED
-from nanovllm.engine.interrupt import defer_interrupt
 from nanovllm.engine.request import Request
 from nanovllm.llm import LLM, engine_config
 from nanovllm.utils.checks import check_scalar
@@ -296,24 +295,21 @@ def run_batch(
         bar.update()
 
     left = files.left()
-    with bar, defer_interrupt() as interrupt:
+    with bar:
         try:
             while True:
                 while len(in_flight) < max_concurrency and (item := next(left, None)):
-                    interrupt.check()
                     number, line = item
                     custom_id = custom_id_of(line)
                     try:
                         with files.adding(number):
-                            with interrupt:  # a second Ctrl-C interrupts a chat template
-                                job = parse_line(llm, line, model, trust_chat_templates)
+                            job = parse_line(llm, line, model, trust_chat_templates)
                             in_flight[number] = custom_id, job, job.submit(llm)
                     except Exception as error:
                         write(number, custom_id, None, error_body(error))
                 if not in_flight:
                     return num_failed
                 llm.engine.run_step()
-                interrupt.check()
                 for number, (custom_id, job, requests) in [*in_flight.items()]:
                     if all(request.ended for request in requests):
                         del in_flight[number]
