@@ -6,7 +6,7 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 
-from nanovllm.config import EngineConfig
+from nanovllm.config import FORMATS, EngineConfig
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sampling import Sampling
@@ -55,6 +55,9 @@ def load_engine(
     if config.swap_space:
         host_cache = load_optional("features.memory.host_cache.blocks", "swap_space")
     model_config = checkpoint.model_config
+    if config.quantization in FORMATS:
+        check_format(config.quantization, checkpoint)
+        config = replace(config, quantization=None)
     max_model_len = longest_request(config, checkpoint)
     tokenizer = None
     if not config.skip_tokenizer_init:
@@ -94,16 +97,27 @@ def load_engine(
         input_processor.pooling = embeddings.read_pooling_settings(directory, size)
     block_manager = None
     if host_cache is not None:
-        sizes = runner.num_blocks, config.kvcache_block_size, runner.host_pool.num_blocks
+        sizes = runner.num_blocks, config.block_size, runner.host_pool.num_blocks
         block_manager = host_cache.HostCacheBlockManager(*sizes)
     if runner.states is not None:
         states = load_optional("features.models.hybrid.state_blocks", "the model")
         config = replace(config, max_num_seqs=runner.rows.num_rows)
         block_manager = states.StateBlockManager(
-            *(runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching),
+            *(runner.num_blocks, config.block_size, config.enable_prefix_caching),
             *(config.max_num_seqs, runner.states.num_states),
         )
     return LLMEngine(config, ranks.agreeing(runner), input_processor, find_tasks(), block_manager)
+
+
+def check_format(quantization: str, checkpoint: Checkpoint) -> None:
+    """Raise ValueError if the weights of the checkpoint do not have the format `quantization`."""
+    found = checkpoint.weight_format and checkpoint.weight_format.method
+    if found != FORMATS[quantization]:
+        raise ValueError(
+            f"quantization={quantization!r} is a format of checkpoints, and the format of "
+            f"{checkpoint.directory} is {found!r}; leave it out, or use 'int8' or 'int4' to "
+            "quantize the weights while they are loaded"
+        )
 
 
 def find_tasks() -> dict[type, TaskFactory]:
