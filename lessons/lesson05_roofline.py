@@ -28,7 +28,7 @@ from nanovllm.config import EMBEDDED, EngineConfig
 from nanovllm.loading import make_runner as start
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 from nanovllm.loading.select_backend import pick_dtype
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.single_rank import SingleRank

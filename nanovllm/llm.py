@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeAlias
 
 from tqdm import tqdm
@@ -17,7 +17,6 @@ from nanovllm.engine.interrupt import DeferredInterrupt, defer_interrupt
 from nanovllm.engine.request import Progress, Request
 from nanovllm.engine.sampling import read_stream
 from nanovllm.inputs import Prompt, pair_up
-from nanovllm.loading.optional import find_optional, load_optional
 from nanovllm.outputs import GenerationError, RequestOutput, StreamOutput
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.utils.log import show_log
@@ -64,8 +63,9 @@ class LLM:
         """
         show_log()
         config = engine_config({"model": model, **options})
-        garbage = find_optional("features.garbage")
-        with garbage.frozen_imports() if garbage else nullcontext():
+        from nanovllm.features import garbage
+
+        with garbage.frozen_imports():
             from nanovllm.loading.make_engine import make_engine
             from nanovllm.loading.select_backend import import_backend
 
@@ -155,7 +155,6 @@ class LLM:
         Returns one result per prompt. Its `sequences` are sorted, the best first. Prompts, errors
         and Ctrl-C are as in `generate`.
         """
-        load_optional("features.requests.beam_search", "beam_search")
         pairs = pair_up(prompts, params, BeamSearchParams, "params", optional=False)
         requests = self._run(self.engine.check(pairs), use_tqdm, "Searching")
         return [request.output for request in requests]
@@ -178,13 +177,14 @@ class LLM:
 
         Raises ArithmeticError if the model computed NaN. Other errors are as in `generate`.
         """
-        params_class = load_optional("features.requests.embeddings.pooling", "embed").PoolingParams
-        fields = params_class(dimensions, normalize, prompt_name)
+        from nanovllm.features.requests.embeddings.pooling import PoolingParams
+
+        fields = PoolingParams(dimensions, normalize, prompt_name)
         if pooling_params is None:
             pooling_params = fields
-        elif fields != params_class():
+        elif fields != PoolingParams():
             raise TypeError("pass either pooling_params or its fields, not both")
-        pairs = pair_up(prompts, pooling_params, params_class, "pooling_params")
+        pairs = pair_up(prompts, pooling_params, PoolingParams, "pooling_params")
         return unaborted(self._run(self.engine.check(pairs), use_tqdm, "Embedding"))
 
     def loglikelihood(
@@ -201,8 +201,9 @@ class LLM:
         A prefix that several pairs share is computed once, except for its last partial block. A
         pair may have up to max_model_len + 1 tokens. Errors are as in `embed`.
         """
-        loglikelihood = load_optional("features.requests.loglikelihood", "loglikelihood")
-        pairs = loglikelihood.tokenize_pairs(self.engine.input_processor, prompts, continuations)
+        from nanovllm.features.requests.loglikelihood import tokenize_pairs
+
+        pairs = tokenize_pairs(self.engine.input_processor, prompts, continuations)
         return unaborted(self._run(self.engine.check(pairs), use_tqdm, "Scoring"))
 
     def _run(
@@ -211,9 +212,9 @@ class LLM:
         """Queue the prompts, and run steps until their requests have ended."""
         requests: list[Request] = []
         progress = Progress()
-        garbage = find_optional("features.garbage")
-        frozen = garbage.frozen_requests() if garbage else nullcontext(lambda num_requests: None)
-        with self._abort_on_error(requests) as interrupt, frozen as freeze:
+        from nanovllm.features.garbage import frozen_requests
+
+        with self._abort_on_error(requests) as interrupt, frozen_requests() as freeze:
             for _ in self.engine.add(prompts, requests, progress):
                 interrupt.check()
                 freeze(len(requests))
@@ -310,7 +311,7 @@ class LLM:
         by newlines if the chat template accepts only strings. The arguments of tool calls may be
         strings in JSON, as in OpenAI's format. chat_template_kwargs are variables of the template;
         as in vLLM, they take precedence over the other arguments. Raises ValueError if the template
-        cannot render the messages, or if `chat_template` takes over 10 seconds.
+        cannot render the messages.
         """
         variables = {
             "chat_template": chat_template,

@@ -46,9 +46,14 @@ GROUPS = {
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Two processes run the whole suite. What the command line names runs in this process alone, so
     does everything with a debugger, and where there is a GPU, whose memory one engine takes."""
-    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    return 2 if whole and cores > 1 and not torch.cuda.is_available() else 0
+    return 2 if is_whole(config) and cores > 1 and not torch.cuda.is_available() else 0
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a process of pytest-xdist what the command line said."""
+    node.workerinput["whole"] = is_whole(node.config)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
@@ -67,9 +72,29 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduler(config, log)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also run the tests that take long")
+
+
+def is_whole(config: pytest.Config) -> bool:
+    """Return whether the command line names no test."""
+    return config.args_source is pytest.Config.ArgsSource.TESTPATHS
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of two processes, none should begin something long when the other is done."""
-    if hasattr(config, "workerinput"):
+    """Leave out slow tests, unless --all, -m or the names of tests ask for them.
+
+    Of two processes, none should begin something long when the other is done.
+    """
+    options = config.option
+    asked = options.all or options.markexpr or options.keyword
+    is_worker = hasattr(config, "workerinput")
+    whole = config.workerinput["whole"] if is_worker else is_whole(config)
+    if whole and not asked:
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+    if is_worker:
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 

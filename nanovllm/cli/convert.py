@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 from nanovllm.config import DTYPES
-from nanovllm.loading.optional import load_optional
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -29,7 +28,8 @@ def main(argv: list[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     try:
         # Not for --help, because torch takes seconds.
-        convert = load_optional("features.formats.gguf.convert", "nanovllm convert").convert
+        from nanovllm.features.formats.gguf.convert import convert
+
         convert(args.source, args.target, args.dtype)
     except (OSError, ValueError) as error:
         print(f"nanovllm convert: {error}", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
@@ -49,6 +50,13 @@ def template_variables(
                 "template; remove it"
             )
     variables = variables | overrides
+    if (template := variables.get("chat_template")) is not None:
+        check_scalar("chat_template", template, str)
+        if os.path.isfile(template):
+            raise ValueError(
+                f"chat_template={template!r} is a file; pass its text: "
+                f"Path({template!r}).read_text()"
+            )
     if variables.get("continue_final_message") and variables.get("add_generation_prompt"):
         raise ValueError(
             "continue_final_message=True continues the last message, add_generation_prompt=True "

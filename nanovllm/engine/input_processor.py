@@ -51,7 +51,6 @@ class InputProcessor:
     make_rules: Any = None  # `make_rules` of features/requests/logit_rules/params.py
     grammars: Any = None  # a GrammarCompiler of features/requests/structured.py
     pooling: Any = None  # PoolingSettings: the embedding settings of the checkpoint
-    render_with_limits: Any = None  # `render_with_limits` of features/chat_template.py
     tokens: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -165,12 +164,7 @@ class InputProcessor:
         more: the chat_template_kwargs of a caller, which override `variables`.
         """
         variables = template_variables(variables, more)
-        render_any = render
-        if variables.get("chat_template") is not None:
-            if self.render_with_limits is None:
-                raise missing("chat_template", "chat_template.py")
-            render_any = self.render_with_limits
-        text = render_any(conversation, self.get_tokenizer(), variables)
+        text = render(conversation, self.get_tokenizer(), variables)
         return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens=False)}
 
     def get_tokenizer(self) -> Tokenizer:

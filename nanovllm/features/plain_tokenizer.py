@@ -22,7 +22,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as JsonTokenizer
 
 from nanovllm.engine.detokenizer import Tokenizer
-from nanovllm.models.config import read_json
+from nanovllm.models.model_config import read_json
 
 LoadFull: TypeAlias = "Callable[[Path], Tokenizer]"  # loads the tokenizer of transformers
 

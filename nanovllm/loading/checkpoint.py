@@ -13,13 +13,12 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 
 from nanovllm.config import EMBEDDED
-from nanovllm.loading.optional import find_optional, load_optional
-from nanovllm.models.config import (
+from nanovllm.models.model_config import (
     FEATURES,
     Fields,
     ModelConfig,
@@ -33,6 +32,9 @@ from nanovllm.models.weights import HEAD
 from nanovllm.plan import FILTERS
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import scalar_fields, similar
+
+if TYPE_CHECKING:
+    from nanovllm.features.formats.quantized_checkpoint import WeightFormat
 
 # Names in generation_config.json -> names in SamplingParams.
 SAMPLING_FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"} | {
@@ -50,6 +52,8 @@ def find_checkpoint(
 
     Raises ValueError with a remedy. Weights are fetched from the hub only if `weights` is true.
     """
+    from nanovllm.features.formats.gguf.named import find_named
+
     if not isinstance(model, str | os.PathLike):
         raise TypeError(f"model must be a directory or a name, not {model!r}")
     name = os.fspath(model)
@@ -75,16 +79,14 @@ def find_checkpoint(
         if name.endswith(".gguf"):
             remedy = convert_command(path)
         raise ValueError(f"{name} is a file; {remedy}")
-    named_models = find_optional("features.formats.gguf.named")
-    if named_models is not None and (found := named_models.find_named(name)) is not None:
+    if (found := find_named(name)) is not None:
         return found
     if name.startswith((".", "/", "~")) or name.count("/") != 1 or name.endswith("/"):
-        needed = ", which needs nanovllm/features/formats/gguf/named.py" * (named_models is None)
         remedy = (
             "give a local directory, a hub id like 'Qwen/Qwen3-0.6B', "
-            f"{EMBEDDED!r} for the embedded model, or 'smollm2-135m'{needed}"
+            f"{EMBEDDED!r} for the embedded model, or 'smollm2-135m'"
         )
-        near = similar(name, [EMBEDDED, *["smollm2-135m"] * (named_models is not None)])
+        near = similar(name, [EMBEDDED, "smollm2-135m"])
         raise ValueError(f"there is no directory {name!r}; {near or remedy}")
     path = _download(name, revision, patterns)
     check_files(path, patterns)
@@ -130,6 +132,25 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
         ) from error
 
 
+def config_class(architectures: Any) -> type[ModelConfig]:
+    """Return the class that reads the config.json of a model with these architectures."""
+    names = architectures if isinstance(architectures, list) else []
+    match next((FEATURES[name] for name in names if name in FEATURES), ""):
+        case "hybrid":
+            from nanovllm.features.models.hybrid.hybrid_config import HybridConfig
+
+            return HybridConfig
+        case "hybrid_moe":
+            from nanovllm.features.models.hybrid_moe.hybrid_moe_config import HybridMoeConfig
+
+            return HybridMoeConfig
+        case "moe":
+            from nanovllm.features.models.moe.moe_config import MoeConfig
+
+            return MoeConfig
+    return ModelConfig
+
+
 class Checkpoint:
     """A model in Hugging Face layout. Each file is opened once, when it is first needed."""
 
@@ -149,7 +170,7 @@ class Checkpoint:
         self.overrides = overrides or {}
         self.config_path = directory / "config.json"
         # Set with `model_config`:
-        self.weight_format: Any = None  # of quantized weights
+        self.weight_format: WeightFormat | None = None  # of quantized weights
         self.select_tensors: Callable[[dict[Path, Any]], dict[Path, Any]] = dict
         self.open_files = ExitStack()  # a context manager that closes the weight files
 
@@ -162,30 +183,22 @@ class Checkpoint:
             )
         raw: dict[str, Any] = with_text_config(read_json(self.config_path))
         if self.overrides:
-            raw = load_optional("features.formats.hf_overrides", "hf_overrides").override(
-                raw, self.overrides
-            )
+            from nanovllm.features.formats.hf_overrides import override
+
+            raw = override(raw, self.overrides)
         return raw
 
     @cached_property
     def model_config(self) -> ModelConfig:
         suffix = " with hf_overrides" if self.overrides else ""  # for messages
         path = Path(f"{self.config_path}{suffix}")
-        names = self.config.get("architectures")
-        config_class: type[ModelConfig] = ModelConfig
-        for name in names if isinstance(names, list) else ():
-            if name in FEATURES:
-                option = f"the architecture {name!r}"
-                config_class = load_optional(
-                    f"features.models.{FEATURES[name]}.config", option
-                ).CONFIG
-        model_config = config_class.from_json(self.config, path)
+        model_config = config_class(self.config.get("architectures")).from_json(self.config, path)
         self.weight_format = self.find_weight_format(path)
         self.select_tensors = model_config.select_tensors
         return model_config
 
-    def find_weight_format(self, path: Path) -> Any:
-        """Return the WeightFormat of features/formats/quantized_checkpoint.py, or None.
+    def find_weight_format(self, path: Path) -> WeightFormat | None:
+        """Return the format of quantized weights, or None.
 
         Raises ValueError if the weights are quantized in a format that is not supported.
         """
@@ -193,10 +206,9 @@ class Checkpoint:
         # If only the KV cache has a scheme, the weights are not quantized; see models/fp8.py.
         if not config or (config.get("kv_cache_scheme") and not config.get("config_groups")):
             return None
-        method = config.get("quant_method")
-        option = f"a checkpoint with the quant_method {method!r}"
-        module = load_optional("features.formats.quantized_checkpoint", option)
-        return module.WeightFormat.from_config(config, path)
+        from nanovllm.features.formats.quantized_checkpoint import WeightFormat
+
+        return WeightFormat.from_config(config, path)
 
     def generation_defaults(self) -> tuple[frozenset[int], SamplingParams]:
         """Return the end-of-sequence tokens and the sampling parameters of generation_config.json.

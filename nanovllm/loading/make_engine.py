@@ -7,16 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from nanovllm.config import FORMATS, EngineConfig
+from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sampling import Sampling
 from nanovllm.engine.task import TaskFactory
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 from nanovllm.loading.make_runner import make_runner
-from nanovllm.loading.optional import find_optional, load_optional
 from nanovllm.loading.tokenizer import load_tokenizer
 from nanovllm.runner.single_rank import SingleRank
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.utils.log import logger
 
 
@@ -24,8 +24,9 @@ def make_engine(config: EngineConfig) -> LLMEngine:
     """Find and load the checkpoint and its tokenizer, and build the engine."""
     ranks = SingleRank()
     if config.tensor_parallel_size > 1:  # one device does not need torch.distributed
-        module = load_optional("features.memory.tensor_parallel.ranks", "tensor_parallel_size")
-        ranks = module.Ranks(config)
+        from nanovllm.features.memory.tensor_parallel.ranks import Ranks
+
+        ranks = Ranks(config)
     with ranks.leave_if_it_fails():
         with ranks.rank_0_first():  # rank 0 downloads the files
             checkpoint, tokenizer_dir = find_files(config)
@@ -51,9 +52,10 @@ def load_engine(
     config: EngineConfig, checkpoint: Checkpoint, tokenizer_dir: Path, ranks: SingleRank
 ) -> LLMEngine:
     """Load the checkpoint and the tokenizer in `tokenizer_dir`, and build the engine."""
-    host_cache = None
-    if config.swap_space:
-        host_cache = load_optional("features.memory.host_cache.blocks", "swap_space")
+    from nanovllm.features.requests.embeddings.sentence_transformers import read_pooling_settings
+    from nanovllm.features.requests.logit_rules.params import make_rules
+    from nanovllm.features.requests.structured import GrammarCompiler
+
     model_config = checkpoint.model_config
     if config.quantization in FORMATS:
         check_format(config.quantization, checkpoint)
@@ -83,30 +85,25 @@ def load_engine(
         config.seed,
         has_head=checkpoint.has_head,
         max_logprobs=config.max_logprobs,
+        make_rules=make_rules,
+        grammars=GrammarCompiler(tokenizer, model_config.vocab_size, eos_token_ids),
+        pooling=read_pooling_settings(checkpoint.directory, model_config.hidden_size),
     )
-    if (templates := find_optional("features.chat_template")) is not None:
-        input_processor.render_with_limits = templates.render_with_limits
-    if (rules := find_optional("features.requests.logit_rules.params")) is not None:
-        input_processor.make_rules = rules.make_rules
-    if (structured := find_optional("features.requests.structured")) is not None:
-        compiler = structured.GrammarCompiler(tokenizer, model_config.vocab_size, eos_token_ids)
-        input_processor.grammars = compiler
-    embeddings = find_optional("features.requests.embeddings.sentence_transformers")
-    if embeddings is not None:
-        directory, size = checkpoint.directory, model_config.hidden_size
-        input_processor.pooling = embeddings.read_pooling_settings(directory, size)
-    block_manager = None
-    if host_cache is not None:
+    block_manager: BlockManager | None = None
+    if runner.host_pool is not None:
+        from nanovllm.features.memory.host_cache.blocks import HostCacheBlockManager
+
         sizes = runner.num_blocks, config.block_size, runner.host_pool.num_blocks
-        block_manager = host_cache.HostCacheBlockManager(*sizes)
+        block_manager = HostCacheBlockManager(*sizes)
     if runner.states is not None:
-        states = load_optional("features.models.hybrid.state_blocks", "the model")
+        from nanovllm.features.models.hybrid.state_blocks import StateBlockManager
+
         config = replace(config, max_num_seqs=runner.rows.num_rows)
-        block_manager = states.StateBlockManager(
+        block_manager = StateBlockManager(
             *(runner.num_blocks, config.block_size, config.enable_prefix_caching),
             *(config.max_num_seqs, runner.states.num_states),
         )
-    return LLMEngine(config, ranks.agreeing(runner), input_processor, find_tasks(), block_manager)
+    return LLMEngine(config, ranks.agreeing(runner), input_processor, all_tasks(), block_manager)
 
 
 def check_format(quantization: str, checkpoint: Checkpoint) -> None:
@@ -120,13 +117,18 @@ def check_format(quantization: str, checkpoint: Checkpoint) -> None:
         )
 
 
-def find_tasks() -> dict[type, TaskFactory]:
-    """Return the task of each type of parameters, for all installed kinds of requests."""
-    tasks: dict[type, TaskFactory] = {SamplingParams: Sampling}
-    for name in ("beam_search", "embeddings.pooling", "loglikelihood"):
-        if (module := find_optional(f"features.requests.{name}")) is not None:
-            tasks |= module.TASKS
-    return tasks
+def all_tasks() -> dict[type, TaskFactory]:
+    """Return the task of each type of parameters."""
+    from nanovllm.features.requests.beam_search import BeamSearch
+    from nanovllm.features.requests.embeddings.pooling import Embedding, PoolingParams
+    from nanovllm.features.requests.loglikelihood import Scoring, ScoringParams
+
+    return {
+        SamplingParams: Sampling,
+        BeamSearchParams: BeamSearch,
+        PoolingParams: Embedding,
+        ScoringParams: Scoring,
+    }
 
 
 def longest_request(config: EngineConfig, checkpoint: Checkpoint) -> int:

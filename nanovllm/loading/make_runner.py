@@ -9,19 +9,17 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import cast
 
 import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.loading import memory
 from nanovllm.loading.checkpoint import Checkpoint
-from nanovllm.loading.optional import find_optional, load_optional
 from nanovllm.loading.select_backend import pick_backend, pick_device, pick_dtype
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.backend import Backend
-from nanovllm.models.config import ModelConfig
 from nanovllm.models.fp8 import FP8, Scales, read_fp8_scales
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.weights import load_weights, random_weights
 from nanovllm.plan import StepPlan
@@ -44,38 +42,42 @@ def make_runner(
     `full_config` describes the whole model. Requests have at most `max_model_len` tokens, or fewer
     if memory limits them.
     """
+    from nanovllm.backends.cpu.openmp import check_openmp
+
     if has_states := full_config.state_bytes(1) > 0:
         # Before the model is divided among ranks, which explains only sizes that do not fit.
-        hybrid_memory = load_optional("features.models.hybrid.memory", "the model")
+        from nanovllm.features.models.hybrid import memory as hybrid_memory
+
         hybrid_memory.check_options(config, full_config)
     elif config.num_state_slots is not None:
         raise ValueError(
             f"num_state_slots={config.num_state_slots} is an option for models with linear "
             f"attention, and {full_config.architecture} has none; leave it out"
         )
-    if (openmp := find_optional("backends.cpu.openmp")) is not None:
-        openmp.check_openmp()
+    check_openmp()
     device = pick_device(config.device)
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     remedy = "out of memory; lower max_num_seqs, max_model_len or max_num_batched_tokens"
     with on_device, memory.explain_out_of_memory(remedy):
         free = memory.free_memory(device, ranks.size)
         model_config = ranks.config_of_rank(full_config)
+        model_class = model_config.model_class()
         backend = make_backend(config, model_config, device)
         is_fp8 = config.kv_cache_dtype != "auto"
         cache_dtype = FP8 if is_fp8 else backend.dtype
         block_bytes = model_config.block_bytes(config.block_size, cache_dtype.itemsize)
-        weight_bytes = memory.weight_bytes(model_class(model_config).on_meta(model_config, backend))
+        weight_bytes = memory.weight_bytes(model_class.on_meta(model_config, backend))
         room = memory.Room(config, device, free, weight_bytes, max(1, block_bytes))
         room.check(checkpoint.directory.name, backend.dtype, model_config.weights_note)
         if has_states:
-            sizes = config, model_config, backend.dtype.itemsize, room.max_bytes
-            num_rows, num_slots, state_bytes = hybrid_memory.num_states(*sizes)
+            num_rows, num_slots, state_bytes = hybrid_memory.num_states(
+                config, model_config, backend.dtype.itemsize, room.max_bytes
+            )
             config = replace(config, max_num_seqs=num_rows)
             room = replace(room, config=config, state_bytes=state_bytes, num_state_slots=num_slots)
         # The longest request that can fit limits the size of rows and rotary tables.
         longest = room.fitted_length(max_model_len, ranks.smallest(room.max_blocks))
-        model = model_class(model_config)(model_config, longest, backend)
+        model = model_class(model_config, longest, backend)
         load_model(config, model, full_config, checkpoint, ranks)
         runner = make_eager_runner(config, model, full_config.vocab_size, longest)
         scales = read_fp8_scales(checkpoint.files, model_config.kv_layers) if is_fp8 else None
@@ -86,25 +88,20 @@ def make_runner(
     return runner
 
 
-def model_class(model_config: ModelConfig) -> type[Qwen3]:
-    """Return the class of the model that a config describes."""
-    if not model_config.feature:
-        return Qwen3
-    module = load_optional(
-        f"features.models.{model_config.feature}.model", model_config.architecture
-    )
-    return cast(type[Qwen3], module.MODEL)
-
-
 def make_backend(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> Backend:
     dtype = pick_dtype(config.dtype, device, model_config.dtype)
-    num_weights = memory.num_weights(model_class(model_config).on_meta(model_config))
+    num_weights = memory.num_weights(model_config.model_class().on_meta(model_config))
     backend = pick_backend(config.attention_backend, device, dtype, num_weights)
-    if config.quantization is None:
-        return backend
-    option = f"quantization={config.quantization!r}"
-    module = load_optional(f"backends.{config.quantization}", option)
-    return cast(Backend, module.quantized(backend))
+    match config.quantization:
+        case "int8":
+            from nanovllm.backends import int8
+
+            return int8.quantized(backend)
+        case "int4":
+            from nanovllm.backends import int4
+
+            return int4.quantized(backend)
+    return backend
 
 
 def load_model(
@@ -129,19 +126,19 @@ def make_eager_runner(
     config: EngineConfig, model: Qwen3, vocab_size: int, max_model_len: int
 ) -> ModelRunner:
     """Return a runner without a KV cache, and without captured or fused steps."""
+    from nanovllm.backends.cpu.threads import ThreadLimit
+    from nanovllm.features.requests.logit_rules.rows import RulesState
+
     block_size, device = config.block_size, model.backend.device
     max_blocks = -(-max_model_len // block_size)
     rows = Rows(config.max_num_seqs, max_blocks, block_size, device)
-    if (rules := find_optional("features.requests.logit_rules.rows")) is not None:
-        length = max_blocks * block_size
-        rows.rules = rules.RulesState(config.max_num_seqs, length, vocab_size, device)
+    rows.rules = RulesState(config.max_num_seqs, max_blocks * block_size, vocab_size, device)
     # Eager decodes use device rows too, so that they compute the same as captured decodes.
     device_rows = DeviceRows(rows, model.backend) if model.backend.captures else None
-    thread_limit = nullcontext
-    threads = find_optional("backends.cpu.threads") if device.type == "cpu" else None
-    if threads is not None:
-        thread_limit = threads.ThreadLimit()
-        model.backend.before_layer = thread_limit.adjust
+    if device.type != "cpu":
+        return ModelRunner(model, model.backend, rows, device_rows, nullcontext)
+    thread_limit = ThreadLimit()
+    model.backend.before_layer = thread_limit.adjust
     return ModelRunner(model, model.backend, rows, device_rows, thread_limit)
 
 
@@ -153,12 +150,14 @@ def make_cache(
     ranks: SingleRank,
 ) -> None:
     """Allocate a KV cache as large as options set or memory allows, and the host cache."""
-
     backend, model_config = runner.backend, runner.model.config
     if room.state_bytes:
-        states = load_optional("features.models.hybrid.states", "the model")
+        from nanovllm.features.models.hybrid.hybrid_config import HybridConfig
+        from nanovllm.features.models.hybrid.states import States
+
+        assert isinstance(model_config, HybridConfig)
         num_states = room.config.max_num_seqs + 1 + room.num_state_slots
-        runner.states = states.States(model_config, num_states, backend)
+        runner.states = States(model_config, num_states, backend)
 
     def make_attention(num_blocks: int) -> PlainAttention:
         sizes = num_blocks, room.config.block_size
@@ -172,11 +171,12 @@ def make_cache(
         runner.run(plan)
 
     if room.num_host_blocks:  # staging buffers first: the KV cache takes the rest
-        pools = load_optional("features.memory.host_cache.pool", "swap_space")
+        from nanovllm.features.memory.host_cache.pool import make_pool
+
         with memory.explain_out_of_memory(
             f"swap_space={room.config.swap_space} takes more host memory than there is; lower it"
         ):
-            runner.host_pool = pools.make_pool(room.num_host_blocks, make_attention(1).cache)
+            runner.host_pool = make_pool(room.num_host_blocks, make_attention(1).cache)
     num = ranks.smallest(room.num_kv_blocks(max_model_len, profile))
     with memory.explain_out_of_memory(
         f"a KV cache of {num} blocks takes {(num + 1) * room.block_bytes:,} bytes, more than the "

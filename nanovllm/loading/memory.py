@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.loading.optional import find_optional, load_optional
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.plan import FILTERS, Chunk, LogitRules, NewRow, ResultKind, RowSampling, StepPlan
 
@@ -99,8 +98,9 @@ class Room:
         if self.device.type == "cpu":
             cache = ((self.requested_blocks or 1) + 1) * self.block_bytes
             free, where = self.free - self.weight_bytes - cache, " next to weights and KV cache"
-        pool = load_optional("features.memory.host_cache.pool", "swap_space")
-        return int(pool.num_host_blocks(self.config, self.block_bytes, free, where))
+        from nanovllm.features.memory.host_cache.pool import num_host_blocks
+
+        return num_host_blocks(self.config, self.block_bytes, free, where)
 
     def check(self, name: str, dtype: torch.dtype, note: str = "") -> None:
         """Raise ValueError if the weights of `name`, or a cache of a requested size, do not fit.
@@ -204,11 +204,9 @@ def largest_plans(config: EngineConfig, max_model_len: int) -> Iterator[StepPlan
         sampling = RowSampling(temperature=1.0, seed=0, filters=filters, rules=rules)
         return [NewRow(row, table, sampling, prompt=[0]) for row in range(num)]
 
-    rules = None
-    if find_optional("features.requests.logit_rules.rows") is not None:
-        rules = LogitRules(
-            repetition_penalty=2.0, logit_bias=((0, 1.0),), allowed_token_ids=(0,), logprobs=1
-        )
+    rules = LogitRules(
+        repetition_penalty=2.0, logit_bias=((0, 1.0),), allowed_token_ids=(0,), logprobs=1
+    )
     yield StepPlan(new_rows(num_seqs, rules), decode_rows=list(range(num_seqs)))
     yield StepPlan(new_rows(num_seqs, None), decode_rows=[0])
     tokens = [0] * length

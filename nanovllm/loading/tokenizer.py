@@ -6,8 +6,7 @@ import threading
 from pathlib import Path
 
 from nanovllm.engine.detokenizer import Tokenizer
-from nanovllm.loading.optional import find_optional
-from nanovllm.models.config import read_json
+from nanovllm.models.model_config import read_json
 
 # Held while transformers loads a tokenizer. It imports its modules on first use, and two threads
 # that import the same module there at the same time can fail with ImportError.
@@ -25,6 +24,8 @@ def load_full(directory: Path) -> Tokenizer:
 
 def load_tokenizer(directory: Path) -> Tokenizer:
     """Load the tokenizer in `directory`. Raises ValueError if it cannot be used."""
+    from nanovllm.features.plain_tokenizer import find_plain
+
     names = ("tokenizer.json", "vocab.json", "tokenizer.model")
     if not any((directory / name).is_file() for name in names):
         raise ValueError(
@@ -37,8 +38,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     if not isinstance(length, int | float | None):
         raise ValueError(f"{config}: model_max_length must be a number, not {length!r:.80}")
     try:
-        plain = find_optional("features.plain_tokenizer")
-        if plain is not None and (found := plain.find_plain(directory, raw, load_full)) is not None:
+        if (found := find_plain(directory, raw, load_full)) is not None:
             return found
         loaded = load_full(directory)
         loaded.decode(loaded.encode("a"))  # A class that does not match may fail only here.

@@ -1,5 +1,7 @@
 """Chats, and those that are refused."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -143,3 +145,15 @@ def test_a_broken_chat_template_and_token_ids_of_three_dimensions(embedded: LLM)
     for ids in (np.zeros((1, 1, 3), int), torch.zeros(2, 2, 3, dtype=torch.int64)):
         with pytest.raises(ValueError, match=r"token ids have one dimension.*\(\d, \d, 3\)"):
             embedded.generate(ids, use_tqdm=False)
+
+
+def test_chat_templates_of_another_type(embedded: LLM, tmp_path: Path) -> None:
+    """A path is a common mistake, and would be the text of every prompt."""
+    chat = [{"role": "user", "content": "hi"}]
+    for template in (5, b"{{ 1 }}", Path("a.jinja"), ["{{ 1 }}"]):
+        with pytest.raises(TypeError, match="chat_template must be a string"):
+            embedded.chat(chat, chat_template=template, use_tqdm=False)
+    path = tmp_path / "a.jinja"
+    path.write_text("{{ messages[0].content }}")
+    with pytest.raises(ValueError, match=r"a.jinja' is a file; pass its text: Path\('.*read_text"):
+        embedded.chat(chat, chat_template=str(path), use_tqdm=False)

@@ -112,8 +112,8 @@ def parse(llm: LLM, url: Any, body: Any, model: str, templates: bool = False) ->
     """Return the job of a body.
 
     model: the name under which the model of `llm` is known.
-    templates: whether the body may contain a chat template. A template is a program, so allow this
-        only if its author may run programs here.
+    templates: whether the body may contain a chat template. A template is a program that may never
+        end, so allow this only if its author may run programs here.
 
     Raises UnknownModel, ValueError or TypeError, and ImportError for a missing package.
     """
@@ -159,7 +159,8 @@ def refuse_template(given: Fields) -> None:
     both = given | more if isinstance(more, dict) else given
     if "chat_template" in given or both.get("chat_template") is not None:
         raise ValueError(
-            "chat_template is not accepted here, because it is a program; leave it out"
+            "chat_template is not accepted here, because it is a program; leave it out, or give "
+            "run-batch the option --trust-chat-templates"
         )
 
 

@@ -242,7 +242,7 @@ def custom_id_of(line: bytes) -> str | None:
     return custom_id if isinstance(custom_id, str) else None
 
 
-def parse_line(llm: LLM, line: bytes, model: str) -> Job:
+def parse_line(llm: LLM, line: bytes, model: str, templates: bool = False) -> Job:
     """Return the job of a line. Raises an error of any type that says what is wrong."""
     try:
         request = json.loads(line)
@@ -252,7 +252,7 @@ def parse_line(llm: LLM, line: bytes, model: str) -> Job:
     check_scalar("custom_id", request.get("custom_id"), str)
     if request.get("method") != "POST":
         raise ValueError(f"method must be 'POST', not {request.get('method')!r:.80}")
-    return parse(llm, request.get("url"), request.get("body"), model, templates=True)
+    return parse(llm, request.get("url"), request.get("body"), model, templates)
 
 
 def run_batch(
@@ -261,11 +261,13 @@ def run_batch(
     model: str = EMBEDDED,
     max_concurrency: int = 512,
     use_tqdm: bool = True,
+    trust_chat_templates: bool = False,
 ) -> int:
     """Compute the lines that are left. Returns how many of their results have an error.
 
     model: the name that lines may give for the model of `llm`; a line may also give none.
     max_concurrency: largest number of lines in memory.
+    trust_chat_templates: whether a line may contain a chat template, which is a program.
 
     If the engine, the disk or Ctrl-C ends the run, its requests are aborted and the error is
     raised.
@@ -304,7 +306,7 @@ def run_batch(
                     try:
                         with files.adding(number):
                             with interrupt:  # a second Ctrl-C interrupts a chat template
-                                job = parse_line(llm, line, model)
+                                job = parse_line(llm, line, model, trust_chat_templates)
                             in_flight[number] = custom_id, job, job.submit(llm)
                     except Exception as error:
                         write(number, custom_id, None, error_body(error))
@@ -355,6 +357,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--served-model-name", metavar="NAME", help=served)
     in_flight = "largest number of lines in memory (twice max_num_seqs)"
     add("--max-concurrency", type=positive, metavar="N", help=in_flight)
+    trust = "accept a chat_template in a line; it is a program without a limit of time"
+    add("--trust-chat-templates", action="store_true", help=trust)
     pair: dict[str, Any] = {"type": option, "action": "append", "default": []}
     add("--set", **pair, metavar="OPTION=VALUE", help="an option of LLM(), like max_num_seqs=16")
     return parser
@@ -376,7 +380,10 @@ def main(argv: list[str] | None = None) -> int:
                 max_concurrency = args.max_concurrency or 2 * config.max_num_seqs
                 llm = LLM(args.model, **options)  # its errors would come again at a resumption
                 try:
-                    num_failed = run_batch(llm, files, model, max_concurrency)
+                    trust = args.trust_chat_templates
+                    num_failed = run_batch(
+                        llm, files, model, max_concurrency, trust_chat_templates=trust
+                    )
                 finally:
                     done = f"{files.num_done} of {files.num_requests} lines are done"
                     progress = f"; {done}: start the same command again to resume"

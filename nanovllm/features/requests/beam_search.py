@@ -210,6 +210,3 @@ class BeamSearch(Task):
             for result in results:
                 result.text = detokenizer.decode(result.tokens)
         return BeamSearchOutput(results)
-
-
-TASKS = {BeamSearchParams: BeamSearch}

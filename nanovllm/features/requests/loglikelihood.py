@@ -140,6 +140,3 @@ class Scoring(Task):
             num_cached_tokens=seq.num_cached_tokens,
             request_id=request.request_id,
         )
-
-
-TASKS = {ScoringParams: Scoring}

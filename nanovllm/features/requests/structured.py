@@ -11,12 +11,13 @@ import json
 import math
 import re
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.detokenizer import Tokenizer
-from nanovllm.features.time_limit import call_with_limit
 from nanovllm.sampling_params import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ MAX_ABANDONED = 2  # compilations that took longer and cannot be stopped
 MAX_REASON = 300  # characters of an error message
 # The whitespace between JSON tokens. If more is allowed, weak models generate nothing but spaces.
 WHITESPACE = " ?"
+stack_size_lock = threading.Lock()  # threading.stack_size is a setting of the process
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +101,7 @@ class GrammarCompiler:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.vocabulary: LLTokenizer | None = None  # made for the first grammar
-        self.abandoned: list[threading.Thread] = []  # compilations that took too long
+        self.abandoned: list[threading.Thread] = []  # run compilations that no caller waits for
         self.compiled = functools.lru_cache(CACHED_GRAMMARS)(self._compile)
 
     def compile(self, params: StructuredOutputsParams, end_tokens: list[int]) -> Grammar:
@@ -158,11 +160,10 @@ class GrammarCompiler:
             )
         stack = STACK + STACK_PER_BYTE * len(text.encode())
         try:
-            start = call_with_limit(start_matcher, MAX_SECONDS, stack)
+            start = self._call_with_limit(start_matcher, stack)
             if start.is_error():
                 raise ValueError(reason(start))
-        except TimeoutError as error:
-            self.abandoned.append(error.args[0])
+        except TimeoutError:
             raise ValueError(
                 f"llguidance compiles the {field} of structured_outputs for more than "
                 f"{MAX_SECONDS} seconds; simplify it"
@@ -175,6 +176,33 @@ class GrammarCompiler:
                 f"{shortened(str(error))}{hint}"
             ) from None
         return start
+
+    def _call_with_limit(self, function: Callable[[], LLMatcher], stack: int) -> LLMatcher:
+        """Call `function` in a thread with a stack of `stack` bytes, and return its result.
+
+        Raises TimeoutError after MAX_SECONDS. A thread in llguidance cannot be stopped: after a
+        timeout or another error, such as KeyboardInterrupt, it continues and is in `abandoned`.
+        """
+        result: Future[LLMatcher] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(function())
+            except BaseException as error:  # also pyo3's PanicException
+                result.set_exception(error)
+
+        thread = threading.Thread(target=run, name="nanovllm grammar", daemon=True)
+        with stack_size_lock:
+            before = threading.stack_size(stack)
+            try:
+                thread.start()
+            finally:
+                threading.stack_size(before)
+        try:
+            return result.result(MAX_SECONDS)
+        finally:
+            if not result.done():
+                self.abandoned.append(thread)
 
 
 def with_tokens_below(size: int, tokenizer: Any) -> Any:

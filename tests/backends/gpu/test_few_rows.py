@@ -30,8 +30,8 @@ from nanovllm.backends.int8 import Int8Weight  # noqa: E402
 from nanovllm.models.attention import PlainAttention  # noqa: E402
 from nanovllm.models.backend import Backend  # noqa: E402
 from nanovllm.models.batch import ForwardBatch  # noqa: E402
-from nanovllm.models.config import ModelConfig  # noqa: E402
 from nanovllm.models.layers import rms_norm, silu_and_mul  # noqa: E402
+from nanovllm.models.model_config import ModelConfig  # noqa: E402
 from nanovllm.models.qwen3 import Qwen3  # noqa: E402
 
 CPU = torch.device("cpu")

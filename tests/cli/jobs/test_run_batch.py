@@ -300,7 +300,10 @@ WRONG: list[tuple[Any, str]] = [
     (line("x", CHAT, **ask("Hi", stop=[1])), "stop must hold strings"),
     (line("x", CHAT, **ask("Hi", stream=True)), "stream=True is not supported"),
     (line("x", CHAT, **ask("Hi", stream="yes")), "stream='yes' is not supported"),
-    (line("x", CHAT, **ask("Hi", guided_json={})), "use the field 'json' of structured_outputs"),
+    (
+        line("x", CHAT, **ask("Hi", guided_json={})),
+        "unknown field of /v1/chat/completions 'guided_json'",
+    ),
     (
         line("x", CHAT, **ask("Hi", structured_outputs={"json": False})),
         "json must be a JSON schema",
@@ -319,7 +322,10 @@ WRONG: list[tuple[Any, str]] = [
     (line("x", CHAT, **ask("Hi", response_format="json")), "response_format must be an object"),
     (line("x", CHAT, **ask("Hi", response_format={"type": "xml"})), "type of response_format"),
     (line("x", CHAT, **ask("Hi", response_format={"type": "json_schema"})), "json_schema.schema"),
-    (line("x", CHAT, **ask("Hi", structured_outputs={"jsn": {}})), "did you mean 'json'"),
+    (
+        line("x", CHAT, **ask("Hi", structured_outputs={"jsn": {}})),
+        "unexpected keyword argument 'jsn'",
+    ),
     (line("x", CHAT, **ask("Hi", structured_outputs={"json": {}, "regex": "a"})), "exactly one"),
     (line("x", CHAT, **ask("Hi", chat_template=5)), "chat_template must be a string"),
     (line("x", CHAT, **ask("Hi", chat_template="{{ 1 // 0 }}")), "ZeroDivisionError"),
@@ -353,7 +359,8 @@ def test_wrong_lines_stop_nothing(embedded: LLM, tmp_path: Path) -> None:
         lines.append(wrong)
     lines.insert(20, line("good", CHAT, **ask("What is 12 + 30?")))
     source, target = save(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
-    assert run(embedded, source, target, max_concurrency=2) == len(WRONG)
+    options = dict(max_concurrency=2, trust_chat_templates=True)
+    assert run(embedded, source, target, **options) == len(WRONG)
     read = [json.loads(text) for text in target.read_text().splitlines()]
     by_number = {int(one["id"].rpartition("-")[2]): one for one in read}
     assert sorted(by_number) == list(range(1, len(lines) + 1))
@@ -368,6 +375,20 @@ def test_wrong_lines_stop_nothing(embedded: LLM, tmp_path: Path) -> None:
         given = lines[number - 1]
         custom_id = given.get("custom_id") if isinstance(given, dict) else None
         assert one["custom_id"] == (custom_id if isinstance(custom_id, str) else None)
+
+
+def test_chat_templates_of_lines(embedded: LLM, tmp_path: Path) -> None:
+    """A template may never end, so a line may have one only if the option says so."""
+    template = "{{ messages[0].content }}"
+    fields = [{"chat_template": template}, {"chat_template_kwargs": {"chat_template": template}}]
+    lines = [line(f"x{i}", CHAT, **ask("Hi", **more)) for i, more in enumerate(fields)]
+    source = save(tmp_path / "in.jsonl", lines)
+    for trusted in (False, True):
+        target = tmp_path / f"{trusted}.jsonl"
+        failed = run(embedded, source, target, trust_chat_templates=trusted)
+        assert failed == (0 if trusted else 2)
+        for one in results(target).values():
+            assert trusted or "--trust-chat-templates" in one["error"]["error"]["message"]
 
 
 def test_a_request_that_fails_while_it_runs(embedded: LLM, tmp_path: Path) -> None:
@@ -476,10 +497,10 @@ import os
 from nanovllm.cli.jobs import run_batch
 parse_line = run_batch.parse_line
 
-def crash(llm, line, model):
+def crash(llm, line, *rest):
     if b'"q3"' in line:
         os.abort()
-    return parse_line(llm, line, model)
+    return parse_line(llm, line, *rest)
 
 run_batch.parse_line = crash
 raise SystemExit(run_batch.main({arguments!r}))
@@ -553,44 +574,6 @@ def test_the_record_of_the_line_that_is_added(tmp_path: Path) -> None:
     target.unlink()
     with BatchFiles(source, target) as files:  # another input
         assert files.ends == {}
-
-
-ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-
-
-@pytest.mark.parametrize("presses", [1, 2])
-def test_ctrl_c_ends_a_template_of_a_line(tmp_path: Path, presses: int) -> None:
-    """Once, when the limit of time ends the template; twice, at once."""
-    lines = [line("loop", CHAT, **ask("Hi", chat_template=ENDLESS)), *few(2)]
-    source, target = save(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
-    code = f"""
-from nanovllm.features import chat_template
-from nanovllm.engine.interrupt import DeferredInterrupt
-from nanovllm.cli.jobs import run_batch
-chat_template.MAX_SECONDS = {2 if presses == 1 else 10**6}
-parse_line, handle = run_batch.parse_line, DeferredInterrupt.__call__
-
-def noted(self, number, frame):
-    handle(self, number, frame)
-    open({str(tmp_path / "handled")!r}, "w").close()
-
-def begin(llm, line, model):
-    open({str(tmp_path / "began")!r}, "w").close()
-    return parse_line(llm, line, model)
-
-DeferredInterrupt.__call__ = noted
-run_batch.parse_line = begin
-raise SystemExit(run_batch.main(["-i", {str(source)!r}, "-o", {str(target)!r}]))
-"""
-    process = fresh.Process(code)
-    until((tmp_path / "began").exists)
-    process.send_signal(signal.SIGINT)
-    if presses == 2:
-        until((tmp_path / "handled").exists)  # signals of one number that wait are one
-        process.send_signal(signal.SIGINT)
-    ended = process.wait()
-    assert ended.returncode == 130, ended
-    assert len(results(target)) == (presses == 1)
 
 
 class FullDisk:

@@ -29,7 +29,7 @@ from nanovllm.features.memory.tensor_parallel.shards import config_of_rank, tens
 from nanovllm.features.requests.beam_search import BeamSearchParams
 from nanovllm.loading.memory import num_weights, weight_bytes
 from nanovllm.models.backend import Backend
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.rope import RopeConfig
 from nanovllm.models.weights import random_weights

@@ -53,7 +53,7 @@ def test_layouts(tmp_path: Path, layout: str, tie: bool) -> None:
     """Names with and without "model.", and heads that are tied, stored or missing."""
     model = make_checkpoint(tmp_path, tie=tie)
     change_layout(tmp_path, layout)
-    llm = random_llm(tmp_path, runner="pooling", runner="pooling", convert="embed")
+    llm = random_llm(tmp_path, runner="pooling")
     near(llm.embed(PROMPTS[:3], use_tqdm=False), model, PROMPTS[:3])
     greedy = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     if tie or layout == "causal":

@@ -7,6 +7,7 @@ import sys
 import threading
 import typing
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -518,12 +519,12 @@ def test_a_deep_grammar_does_not_end_the_process(embedded: LLM, kind: str) -> No
 
 def test_a_compilation_that_takes_too_long(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its request is refused by the time, because nothing else bounds every grammar."""
-    real, go_on = structured_module.call_with_limit, threading.Event()
+    real, go_on = GrammarCompiler._call_with_limit, threading.Event()
 
-    def slow(function: Callable[[], Any], seconds: float, stack: int) -> Any:
-        return real(lambda: (go_on.wait(300), function())[1], seconds, stack)
+    def slow(self: GrammarCompiler, function: Callable[[], Any], stack: int) -> Any:
+        return real(self, lambda: (go_on.wait(300), function())[1], stack)
 
-    monkeypatch.setattr(structured_module, "call_with_limit", slow)
+    monkeypatch.setattr(GrammarCompiler, "_call_with_limit", slow)
     monkeypatch.setattr(structured_module, "MAX_SECONDS", 0)
     schema = {"type": "string", "pattern": "too long"}
     params = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
@@ -540,9 +541,9 @@ def test_compilations_that_still_run_are_few(
     """Nothing can stop them. Compiled grammars are used meanwhile, and others when they have ended."""
     inputs, go_on = embedded.engine.input_processor, threading.Event()
     compiler = inputs.grammars
-    real, calls = structured_module.call_with_limit, 0
+    real, calls = GrammarCompiler._call_with_limit, 0
 
-    def slow(function: Callable[[], Any], seconds: float, stack: int) -> Any:
+    def slow(self: GrammarCompiler, function: Callable[[], Any], stack: int) -> Any:
         nonlocal calls
         calls += 1
 
@@ -550,16 +551,17 @@ def test_compilations_that_still_run_are_few(
             go_on.wait(300)
             return function()
 
-        return real(wait, 0, stack)
+        return real(self, wait, stack)
 
     def add(regex: str) -> None:
         params = SamplingParams(structured_outputs=StructuredOutputsParams(regex=regex))
         embedded.engine.make_task(params)
 
     add("before")
-    monkeypatch.setattr(structured_module, "call_with_limit", slow)
+    monkeypatch.setattr(GrammarCompiler, "_call_with_limit", slow)
+    monkeypatch.setattr(structured_module, "MAX_SECONDS", 0)
     for i in range(4):
-        with pytest.raises(ValueError, match="more than 60 seconds" + " are still" * (i > 1)):
+        with pytest.raises(ValueError, match="more than 0 seconds" + " are still" * (i > 1)):
             add(f"slow {i}")
     assert calls == 2
     add("before")
@@ -568,6 +570,25 @@ def test_compilations_that_still_run_are_few(
         thread.join(100)
     monkeypatch.undo()
     add("after")
+
+
+def test_ctrl_c_counts_the_compilation_that_it_leaves(
+    embedded: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = embedded.engine.input_processor.grammars
+
+    class Interrupted(Future):
+        def result(self, timeout: float | None = None) -> Any:
+            raise KeyboardInterrupt
+
+    go_on = threading.Event()
+    monkeypatch.setattr(structured_module, "Future", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compiler._call_with_limit(lambda: go_on.wait(300), 2**20)
+    thread = compiler.abandoned[-1]
+    assert thread.is_alive()
+    go_on.set()
+    thread.join(100)
 
 
 @pytest.mark.parametrize("fields", [{"regex": "a(" * 4000}, {"grammar": "start: " + "b " * 4000}])

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from nanovllm.features.formats.gguf.reader import GGUF
 from nanovllm.features.formats.gguf.tokenizer import read_tokenizer
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
 
 SHARD_BYTES = 2**30

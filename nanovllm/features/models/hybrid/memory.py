@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from nanovllm.config import EngineConfig
-from nanovllm.features.models.hybrid.config import HybridConfig
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.utils.log import logger
 
 SLOTS_PER_ROW = 2
 
 
-def check_options(config: EngineConfig, model_config: HybridConfig) -> None:
+def check_options(config: EngineConfig, model_config: ModelConfig) -> None:
     """Raise ValueError for an option that models with linear attention do not support."""
     for value, option in (
         (config.tensor_parallel_size > 1, "tensor_parallel_size"),
@@ -23,7 +23,7 @@ def check_options(config: EngineConfig, model_config: HybridConfig) -> None:
 
 
 def num_states(
-    config: EngineConfig, model_config: HybridConfig, itemsize: int, max_bytes: int
+    config: EngineConfig, model_config: ModelConfig, itemsize: int, max_bytes: int
 ) -> tuple[int, int, int]:
     """Return (rows, slots for the prefix cache, bytes of all states).
 

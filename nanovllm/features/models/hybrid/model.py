@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.features.models.hybrid.config import FULL, KERNEL_SIZE, LINEAR, HybridConfig
+from nanovllm.features.models.hybrid.hybrid_config import FULL, KERNEL_SIZE, LINEAR, HybridConfig
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.backend import Backend
 from nanovllm.models.batch import ForwardBatch
-from nanovllm.models.config import ModelConfig
 from nanovllm.models.layers import Linear, Rope, RotaryEmbedding
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import MLP, DecoderLayer, Qwen3
 from nanovllm.models.weights import CheckpointTensor
 
@@ -188,9 +188,6 @@ class Qwen3_5(Qwen3):
         for tensor in super().checkpoint_tensors():
             is_norm = tensor.name == "model.norm.weight"
             yield norm_tensor(tensor.name, self.norm) if is_norm else tensor
-
-
-MODEL = Qwen3_5
 
 
 def norm_weight(backend: Backend, size: int) -> Tensor:

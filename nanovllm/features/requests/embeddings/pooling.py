@@ -157,6 +157,3 @@ class Embedding(Task):
             seq.num_cached_tokens,
             request.metrics,
         )
-
-
-TASKS = {PoolingParams: Embedding}

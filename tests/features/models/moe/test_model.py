@@ -19,7 +19,6 @@ from nanovllm.features.memory.tensor_parallel.shards import config_of_rank, tens
 from nanovllm.features.models.moe.experts import Groups, expert_linear
 from nanovllm.loading import memory
 from nanovllm.loading.checkpoint import Checkpoint
-from nanovllm.loading.make_runner import model_class
 from nanovllm.models.backend import Backend
 from nanovllm.models.layers import Linear
 from tools.benchmarks.workloads import write_shape
@@ -200,7 +199,7 @@ def test_ranks_divide_each_expert(tmp_path: Path) -> None:
 
 
 def _loaded(config: Any, backend: Backend, files: list[Any], rank: int | None) -> Any:
-    model = model_class(config)(config, 16, backend)
+    model = config.model_class()(config, 16, backend)
     tensors = model.checkpoint_tensors()
     if rank is not None:
         full = files_config(files)
@@ -230,7 +229,7 @@ def test_the_sizes_of_a3b(shape: str, total: float, active: float, tmp_path: Pat
     The embeddings, of which a token reads one row, are counted as used: 0.3 and 0.5 billion.
     """
     config: Any = Checkpoint(write_shape(shape, tmp_path)).model_config
-    num = memory.num_weights(model_class(config).on_meta(config))
+    num = memory.num_weights(config.model_class().on_meta(config))
     assert num == pytest.approx(total, rel=2e-3)
     unused = config.experts.unused_weights(config.hidden_size, 1)
     assert num - unused == pytest.approx(active, rel=2e-2)

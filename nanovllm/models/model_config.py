@@ -7,11 +7,14 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from nanovllm.config import DTYPES
 from nanovllm.models.rope import RopeConfig
 from nanovllm.utils.checks import KINDS, check_scalar
+
+if TYPE_CHECKING:
+    from nanovllm.models.qwen3 import Qwen3
 
 Fields = dict[str, tuple[type, tuple[Any, ...]]]  # name -> type, and its range or choices
 ANY: tuple[Any, ...] = ()
@@ -120,6 +123,12 @@ class ModelConfig:
             sliding_window=window,
             dtype=dtype if dtype in DTYPES else None,
         )
+
+    def model_class(self) -> type[Qwen3]:
+        """Return the class of the model that this config describes."""
+        from nanovllm.models.qwen3 import Qwen3
+
+        return Qwen3
 
     @property
     def kv_layers(self) -> list[int]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from nanovllm.models.config import Fields, ModelConfig, check_field
+from nanovllm.models.model_config import Fields, ModelConfig, check_field
+
+if TYPE_CHECKING:
+    from nanovllm.features.models.hybrid.model import Qwen3_5
 
 LINEAR, FULL = "linear_attention", "full_attention"
 SIZES: Fields = {
@@ -88,6 +91,11 @@ class HybridConfig(ModelConfig):
             )
         return dict(texts)
 
+    def model_class(self) -> type[Qwen3_5]:
+        from nanovllm.features.models.hybrid.model import Qwen3_5
+
+        return Qwen3_5
+
     @property
     def kv_layers(self) -> list[int]:
         """The indices of the layers with a KV cache."""
@@ -153,6 +161,3 @@ class TextFile:
 
     def get_slice(self, name: str) -> Any:
         return self.file.get_slice(self.names[name])
-
-
-CONFIG = HybridConfig
