@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -220,7 +221,8 @@ class LLM:
                 freeze(len(requests))
             del prompts  # frees memory for the requests
             start = last_shown = time.monotonic()
-            quiet = not use_tqdm or self._config.rank > 0 or not requests
+            no_stderr = sys.stderr is None  # closed, as in a program without a console
+            quiet = not use_tqdm or no_stderr or self._config.rank > 0 or not requests
             make_bar = use_tqdm if callable(use_tqdm) else tqdm
             with make_bar(total=len(requests), desc=what, unit="req", disable=quiet) as bar:
                 for _ in self.engine.run(requests):

@@ -49,6 +49,11 @@ def test_progress_bar(embedded: LLM, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err == ""
 
 
+def test_no_progress_bar_without_stderr(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)  # closed, as `2>&-` does
+    assert embedded.generate("1 + 1\n", GREEDY)[0]["text"]
+
+
 def test_generate_in_another_thread(llm: LLM) -> None:
     results = []
     thread = threading.Thread(
