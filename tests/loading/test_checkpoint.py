@@ -162,7 +162,7 @@ def test_files_that_cannot_be_read(
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
     if name == "model.safetensors":  # random weights do not need it
-        LLM(str(tmp_path), load_format="dummy", num_kvcache_blocks=8)
+        LLM(str(tmp_path), load_format="dummy", num_kv_cache_blocks=8)
 
 
 def test_a_package_in_a_zip_file(tmp_path: Path) -> None:

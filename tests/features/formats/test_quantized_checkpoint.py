@@ -70,6 +70,26 @@ def test_dummy_weights(tmp_path: Path) -> None:
     assert random_llm(tmp_path, load_format="dummy").generate(PROMPTS, GREEDY, use_tqdm=False)
 
 
+@pytest.mark.parametrize(
+    ("name", "method"), [("awq", "awq"), ("awq", "awq_marlin"), ("gptq", "gptq"), ("fp8", "fp8")]
+)
+def test_the_name_of_the_format_as_quantization(tmp_path: Path, name: str, method: str) -> None:
+    """As in scripts for vLLM: it is accepted for a checkpoint that has this format."""
+    make_checkpoint(tmp_path)
+    key = next(key for key in FORMATS if key.startswith(name))
+    quantize_checkpoint(tmp_path, key)
+    wanted = random_llm(tmp_path).generate(PROMPTS, GREEDY, use_tqdm=False)
+    found = random_llm(tmp_path, quantization=method).generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [out["token_ids"] for out in found] == [out["token_ids"] for out in wanted]
+    with pytest.raises(ValueError, match=f"'fbgemm_fp8' is a format .* is '{name}'; leave it out"):
+        random_llm(tmp_path, quantization="fbgemm_fp8")
+
+
+def test_a_format_that_the_checkpoint_does_not_have(path: Path) -> None:
+    with pytest.raises(ValueError, match="quantization='fp8' is a format .* is None; leave it out"):
+        random_llm(path, quantization="fp8")
+
+
 def test_the_integers_of_a_weight(tmp_path: Path) -> None:
     weight = torch.randn(16, 64)
     tensors, _ = packed(weight)
