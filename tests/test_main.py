@@ -3,11 +3,11 @@
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import fresh
 import pytest
 
+import nanovllm
 import nanovllm.__main__ as program
 
 
@@ -26,6 +26,8 @@ def test_the_program_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> N
     assert program.main([]) == 0
     shown = capsys.readouterr().out
     assert all(f"nanovllm {command}" in shown for command in program.COMMANDS)
+    assert program.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"nanovllm {nanovllm.__version__}\n"
     assert program.main(["run_batch"]) == 2
     assert "unknown command 'run_batch'; did you mean 'run-batch'?" in capsys.readouterr().err
     assert program.main(["serve"]) == 2
@@ -66,18 +68,19 @@ def test_a_reader_that_has_ended(unbuffered: str) -> None:
     assert (done.returncode, done.stderr) == (1, b"")
 
 
-def test_streams_that_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def command(_arguments: list[str]) -> None:
-        print("text", file=sys.stdout)
-        assert not sys.stdin.read()
-        assert not sys.stdout.isatty()
-        assert not sys.stderr.isatty()
-
-    module = SimpleNamespace(main=command)
-    monkeypatch.setattr(program.importlib, "import_module", lambda _name: module)
-    for name in ("stdin", "stdout", "stderr"):
-        monkeypatch.setattr(sys, name, None)
-    assert program.main(["chat"]) == 0
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "nanovllm", "--help"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            cwd=fresh.ROOT,
+            check=False,
+            text=True,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "nanovllm: [Errno 28] No space left on device\n"
 
 
 # They take seconds. A fresh process has imported torch, so it is hidden.

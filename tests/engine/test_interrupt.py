@@ -135,7 +135,7 @@ SECOND = {"generate": (0, 1, 40), "loop": (0, 1, 40), "stream": (0, 40, 200)}
 @pytest.mark.parametrize(("how", "second"), [(how, n) for how in SECOND for n in SECOND[how]])
 def test_ctrl_c_at_any_line(path: Path, how: str, second: int) -> None:
     """Nothing is left behind, also if a second Ctrl-C comes so many lines later."""
-    llm = random_llm(path, num_kvcache_blocks=4, kvcache_block_size=4, enable_prefix_caching=False)
+    llm = random_llm(path, num_kv_cache_blocks=4, block_size=4, enable_prefix_caching=False)
     prompts = [[1, 2, 3], [4, 5], [6, 7, 8]]
     want = [o["token_ids"] for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
 

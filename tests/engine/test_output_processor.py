@@ -143,7 +143,7 @@ def test_the_text_of_a_stop_token(embedded: LLM, asynchronous: bool) -> None:
 
     llm = embedded
     if asynchronous:
-        llm = LLM(dtype="float32", device="cpu", async_scheduling=True, num_kvcache_blocks=64)
+        llm = LLM(dtype="float32", device="cpu", async_scheduling=True, num_kv_cache_blocks=64)
     for include, stop in ((False, ()), (True, ()), (False, "zebra"), (True, "zebra")):
         params = SamplingParams(
             temperature=0,

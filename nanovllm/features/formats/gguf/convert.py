@@ -42,10 +42,17 @@ def convert(
     file = GGUF(source)
     raw = file.config(run_in or dtype)
     config = ModelConfig.from_json(raw, source)
-    expected = {tensor.name for tensor in Qwen3.on_meta(config).checkpoint_tensors()}
-    if wrong := expected ^ file.tensors.keys():
+    expected = {t.name: t.shape for t in Qwen3.on_meta(config).checkpoint_tensors()}
+    if wrong := expected.keys() ^ file.tensors.keys():
         has = "has no" if min(wrong) in expected else "has the unknown"
         raise ValueError(f"{source} {has} tensor {min(wrong)!r}")
+    for name, tensor in file.tensors.items():
+        shape = tuple(tensor.shape.tolist()[::-1])  # GGUF has the innermost dimension first
+        if shape != expected[name]:
+            raise ValueError(
+                f"{source} has the tensor {name!r} with the shape {shape}, but its metadata say "
+                f"{expected[name]}; download the file again, or convert the original weights"
+            )
     if target.exists():
         raise ValueError(f"{target} exists; remove it or name another directory")
     target.parent.mkdir(parents=True, exist_ok=True)
