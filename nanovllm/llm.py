@@ -23,7 +23,7 @@ from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.utils.log import show_log
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerFast
 
     from nanovllm.features.requests.beam_search import BeamSearchOutput
     from nanovllm.features.requests.embeddings.pooling import EmbeddingRequestOutput, PoolingParams
@@ -90,10 +90,10 @@ class LLM:
     def __reduce__(self) -> NoReturn:
         self.engine.__reduce__()
 
-    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+    def get_tokenizer(self) -> PreTrainedTokenizerFast:
         """Return the tokenizer of transformers."""
         tokenizer = self.engine.input_processor.get_tokenizer()
-        full: PreTrainedTokenizerBase = getattr(tokenizer, "full", tokenizer)
+        full: PreTrainedTokenizerFast = getattr(tokenizer, "full", tokenizer)
         return full
 
     def get_default_sampling_params(self) -> SamplingParams:

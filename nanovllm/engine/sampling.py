@@ -135,7 +135,8 @@ class Sampling(Task):
         before = seq.token_ids[max(first, position - CONTEXT) : position]
 
         def text(token: int) -> str | None:
-            return self.tokenizer and decode_token(self.tokenizer, token, before)
+            tokenizer = self.tokenizer
+            return None if tokenizer is None else decode_token(tokenizer, token, before)
 
         return {token: Logprob(p, rank, text(token)) for token, p, rank in entry}
 
