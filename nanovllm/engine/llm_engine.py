@@ -45,7 +45,7 @@ class LLMEngine(EngineCore):
         """
         if block_manager is None:
             block_manager = BlockManager(
-                runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching
+                runner.num_blocks, config.block_size, config.enable_prefix_caching
             )
         scheduler = Scheduler(
             block_manager,

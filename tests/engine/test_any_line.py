@@ -118,8 +118,8 @@ def small(asynchronous: bool) -> LLM:
         device="cpu",
         async_scheduling=asynchronous,
         attention_backend="sdpa",
-        num_kvcache_blocks=11,
-        kvcache_block_size=4,
+        num_kv_cache_blocks=11,
+        block_size=4,
         max_model_len=40,
         swap_space=0.01,
     )
@@ -261,8 +261,8 @@ RUNNER = ("runner/", "models/", *(f"backends/cpu/{name}.py" for name in CPU))
 @pytest.mark.parametrize("all_but_few", ALL_BUT_FEW)
 def test_ctrl_c_at_any_line(path: Path, how: str, all_but_few: bool) -> None:
     """It ends a call or one step, and nothing is left behind."""
-    options = dict(kvcache_block_size=4, enable_prefix_caching=False, attention_backend="sdpa")
-    llm = random_llm(path, num_kvcache_blocks=6, **options)
+    options = dict(block_size=4, enable_prefix_caching=False, attention_backend="sdpa")
+    llm = random_llm(path, num_kv_cache_blocks=6, **options)
     del llm.engine.runner.model.layers[1:]
     action = functools.partial(CALLS[how], llm)
     want, lines, others = action(), faults.run(action, STEP), []
@@ -285,7 +285,7 @@ def test_ctrl_c_at_any_line_of_the_runner(path: Path, backend: str, all_but_few:
     """It leaves a step half done. What the same engine computes next is right."""
     if backend == "numba":
         pytest.importorskip("numba")
-    llm = random_llm(path, attention_backend=backend, kvcache_block_size=4, num_kvcache_blocks=20)
+    llm = random_llm(path, attention_backend=backend, block_size=4, num_kv_cache_blocks=20)
     fields = dict(temperature=0.8, seed=3, max_tokens=4, ignore_eos=True)
     ruled = SamplingParams(**fields, repetition_penalty=1.3, min_tokens=2)
     params = [PLAIN, ruled, SamplingParams(**fields, top_k=5, logprobs=2)]

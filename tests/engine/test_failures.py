@@ -70,8 +70,7 @@ FAULTS = [
     (RowRules, "apply", dict(logits_processors=[lambda output_ids, logits: logits])),
     (PenaltyState, "add_row", PENALIZED),
     (Detokenizer, "add", dict(stop=["never"])),
-    (Detokenizer, "flush", dict(stop=["never"])),
-    (Detokenizer, "decode", {}),
+    (Detokenizer, "add", {}),
     (Sampling, "decode_logprobs", dict(logprobs=2)),
     (Sampling, "decode_logprobs", dict(prompt_logprobs=2)),
 ]

@@ -285,7 +285,7 @@ barrier, texts = threading.Barrier(4, timeout=60), []
 
 def start(dtype: str) -> None:
     barrier.wait()
-    llm = LLM(dtype=dtype, device="cpu", attention_backend="{backend}", num_kvcache_blocks=64)
+    llm = LLM(dtype=dtype, device="cpu", attention_backend="{backend}", num_kv_cache_blocks=64)
     for _ in range(5):
         barrier.wait()
         texts.append(llm.generate("What is 12 + 30?\\n", use_tqdm=False)[0]["text"])

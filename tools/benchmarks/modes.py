@@ -134,7 +134,7 @@ def memory(args: argparse.Namespace, options: dict[str, Any]) -> None:
     """Measure the memory of the process over 10,000 requests, after 1,000 to fill the KV cache."""
     if machine.psutil is None:
         raise ValueError("--memory needs psutil: pip install -e '.[bench]'")
-    settings: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 1024}
+    settings: dict[str, Any] = {"device": "cpu", "num_kv_cache_blocks": 1024}
     llm = LLM(**settings | options)
     rng = random.Random(0)
     lines = ["host memory while the embedded model runs requests on the CPU"]

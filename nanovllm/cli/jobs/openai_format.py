@@ -19,10 +19,9 @@ import numpy as np
 
 from nanovllm.engine.request import Request
 from nanovllm.features.requests.embeddings.pooling import EmbeddingRequestOutput, PoolingParams
-from nanovllm.features.vllm_names import check_unused
 from nanovllm.inputs import Prompt, as_list
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, why_no_token
-from nanovllm.sampling_params import ELSEWHERE, SamplingParams, StructuredOutputsParams
+from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.utils.checks import check_scalar, unknown_name
 
 if TYPE_CHECKING:
@@ -126,11 +125,10 @@ def parse(llm: LLM, url: Any, body: Any, model: str, templates: bool = False) ->
         raise UnknownModel(f"the model {name!r:.80} does not exist; the name is {model!r}")
     for name in [*given]:
         if name in NEUTRAL:
-            accepted = NEUTRAL[name]
-            check_unused(name, given.pop(name), accepted, "leave it out" * bool(accepted))
+            value = given.pop(name)
+            if NEUTRAL[name] and value not in NEUTRAL[name]:
+                raise ValueError(f"{name}={value!r:.80} is not supported; leave it out")
         elif name not in KNOWN[url]:
-            if hint := ELSEWHERE.get(name):
-                raise ValueError(f"there is no field {name!r} of {url}; {hint}")
             raise ValueError(unknown_name(f"field of {url}", name, sorted(KNOWN[url])))
     if url == EMBEDDINGS:
         prompts = plain_prompts(given, "input")

@@ -31,9 +31,9 @@ import xxhash
 from tqdm import tqdm
 
 from nanovllm.cli.jobs.openai_format import Job, error_body, parse
-from nanovllm.config import EMBEDDED
+from nanovllm.config import EMBEDDED, engine_config
 from nanovllm.engine.request import Request
-from nanovllm.llm import LLM, engine_config
+from nanovllm.llm import LLM
 from nanovllm.utils.checks import check_scalar
 
 RESULT = re.compile(rb'\{"id": "batch-([0-9a-f]{16})-(\d{1,18})", ')  # what each line begins with
