@@ -61,7 +61,7 @@ def timed_dtype() -> torch.dtype:
 def random_runner(config: ModelConfig) -> ModelRunner:
     """Make a ModelRunner with random weights, and blocks for all timed steps."""
     options: Any = dict(dtype="auto", load_format="dummy", max_num_seqs=max(ROWS))
-    options |= dict(num_kvcache_blocks=max(ROWS) * CONTEXT // BLOCK)
+    options |= dict(num_kv_cache_blocks=max(ROWS) * CONTEXT // BLOCK)
     engine = EngineConfig(device="cpu", **options)
     checkpoint = Checkpoint(find_checkpoint(EMBEDDED), has_weights=False)
     return start.make_runner(engine, config, checkpoint, PROMPT, SingleRank())

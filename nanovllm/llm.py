@@ -5,32 +5,28 @@ from __future__ import annotations
 import inspect
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeAlias, Unpack
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeAlias
 
 from tqdm import tqdm
 
-from nanovllm.config import EMBEDDED, EngineConfig
+from nanovllm.config import EMBEDDED, EngineConfig, engine_config
 from nanovllm.engine.chat import Message, as_conversations
 from nanovllm.engine.input_processor import CheckedPrompt
-from nanovllm.engine.interrupt import DeferredInterrupt, defer_interrupt
 from nanovllm.engine.request import Progress, Request
 from nanovllm.engine.sampling import read_stream
-from nanovllm.inputs import CallArguments, Prompt, pair_up
+from nanovllm.inputs import Prompt, pair_up
 from nanovllm.outputs import GenerationError, RequestOutput, StreamOutput
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.utils.log import show_log
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerFast
 
-    from nanovllm.features.requests.beam_search import BeamSearchOutput, BeamSearchParams
+    from nanovllm.features.requests.beam_search import BeamSearchOutput
     from nanovllm.features.requests.embeddings.pooling import EmbeddingRequestOutput, PoolingParams
     from nanovllm.features.requests.loglikelihood import LoglikelihoodOutput
 
-# The default of `prompts`, so that a call with `prompt_token_ids` alone raises a helpful error.
-MISSING: Any = None
 # Whether to show a progress bar. As in vLLM, a function that makes it is accepted too.
 ShowProgress: TypeAlias = bool | Callable[..., Any]
 P = ParamSpec("P")
@@ -66,23 +62,10 @@ class LLM:
         """
         show_log()
         config = engine_config({"model": model, **options})
-        from nanovllm.features import garbage
+        from nanovllm.loading.make_engine import make_engine  # imports torch
 
-        with garbage.frozen_imports():
-            from nanovllm.loading.make_engine import make_engine
-            from nanovllm.loading.select_backend import import_backend
-
-            import_backend(config.attention_backend, config.device)
         self.engine = self.llm_engine = make_engine(config)
         self._config = config
-
-    # Hidden from type checkers, which would otherwise accept every attribute.
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            from nanovllm.features.vllm_names import missing
-
-            raise missing("LLM", name, [*dir(type(self)), *vars(self)])
 
     def shutdown(self) -> None:
         """Abort all requests. The calls of other threads then return partial outputs.
@@ -100,10 +83,10 @@ class LLM:
     def __reduce__(self) -> NoReturn:
         self.engine.__reduce__()
 
-    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+    def get_tokenizer(self) -> PreTrainedTokenizerFast:
         """Return the tokenizer of transformers."""
         tokenizer = self.engine.input_processor.get_tokenizer()
-        full: PreTrainedTokenizerBase = getattr(tokenizer, "full", tokenizer)
+        full: PreTrainedTokenizerFast = getattr(tokenizer, "full", tokenizer)
         return full
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -124,31 +107,27 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt] = MISSING,
+        prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: ShowProgress = True,
-        **ignored: Unpack[CallArguments],
     ) -> list[RequestOutput]:
         """Complete the prompts. Returns one result per prompt, in order.
 
         prompts: a string, token ids, {"prompt": ...}, {"prompt_token_ids": [...]}, or a list of
             any of these. The text is used unchanged; `chat` applies the chat template. Token ids
-            are a list, a NumPy array, a torch tensor or a tokenizer's BatchEncoding. If they have
-            two dimensions, each row is one prompt.
+            are a list, a NumPy array or a torch tensor. If they have two dimensions, each row is
+            one prompt.
         sampling_params: one for all prompts, or one for each. None uses the checkpoint's
             generation_config.json.
         use_tqdm: whether to show a progress bar, or a function that makes it, as tqdm does.
-        ignored: arguments of vLLM, with values that change nothing, such as lora_request=None.
 
-        All prompts are checked first. If one is invalid, none is started. Ctrl-C stops after the
-        current step, and a second Ctrl-C stops during the step. Both abort the requests of this
-        call. If another thread aborts a request, its result has the output so far and the
-        finish_reason "abort". Raises GenerationError, which contains all results, if a request
-        ended because no token could be sampled. The attribute `outputs` of any other error that
-        ends the call, as in a logits processor, has one result per prompt too. A request that had
-        not finished has its output so far and the finish_reason "abort".
+        All prompts are checked first. If one is invalid, none is started. Ctrl-C stops the current
+        step and aborts the requests of this call. If another thread aborts a request, its result
+        has the output so far and the finish_reason "abort". Raises GenerationError, which contains
+        all results, if a request ended because no token could be sampled. The attribute `outputs`
+        of any other error that ends the call, as in a logits processor, has one result per prompt
+        too. A request that had not finished has its output so far and the finish_reason "abort".
         """
-        check_call(self.generate, ignored)
         pairs = pair_up(prompts, sampling_params, SamplingParams, "sampling_params")
         requests = self._run(self.engine.check(pairs), use_tqdm)
         outputs: list[RequestOutput] = [request.output for request in requests]
@@ -161,7 +140,6 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams | Sequence[BeamSearchParams],
         use_tqdm: ShowProgress = True,
-        **ignored: Unpack[CallArguments],
     ) -> list[BeamSearchOutput]:
         """Search for the most likely outputs of the prompts; see features/requests/beam_search.py.
 
@@ -170,9 +148,6 @@ class LLM:
         Returns one result per prompt. Its `sequences` are sorted, the best first. Prompts, errors
         and Ctrl-C are as in `generate`.
         """
-        check_call(self.beam_search, ignored)
-        from nanovllm.features.requests.beam_search import BeamSearchParams
-
         pairs = pair_up(prompts, params, BeamSearchParams, "params", optional=False)
         requests = self._run(self.engine.check(pairs), use_tqdm, "Searching")
         return [request.output for request in requests]
@@ -186,7 +161,6 @@ class LLM:
         dimensions: int | None = None,
         normalize: bool | None = None,
         prompt_name: str | None = None,
-        **ignored: Unpack[CallArguments],
     ) -> list[EmbeddingRequestOutput]:
         """Return the embedding of each prompt: the last token's final hidden state, normalized.
 
@@ -196,7 +170,6 @@ class LLM:
 
         Raises ArithmeticError if the model computed NaN. Other errors are as in `generate`.
         """
-        check_call(self.embed, ignored)
         from nanovllm.features.requests.embeddings.pooling import PoolingParams
 
         fields = PoolingParams(dimensions, normalize, prompt_name)
@@ -232,12 +205,8 @@ class LLM:
         """Queue the prompts, and run steps until their requests have ended."""
         requests: list[Request] = []
         progress = Progress()
-        from nanovllm.features.garbage import frozen_requests
-
-        with self._abort_on_error(requests) as interrupt, frozen_requests() as freeze:
-            for _ in self.engine.add(prompts, requests, progress):
-                interrupt.check()
-                freeze(len(requests))
+        try:
+            self.engine.add(prompts, requests, progress)
             del prompts  # frees memory for the requests
             start = last_shown = time.monotonic()
             no_stderr = sys.stderr is None  # closed, as in a program without a console
@@ -247,30 +216,18 @@ class LLM:
                 for _ in self.engine.run(requests):
                     if progress.error is not None:
                         raise progress.error
-                    interrupt.check()
-                    freeze(len(requests) + progress.num_ended)
                     if not quiet and time.monotonic() - last_shown > 0.1:
                         last_shown = time.monotonic()
                         show_progress(bar, progress, last_shown - start)
                 show_progress(bar, progress, time.monotonic() - start)
+        except BaseException as error:  # also Ctrl-C
+            self.engine.abort(requests, wait=True)
+            outputs = [request.output for request in requests]
+            if any(output is not None for output in outputs):
+                error.outputs = outputs  # type: ignore[attr-defined]
+                error.add_note("The attribute `outputs` of this error has the results so far.")
+            raise
         return requests
-
-    @contextmanager
-    def _abort_on_error(self, requests: list[Request]) -> Iterator[DeferredInterrupt]:
-        """Abort `requests` if the block raises an error, and add their outputs to it.
-
-        Ctrl-C waits for the end of the block.
-        """
-        with defer_interrupt() as interrupt:
-            try:
-                yield interrupt
-            except BaseException as error:
-                self.engine.abort(requests)
-                outputs = [request.output for request in requests]
-                if any(output is not None for output in outputs):
-                    error.outputs = outputs  # type: ignore[attr-defined]
-                    error.add_note("The attribute `outputs` of this error has the results so far.")
-                raise
 
     def stream(
         self,
@@ -292,20 +249,13 @@ class LLM:
         requests: list[Request] = []
         progress = Progress()
         try:
-            with self._abort_on_error(requests) as interrupt:
-                for _ in self.engine.add(checked, requests, progress, stream=True):
-                    interrupt.check()
+            self.engine.add(checked, requests, progress, stream=True)
             numbers = {request: i for i, request in enumerate(requests)}
-            steps = self.engine.run(requests)
-            while True:
-                with self._abort_on_error(requests) as interrupt:
-                    if next(steps, "ended") == "ended":
-                        return
-                    with self.engine.lock:
-                        changed = sorted(progress.changed, key=numbers.__getitem__)
-                        progress.changed.clear()
-                        new = [out for r in changed for out in read_stream(r, numbers[r])]
-                    interrupt.check()
+            for _ in self.engine.run(requests):
+                with self.engine.lock:
+                    changed = sorted(progress.changed, key=numbers.__getitem__)
+                    progress.changed.clear()
+                    new = [out for r in changed for out in read_stream(r, numbers[r])]
                 yield from new
                 if progress.error is not None:
                     raise progress.error
@@ -325,7 +275,6 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[Any] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
-        **ignored: Unpack[CallArguments],
     ) -> list[RequestOutput]:
         """Answer one conversation, [{"role": "user", "content": "..."}, ...], or a list of them.
 
@@ -335,7 +284,6 @@ class LLM:
         as in vLLM, they take precedence over the other arguments. Raises ValueError if the template
         cannot render the messages.
         """
-        check_call(self.chat, ignored)
         variables = {
             "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,
@@ -347,21 +295,6 @@ class LLM:
             for conversation in as_conversations(messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
-
-
-def engine_config(options: Mapping[str, Any]) -> EngineConfig:
-    """Return the configuration of `LLM(**options)`. vLLM's option names are accepted."""
-    from nanovllm.features.vllm_names import translate
-
-    return EngineConfig(**translate(options))
-
-
-def check_call(call: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Raise an error for an argument that does not exist here, unless its value has no effect."""
-    if arguments:
-        from nanovllm.features import vllm_names
-
-        vllm_names.check_call(call, arguments)
 
 
 def show_progress(bar: Any, progress: Progress, seconds: float) -> None:

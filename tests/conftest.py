@@ -206,7 +206,7 @@ def wrong_in_bf16(embedded_bf16: LLM) -> dict[str, tuple[list[tuple[data.Sample,
 @pytest.fixture(scope="session")
 def small_llm(path: Path) -> LLM:
     """An engine with a cache of 10 blocks, or 160 tokens. Tests leave it without a request."""
-    return random_llm(path, num_kvcache_blocks=10)
+    return random_llm(path, num_kv_cache_blocks=10)
 
 
 @pytest.fixture(scope="session")

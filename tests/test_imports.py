@@ -19,12 +19,12 @@ RULE = (
 GROUPS = [[set(group.split(", ")) for group in rank.split(" | ")] for rank in RULE.split(" < ")]
 # The functions of the core that import backends, features or commands, by module.
 IMPORTING = {
-    "llm": "__getattr__ __init__ _run beam_search check_call embed engine_config loglikelihood",
+    "llm": "embed loglikelihood",
     "loading.checkpoint": "config config_class find_checkpoint find_weight_format",
     "loading.make_engine": "all_tasks load_engine make_engine",
     "loading.make_runner": "make_backend make_cache make_eager_runner make_runner",
     "loading.memory": "num_host_blocks",
-    "loading.select_backend": "import_backend load_backend pick_backend",
+    "loading.select_backend": "load_backend pick_backend",
     "loading.tokenizer": "load_tokenizer",
 }
 
@@ -177,3 +177,6 @@ def test_public_names() -> None:
         assert getattr(nanovllm, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'LLMs'"):
         _ = nanovllm.LLMs
+    with pytest.raises(ImportError, match="cannot import name 'EngineArgs'"):
+        exec("from nanovllm import EngineArgs")
+    exec("from nanovllm import llm, plan")  # submodules

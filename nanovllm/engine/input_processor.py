@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from nanovllm.engine.chat import Message, render, template_variables
 from nanovllm.engine.detokenizer import Tokenizer
 from nanovllm.engine.task import Task
-from nanovllm.inputs import Prompt, split_prompt
+from nanovllm.inputs import Prompt, parse_prompt
 from nanovllm.plan import LogitRules
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import located
@@ -72,7 +72,7 @@ class InputProcessor:
                     prompt, params = pairs[i]
                     if (task := tasks.get(id(params))) is None:
                         task = tasks[id(params)] = make_task(params)
-                    text, ids = split_prompt(prompt)
+                    text, ids = parse_prompt(prompt)
                     text, ids = task.prepare(text, ids)
                     split.append((text, ids, task))
                 encoded = self.encode_all([text or "" for text, ids, _ in split if ids is None])
@@ -146,13 +146,13 @@ class InputProcessor:
             return rules
         for name in RULE_PARAMETERS:
             if getattr(params, name) != getattr(DEFAULTS, name):
-                raise missing(name, "logit_rules")
+                raise missing(name, "requests/logit_rules")
         return None
 
     def compile_grammar(self, params: Any, stop_token_ids: tuple[int, ...]) -> Any:
         """Return the compiled grammar of an output that ends with one of `stop_token_ids`."""
         if self.grammars is None:
-            raise missing("structured_outputs", "structured.py")
+            raise missing("structured_outputs", "requests/structured.py")
         return self.grammars.compile(params, list(stop_token_ids))
 
     def chat_prompt(

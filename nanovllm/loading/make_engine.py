@@ -6,7 +6,7 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 
-from nanovllm.config import EngineConfig
+from nanovllm.config import FORMATS, EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
@@ -16,7 +16,7 @@ from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 from nanovllm.loading.make_runner import make_runner
 from nanovllm.loading.tokenizer import load_tokenizer
 from nanovllm.runner.single_rank import SingleRank
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.utils.log import logger
 
 
@@ -44,8 +44,7 @@ def find_files(config: EngineConfig) -> tuple[Checkpoint, Path]:
     tokenizer_dir = directory
     if config.tokenizer is not None and not config.skip_tokenizer_init:
         tokenizer_dir = find_checkpoint(config.tokenizer, weights=False)
-    keeps_int4 = config.quantization == "int4"
-    return Checkpoint(directory, has_weights, config.hf_overrides, keeps_int4), tokenizer_dir
+    return Checkpoint(directory, has_weights, config.hf_overrides), tokenizer_dir
 
 
 def load_engine(
@@ -57,6 +56,9 @@ def load_engine(
     from nanovllm.features.requests.structured import GrammarCompiler
 
     model_config = checkpoint.model_config
+    if config.quantization in FORMATS:
+        check_format(config.quantization, checkpoint)
+        config = replace(config, quantization=None)
     max_model_len = longest_request(config, checkpoint)
     tokenizer = None
     if not config.skip_tokenizer_init:
@@ -90,22 +92,33 @@ def load_engine(
     if runner.host_pool is not None:
         from nanovllm.features.memory.host_cache.blocks import HostCacheBlockManager
 
-        sizes = runner.num_blocks, config.kvcache_block_size, runner.host_pool.num_blocks
+        sizes = runner.num_blocks, config.block_size, runner.host_pool.num_blocks
         block_manager = HostCacheBlockManager(*sizes)
     if runner.states is not None:
         from nanovllm.features.models.hybrid.state_blocks import StateBlockManager
 
         config = replace(config, max_num_seqs=runner.rows.num_rows)
         block_manager = StateBlockManager(
-            *(runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching),
+            *(runner.num_blocks, config.block_size, config.enable_prefix_caching),
             *(config.max_num_seqs, runner.states.num_states),
         )
     return LLMEngine(config, ranks.agreeing(runner), input_processor, all_tasks(), block_manager)
 
 
+def check_format(quantization: str, checkpoint: Checkpoint) -> None:
+    """Raise ValueError if the weights of the checkpoint do not have the format `quantization`."""
+    found = checkpoint.weight_format and checkpoint.weight_format.method
+    if found != FORMATS[quantization]:
+        raise ValueError(
+            f"quantization={quantization!r} is a format of checkpoints, and the format of "
+            f"{checkpoint.directory} is {found!r}; leave it out, or use 'int8' or 'int4' to "
+            "quantize the weights while they are loaded"
+        )
+
+
 def all_tasks() -> dict[type, TaskFactory]:
     """Return the task of each type of parameters."""
-    from nanovllm.features.requests.beam_search import BeamSearch, BeamSearchParams
+    from nanovllm.features.requests.beam_search import BeamSearch
     from nanovllm.features.requests.embeddings.pooling import Embedding, PoolingParams
     from nanovllm.features.requests.loglikelihood import Scoring, ScoringParams
 

@@ -65,7 +65,7 @@ def make_runner(
         backend = make_backend(config, model_config, device)
         is_fp8 = config.kv_cache_dtype != "auto"
         cache_dtype = FP8 if is_fp8 else backend.dtype
-        block_bytes = model_config.block_bytes(config.kvcache_block_size, cache_dtype.itemsize)
+        block_bytes = model_config.block_bytes(config.block_size, cache_dtype.itemsize)
         weight_bytes = memory.weight_bytes(model_class.on_meta(model_config, backend))
         room = memory.Room(config, device, free, weight_bytes, max(1, block_bytes))
         room.check(checkpoint.directory.name, backend.dtype, model_config.weights_note)
@@ -129,7 +129,7 @@ def make_eager_runner(
     from nanovllm.backends.cpu.threads import ThreadLimit
     from nanovllm.features.requests.logit_rules.rows import RulesState
 
-    block_size, device = config.kvcache_block_size, model.backend.device
+    block_size, device = config.block_size, model.backend.device
     max_blocks = -(-max_model_len // block_size)
     rows = Rows(config.max_num_seqs, max_blocks, block_size, device)
     rows.rules = RulesState(config.max_num_seqs, max_blocks * block_size, vocab_size, device)
@@ -160,7 +160,7 @@ def make_cache(
         runner.states = States(model_config, num_states, backend)
 
     def make_attention(num_blocks: int) -> PlainAttention:
-        sizes = num_blocks, room.config.kvcache_block_size
+        sizes = num_blocks, room.config.block_size
         return backend.attention_class(model_config, *sizes, backend.dtype, backend.device, scales)
 
     def profile(plan: StepPlan) -> None:
@@ -180,7 +180,7 @@ def make_cache(
     num = ranks.smallest(room.num_kv_blocks(max_model_len, profile))
     with memory.explain_out_of_memory(
         f"a KV cache of {num} blocks takes {(num + 1) * room.block_bytes:,} bytes, more than the "
-        "memory holds; lower num_kvcache_blocks or kv_cache_memory_bytes"
+        "memory holds; lower num_kv_cache_blocks or kv_cache_memory_bytes"
     ):
         runner.attention = make_attention(num + 1)
     runner.num_blocks = num
@@ -209,7 +209,7 @@ def log_sizes(
 ) -> None:
     config, cache = room.config, runner.attention.cache
     each = "" if ranks.size == 1 else f", each of {ranks.size} ranks"
-    num_tokens = runner.num_blocks * config.kvcache_block_size
+    num_tokens = runner.num_blocks * config.block_size
     in_fp8 = f" in {config.kv_cache_dtype}" if cache.dtype != runner.dtype else ""
     fitted = ""
     if runner.max_model_len < max_model_len:
@@ -218,7 +218,7 @@ def log_sizes(
     logger.info(
         f"{name} on {runner.device}{each} in {str(runner.dtype).removeprefix('torch.')}: "
         f"weights of {room.weight_bytes / 2**20:,.0f} MiB{runner.model.config.weights_note}, "
-        f"{runner.num_blocks} blocks of {config.kvcache_block_size} tokens, KV cache of "
+        f"{runner.num_blocks} blocks of {config.block_size} tokens, KV cache of "
         f"{num_tokens:,} tokens{in_fp8} ({cache.nbytes / 2**20:,.0f} MiB){fitted}"
     )
     if runner.states is not None:

@@ -58,8 +58,8 @@ class Room:
     @cached_property
     def requested_blocks(self) -> int | None:
         """The number of KV blocks for requests, or None if no option sets it."""
-        if self.config.num_kvcache_blocks is not None:
-            return self.config.num_kvcache_blocks
+        if self.config.num_kv_cache_blocks is not None:
+            return self.config.num_kv_cache_blocks
         size = self.config.kv_cache_memory_bytes
         if size is None:
             return None
@@ -68,8 +68,8 @@ class Room:
             states = f"the states take {self.state_bytes:,} bytes, " if self.state_bytes else ""
             raise ValueError(
                 f"kv_cache_memory_bytes={size:,} has no room for one block: {states}a block of "
-                f"{self.config.kvcache_block_size} tokens takes {self.block_bytes:,} bytes, and "
-                "the null block takes as many; raise it, or lower kvcache_block_size"
+                f"{self.config.block_size} tokens takes {self.block_bytes:,} bytes, and "
+                "the null block takes as many; raise it, or lower block_size"
             )
         return num
 
@@ -119,7 +119,7 @@ class Room:
         if self.requested_blocks is not None and size > self.free:
             raise ValueError(
                 f"a KV cache of {size:,} bytes does not fit in the {self.free:,} bytes that are "
-                f"free on {self.device}; lower num_kvcache_blocks, kvcache_block_size or "
+                f"free on {self.device}; lower num_kv_cache_blocks, block_size or "
                 "kv_cache_memory_bytes"
             )
         _ = self.num_host_blocks  # raises ValueError if they do not fit
@@ -129,13 +129,13 @@ class Room:
 
         Raises ValueError if the option max_model_len is set to more.
         """
-        config, num_tokens = self.config, num_blocks * self.config.kvcache_block_size
+        config, num_tokens = self.config, num_blocks * self.config.block_size
         if config.max_model_len is not None and config.max_model_len > num_tokens:
-            needed = -(-config.max_model_len // config.kvcache_block_size)
+            needed = -(-config.max_model_len // config.block_size)
             num_bytes = (needed + 1) * self.block_bytes + self.state_bytes
             option, value, more = "kv_cache_memory_bytes", config.kv_cache_memory_bytes, num_bytes
-            if config.num_kvcache_blocks is not None:
-                option, value, more = "num_kvcache_blocks", config.num_kvcache_blocks, needed
+            if config.num_kv_cache_blocks is not None:
+                option, value, more = "num_kv_cache_blocks", config.num_kv_cache_blocks, needed
             given = f" with {option}={value:,}" if value else ""
             is_sized_by_gpu = not value and self.device.type == "cuda"
             remedy = " (or raise gpu_memory_utilization)" * is_sized_by_gpu
@@ -165,7 +165,7 @@ class Room:
             size, where = _cuda_room(self, scratch)
             shortest = config.max_model_len or shortest
             remedy = (
-                "Lower max_model_len, kvcache_block_size, max_num_batched_tokens or max_num_seqs, "
+                "Lower max_model_len, block_size, max_num_batched_tokens or max_num_seqs, "
                 "or raise gpu_memory_utilization"
             )
         else:
@@ -175,16 +175,16 @@ class Room:
             size = min(CPU_CACHE_BYTES, (available_host_memory() - swap) // 2)
             size = size // config.tensor_parallel_size - self.state_bytes
             where = f"{size / 2**20:,.0f} MiB of memory, half of what is free and at most 4 GiB"
-            remedy = "Lower kvcache_block_size, or end other programs"
+            remedy = "Lower block_size, or end other programs"
         num = size // block_bytes - 1
-        needed = -(-shortest // config.kvcache_block_size)
+        needed = -(-shortest // config.block_size)
         if num < needed:
             raise ValueError(
                 f"too little memory for the KV cache: it may take {where}; the null block and a "
                 f"request of {shortest:,} tokens need {(needed + 1) * block_bytes / 2**20:,.0f} "
                 f"MiB. {remedy}"
             )
-        return min(num, -(-max_model_len // config.kvcache_block_size) * config.max_num_seqs)
+        return min(num, -(-max_model_len // config.block_size) * config.max_num_seqs)
 
 
 def largest_plans(config: EngineConfig, max_model_len: int) -> Iterator[StepPlan]:
@@ -197,7 +197,7 @@ def largest_plans(config: EngineConfig, max_model_len: int) -> Iterator[StepPlan
     num_seqs, budget = config.max_num_seqs, config.max_num_batched_tokens
     num_rows = min(num_seqs, budget)
     length = min(budget // num_rows, max_model_len)
-    table = [0] * -(-length // config.kvcache_block_size)
+    table = [0] * -(-length // config.block_size)
 
     def new_rows(num: int, rules: LogitRules | None) -> list[NewRow]:
         filters = tuple(1 if isinstance(off, int) else 0.5 for off in FILTERS.values())

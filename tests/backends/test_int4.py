@@ -206,7 +206,7 @@ def test_greedy_tokens_are_the_same(tmp_path: Path, family: str, tie: bool, back
     llm = make()
     wanted = [tokens(llm, [prompt])[0] for prompt in prompts]
     assert tokens(llm, prompts) == wanted
-    for options in ({"max_num_batched_tokens": 7}, {"num_kvcache_blocks": 6}):
+    for options in ({"max_num_batched_tokens": 7}, {"num_kv_cache_blocks": 6}):
         llm = make(**options)
         assert tokens(llm, prompts) == wanted
     assert llm.stats()["preemptions"] > 0

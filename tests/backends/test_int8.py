@@ -208,7 +208,7 @@ def test_greedy_tokens_are_the_same(tmp_path: Path, family: str, tie: bool, back
     llm = make()
     wanted = [tokens(llm, [prompt])[0] for prompt in prompts]
     assert tokens(llm, prompts) == wanted
-    for options in ({"max_num_batched_tokens": 7}, {"num_kvcache_blocks": 6}):
+    for options in ({"max_num_batched_tokens": 7}, {"num_kv_cache_blocks": 6}):
         llm = make(**options)
         assert tokens(llm, prompts) == wanted
     assert llm.stats()["preemptions"] > 0
@@ -261,7 +261,7 @@ def private():
     return next(int(l.split()[1]) * 1024 for l in lines if l.startswith("RssAnon"))
 
 def load(path, done):
-    options = dict(dtype="bfloat16", device="cpu", num_kvcache_blocks=4, skip_tokenizer_init=True)
+    options = dict(dtype="bfloat16", device="cpu", num_kv_cache_blocks=4, skip_tokenizer_init=True)
     llms.append(LLM(path, quantization="int8", max_model_len=32, **options))
     done.set()
 

@@ -24,11 +24,11 @@ from moe_checkpoints import make_moe_checkpoint
 from nanovllm import LLM, BeamSearchParams, GenerationError, SamplingParams, Trace
 from nanovllm.cli.trace.show import describe_changes, steps
 from nanovllm.cli.trace.trace import Event, State
+from nanovllm.config import engine_config
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.observer import NO_OBSERVER
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.llm import engine_config
 from nanovllm.plan import StepOutput
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -38,9 +38,8 @@ class CheckedTrace(Trace):
     """Compares what the events say with the engine after every event."""
 
     def __enter__(self) -> "CheckedTrace":
-        with self._engine.lock:
-            self.before = self._engine.stats()
-            super().__enter__()
+        self.before: dict[str, int | float] = {}
+        super().__enter__()
         return self
 
     def _add(self, event: Event) -> None:
@@ -48,6 +47,7 @@ class CheckedTrace(Trace):
         engine, state = self._engine, self._state
         scheduler, blocks = engine.scheduler, engine.scheduler.block_manager
         numbers, stats = self._numbers, engine.stats()
+        self.before = self.before or stats
         assert [numbers[seq] for seq in scheduler.running] == state.running
         assert len(state.waiting) == len(scheduler.waiting)
         for counter, key in (("evictions", "evicted"), ("preemptions", "preempted")):
@@ -246,7 +246,7 @@ def test_the_table_fits_the_terminal(embedded_run: Trace, monkeypatch: pytest.Mo
 def test_a_beam_names_the_beam_that_it_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the search forks them, also in a small pool, where forks wait and are preempted."""
     for num_blocks in (64, 9):
-        llm = LLM(kvcache_block_size=4, num_kvcache_blocks=num_blocks, dtype="float32")
+        llm = LLM(block_size=4, num_kv_cache_blocks=num_blocks, dtype="float32")
         forks, fork = [], Scheduler.fork
 
         def noted(self, parent, child, number, forks=forks, fork=fork) -> None:
@@ -270,7 +270,7 @@ def test_a_beam_names_the_beam_that_it_continues(monkeypatch: pytest.MonkeyPatch
 @pytest.fixture(scope="session")
 def beam_run() -> tuple[Trace, list]:
     """Two beam searches, and their outputs."""
-    llm = LLM(kvcache_block_size=4, num_kvcache_blocks=64, dtype="float32")
+    llm = LLM(block_size=4, num_kv_cache_blocks=64, dtype="float32")
     with CheckedTrace(llm) as trace:
         params = BeamSearchParams(4, 10)
         outputs = llm.beam_search(["How does ", "What is 12 + 30?\n"], params, use_tqdm=False)
@@ -327,7 +327,7 @@ def printed_kinds(trace: Trace) -> list[dict[int, str]]:
 @pytest.fixture(scope="session")
 def resumed_run() -> Trace:
     """Request 2 is preempted twice; the second time, all but its last token is cached."""
-    llm = LLM(kvcache_block_size=4, num_kvcache_blocks=14, dtype="float32")
+    llm = LLM(block_size=4, num_kv_cache_blocks=14, dtype="float32")
     prompts = ["What is 12 + 30?\n", "Count from 1 to 9\n", "Sort 4, 7, 9, 23, 42.\n"]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     with CheckedTrace(llm) as trace:
@@ -360,9 +360,7 @@ def test_what_is_computed_again(llm: LLM) -> None:
 @pytest.fixture(scope="session")
 def embedded_run() -> Trace:
     """Six requests, a shared prefix, evictions and a preemption."""
-    llm = LLM(
-        kvcache_block_size=4, num_kvcache_blocks=22, max_num_batched_tokens=16, dtype="float32"
-    )
+    llm = LLM(block_size=4, num_kv_cache_blocks=22, max_num_batched_tokens=16, dtype="float32")
     prompts = ["What is 12 + 30?\n", "What is 12 + 7?\n", "Sort 4, 7, 9, 23, 42.\n"]
     prompts += ["What is 12 + 30?\n", "Count from 1 to 9\n", "Spell garden\n"]
     one = SamplingParams(temperature=0, max_tokens=30)
@@ -420,7 +418,7 @@ def test_sentences_say_what_happened() -> None:
 
 def test_the_most_likely_tokens() -> None:
     """A trace has the probabilities of requests with logprobs, and no others."""
-    llm = LLM(kvcache_block_size=4, num_kvcache_blocks=40, dtype="float32")
+    llm = LLM(block_size=4, num_kv_cache_blocks=40, dtype="float32")
     params = [SamplingParams(temperature=1, seed=3, max_tokens=6, logprobs=k) for k in (3, 9, 0)]
     prompts = ["What is 12 + 30?\n", "Count from 1 to 9\n", "Spell garden\n", "Spell big\n"]
     with CheckedTrace(llm) as trace:
@@ -567,7 +565,7 @@ def test_a_failed_run_leaves_a_trace(llm: LLM, error: BaseException, tmp_path: P
 
 
 def test_ctrl_c_leaves_a_trace(llm: LLM) -> None:
-    """Ctrl-C acts at the end of a step: no step fails, and the requests are aborted."""
+    """Ctrl-C in the runner reverts the step, and the requests are aborted."""
     run, calls = llm.engine.runner.run, iter(range(100))
 
     def interrupted(plan):
@@ -955,7 +953,7 @@ def test_the_browser_draws_the_beams(beam_run: tuple[Trace, list], tmp_path: Pat
 
 def run_many(number: int, rows: int, num_blocks: int, max_tokens: int = 190) -> Trace:
     config = engine_config(
-        {"max_num_seqs": rows, "max_num_batched_tokens": 16 * rows, "kvcache_block_size": 16}
+        {"max_num_seqs": rows, "max_num_batched_tokens": 16 * rows, "block_size": 16}
     )
     runner, rng = WideRunner(), random.Random(0)
     runner.num_blocks = num_blocks

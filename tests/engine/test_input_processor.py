@@ -61,7 +61,7 @@ def test_tokens_that_the_model_does_not_have(larger_tokenizer: Path, backend: st
         device="cpu",
         tokenizer=str(larger_tokenizer),
         attention_backend=backend,
-        num_kvcache_blocks=64,
+        num_kv_cache_blocks=64,
     )
     question, greedy = "What is 12 + 30?\n", SamplingParams(temperature=0, max_tokens=20)
     for fields, word in NOT_THERE:

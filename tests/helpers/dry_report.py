@@ -139,7 +139,7 @@ def gemv(a: Any) -> None:
 
 
 LLMS: dict[str, LLM] = {}
-FEW: dict[str, Any] = dict(max_num_seqs=3, num_kvcache_blocks=32, max_model_len=64)
+FEW: dict[str, Any] = dict(max_num_seqs=3, num_kv_cache_blocks=32, max_model_len=64)
 
 
 def shared_llm(path: str, **options: Any) -> LLM:

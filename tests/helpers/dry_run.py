@@ -701,7 +701,7 @@ def replace_device() -> None:
 
 # ---- scenarios ----
 
-OPTIONS: dict[str, Any] = dict(skip_tokenizer_init=True, num_kvcache_blocks=99)
+OPTIONS: dict[str, Any] = dict(skip_tokenizer_init=True, num_kv_cache_blocks=99)
 # (enforce_eager, async_scheduling, blocks): 5 blocks are hardly enough for one request.
 Run = tuple[bool, bool, int]
 RUNS: tuple[Run, ...] = ((True, True, 5), (False, True, 99), (True, False, 99), (False, False, 5))
@@ -810,7 +810,7 @@ def serve(
     results = []
     for eager, overlap, blocks in runs:
         options = dict(enforce_eager=eager, async_scheduling=overlap)
-        options["num_kvcache_blocks"] = blocks
+        options["num_kv_cache_blocks"] = blocks
         GPU.variants.clear()
         GPU.reset()
         with GPU:
@@ -874,7 +874,7 @@ def decode(directory: str) -> Any:
         patch.object(graphs, "batch_sizes", lambda num: [num]),  # the others would not be replayed
     ):
         options = dict(max_num_seqs=256, max_num_batched_tokens=4096, max_model_len=64)
-        options |= dict(num_kvcache_blocks=999, skip_tokenizer_init=True)
+        options |= dict(num_kv_cache_blocks=999, skip_tokenizer_init=True)
         llm = LLM(directory, device="cuda", dtype="bfloat16", **options)
         for name, fields in rules.items():
             params = SamplingParams(top_k=20, max_tokens=30, ignore_eos=True, **fields)
@@ -1094,7 +1094,7 @@ def faults(directory: str) -> Any:
 
 def structured(directory: str) -> Any:
     """Structured outputs: whether the texts are a CPU's, and the waits. The model is embedded."""
-    base = dict(dtype="float32", max_num_seqs=6, max_model_len=120, num_kvcache_blocks=60)
+    base = dict(dtype="float32", max_num_seqs=6, max_model_len=120, num_kv_cache_blocks=60)
     digits = {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 6}
     grammars: list[dict[str, Any]] = [
         {"json": digits},

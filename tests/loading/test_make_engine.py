@@ -20,7 +20,7 @@ def test_an_end_token_that_the_model_does_not_have(
     tokenizer.eos_token = "<|more|>"
     tokenizer.save_pretrained(tmp_path)
     with caplog.at_level("WARNING", logger="nanovllm"):
-        llm = LLM(dtype="float32", device="cpu", tokenizer=str(tmp_path), num_kvcache_blocks=64)
+        llm = LLM(dtype="float32", device="cpu", tokenizer=str(tmp_path), num_kv_cache_blocks=64)
     assert any("end-of-sequence tokens [1043] are outside" in text for text in caplog.messages)
     assert llm.engine.input_processor.eos_token_ids == {1033, 1035}
     params = SamplingParams(temperature=0, max_tokens=20, min_tokens=2)

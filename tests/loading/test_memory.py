@@ -30,13 +30,13 @@ def test_requests_as_long_as_the_memory_of_a_cpu(
 ) -> None:
     """A request without max_tokens ends there; before, it was refused."""
     caplog.set_level(logging.INFO, "nanovllm")
-    whole = random_llm(path, num_kvcache_blocks=None)
+    whole = random_llm(path, num_kv_cache_blocks=None)
     assert whole.engine.input_processor.max_model_len == POSITIONS
     assert "max_model_len" not in caplog.text
     cache = whole.engine.runner.attention.cache
     block_bytes = cache.nbytes // (whole.engine.runner.num_blocks + 1)
     monkeypatch.setattr(memory, "CPU_CACHE_BYTES", 7 * block_bytes)
-    llm = random_llm(path, num_kvcache_blocks=None)
+    llm = random_llm(path, num_kv_cache_blocks=None)
     assert llm.engine.input_processor.max_model_len == 6 * 16
     assert "KV cache of 96 tokens" in caplog.text
     assert f"which limits max_model_len to 96 of the model's {POSITIONS}" in caplog.text
@@ -51,10 +51,10 @@ def test_requests_as_long_as_the_memory_of_a_cpu(
 
 def test_requests_as_long_as_the_requested_cache(path: Path) -> None:
     """An option that the user has set is kept, or it is an error."""
-    runner = random_llm(path, num_kvcache_blocks=6).engine.runner
+    runner = random_llm(path, num_kv_cache_blocks=6).engine.runner
     block = runner.model.config.block_bytes(16, runner.dtype.itemsize)
-    by_bytes = {"num_kvcache_blocks": None, "kv_cache_memory_bytes": 7 * block}
-    for options in ({"num_kvcache_blocks": 6}, by_bytes):
+    by_bytes = {"num_kv_cache_blocks": None, "kv_cache_memory_bytes": 7 * block}
+    for options in ({"num_kv_cache_blocks": 6}, by_bytes):
         for length, limit in ((None, 96), (80, 80), (96, 96)):
             llm = random_llm(path, max_model_len=length, **options)
             assert llm.engine.input_processor.max_model_len == limit
@@ -73,12 +73,12 @@ def test_max_model_len_of_more_tokens_than_the_cache(
     block = whole.model.config.block_bytes(16, whole.dtype.itemsize)
     monkeypatch.setattr(memory, "CPU_CACHE_BYTES", 7 * block)
     for option, value, more in (
-        ("num_kvcache_blocks", 6, 7),
+        ("num_kv_cache_blocks", 6, 7),
         ("kv_cache_memory_bytes", 7 * block, 8 * block),
         ("kv_cache_memory_bytes", None, 8 * block),  # sized by the free memory
     ):
         wanted = f"max_model_len=97 is more than the .* {option} to {more:,} or more"
-        options = {"num_kvcache_blocks": None, "max_model_len": 97} | {option: value}
+        options = {"num_kv_cache_blocks": None, "max_model_len": 97} | {option: value}
         with pytest.raises(ValueError, match=wanted) as error:
             random_llm(path, **options)
         if value is not None:
@@ -106,7 +106,7 @@ def test_requests_as_long_as_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValueError, match="the null block and a request of 2 tokens need"):
         blocks_of_a_gpu(monkeypatch, 19)
     with pytest.raises(ValueError, match="the null block and a request of 2 tokens need"):
-        blocks_of_a_gpu(monkeypatch, 29, kvcache_block_size=1)
+        blocks_of_a_gpu(monkeypatch, 29, block_size=1)
     with pytest.raises(ValueError, match="a request of 40,960 tokens need"):
         blocks_of_a_gpu(monkeypatch, 25_600, max_model_len=40_960)
 
@@ -179,17 +179,17 @@ def test_advice_for_a_cache_that_does_not_fit(path: Path, monkeypatch: pytest.Mo
     with pytest.raises(
         ValueError, match="the null block and a request of 2 tokens need .* MiB. Lower"
     ) as error:
-        random_llm(path, kvcache_block_size=2**20, num_kvcache_blocks=None)
-    assert str(error.value).endswith("Lower kvcache_block_size, or end other programs")
+        random_llm(path, block_size=2**20, num_kv_cache_blocks=None)
+    assert str(error.value).endswith("Lower block_size, or end other programs")
 
 
 def test_cache_size_options(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
-    runner = random_llm(tmp_path, num_kvcache_blocks=7).engine.runner
+    runner = random_llm(tmp_path, num_kv_cache_blocks=7).engine.runner
     assert runner.num_blocks == 7
     block = runner.model.config.block_bytes(16, runner.dtype.itemsize)
     assert runner.attention.cache.nbytes == 8 * block
-    llm = random_llm(tmp_path, num_kvcache_blocks=None, kv_cache_memory_bytes=10 * block + 1)
+    llm = random_llm(tmp_path, num_kv_cache_blocks=None, kv_cache_memory_bytes=10 * block + 1)
     assert llm.engine.runner.num_blocks == 9  # and the null block
-    llm = random_llm(tmp_path, num_kvcache_blocks=None, max_num_seqs=2)
+    llm = random_llm(tmp_path, num_kv_cache_blocks=None, max_num_seqs=2)
     assert llm.engine.runner.num_blocks == 2 * 512 // 16  # no more than could ever be used

@@ -145,7 +145,7 @@ def test_weights_that_do_not_fit(
         random_llm(tmp_path)
     monkeypatch.setattr(memory, "available_host_memory", lambda: size)
     with pytest.raises(TypeError, match="not callable"):
-        random_llm(tmp_path, num_kvcache_blocks=1)
+        random_llm(tmp_path, num_kv_cache_blocks=1)
     monkeypatch.setattr(memory, "available_host_memory", lambda: size // 2 - 1)
     with pytest.raises(ValueError, match="in bfloat16"):
         random_llm(tmp_path, dtype="bfloat16", load_format="dummy")

@@ -14,8 +14,7 @@ from statistics import median
 import torch
 from tqdm import tqdm
 
-from nanovllm.config import EMBEDDED
-from nanovllm.llm import engine_config
+from nanovllm.config import EMBEDDED, engine_config
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 from nanovllm.loading.memory import available_host_memory
 from nanovllm.loading.select_backend import pick_device, pick_dtype

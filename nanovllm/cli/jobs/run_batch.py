@@ -25,9 +25,9 @@ from typing import Any
 from tqdm import tqdm
 
 from nanovllm.cli.jobs.openai_format import Job, error_body, parse
-from nanovllm.config import EMBEDDED
+from nanovllm.config import EMBEDDED, engine_config
 from nanovllm.engine.request import Request
-from nanovllm.llm import LLM, engine_config
+from nanovllm.llm import LLM
 from nanovllm.utils.checks import check_scalar
 
 START = b'{"id": "batch-'  # what each result begins with

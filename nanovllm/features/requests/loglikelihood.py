@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from nanovllm.engine.request import Request, first_sequence
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.task import Ending, Task
-from nanovllm.inputs import Prompt, as_list, split_prompt
+from nanovllm.inputs import Prompt, as_list, parse_prompt
 from nanovllm.plan import ResultKind, RowResult
 from nanovllm.utils.checks import located
 
@@ -78,8 +78,8 @@ def tokenize_pairs(
 def tokenize_pair(
     input_processor: InputProcessor, prompt: Prompt, continuation: Prompt
 ) -> tuple[list[int], list[int]]:
-    prompt_text, ids = split_prompt(prompt)
-    new_text, new = split_prompt(continuation)
+    prompt_text, ids = parse_prompt(prompt)
+    new_text, new = parse_prompt(continuation)
     if ids is None and new is None:
         if new_text:
             ids, new = encode_pair(prompt_text or "", new_text, input_processor.encode)

@@ -273,7 +273,7 @@ def test_experts_have_the_tokens_of_transformers_captured_and_eager(
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     options = dict(dtype="float32", device=DEVICE, skip_tokenizer_init=True, max_num_seqs=16)
     for eager in (False, True):
-        llm = LLM(str(tmp_path), num_kvcache_blocks=400, enforce_eager=eager, **options)
+        llm = LLM(str(tmp_path), num_kv_cache_blocks=400, enforce_eager=eager, **options)
         for output in llm.generate(prompts, params, use_tqdm=False):
             prompt, ids = output.prompt_token_ids, output.outputs[0].token_ids
             with torch.no_grad():
@@ -303,7 +303,7 @@ def test_int8_tokens_are_the_same_captured_and_eager(tmp_path: Path) -> None:
             skip_tokenizer_init=True,
             quantization="int8",
             max_num_seqs=16,
-            num_kvcache_blocks=400,
+            num_kv_cache_blocks=400,
             **options,
         )
         answers.append([o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)])
@@ -319,7 +319,7 @@ def test_few_rows(tmp_path: Path, contexts: list[int], quantization: str | None)
     config = tmp_path / "config.json"
     names = dict(architectures=["Qwen3ForCausalLM"])
     config.write_text(json.dumps(json.loads(config.read_text()) | names))
-    options = dict(skip_tokenizer_init=True, load_format="dummy", num_kvcache_blocks=600)
+    options = dict(skip_tokenizer_init=True, load_format="dummy", num_kv_cache_blocks=600)
     llm = LLM(str(tmp_path), device=DEVICE, dtype="bfloat16", quantization=quantization, **options)
     runner, rows = llm.engine.runner, len(contexts)
     assert runner.fused_model is not runner.model
@@ -568,7 +568,7 @@ def test_a_full_pool(tmp_path: Path) -> None:
             device=DEVICE,
             skip_tokenizer_init=True,
             max_num_seqs=16,
-            num_kvcache_blocks=blocks,
+            num_kv_cache_blocks=blocks,
         )
         outputs = llm.generate(prompts, params, use_tqdm=False)
         answers.append([o.outputs[0].token_ids for o in outputs])
@@ -600,7 +600,7 @@ def test_copies_of_the_host_pool(monkeypatch: pytest.MonkeyPatch, dtype: torch.d
 def test_tokens_with_a_host_cache(tmp_path: Path, eager: bool) -> None:
     make_checkpoint(tmp_path)
     options = dict(dtype="float32", skip_tokenizer_init=True, max_num_seqs=4, max_model_len=300)
-    options |= dict(kvcache_block_size=16, enforce_eager=eager)
+    options |= dict(block_size=16, enforce_eager=eager)
     prompts = [[(7 * i + j) % 190 + 1 for j in range(40 + 15 * i)] for i in range(10)]
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 
@@ -609,8 +609,8 @@ def test_tokens_with_a_host_cache(tmp_path: Path, eager: bool) -> None:
         rounds = [llm.generate(prompts, params, use_tqdm=False) for _ in range(2)]
         return [out.outputs[0].token_ids for outs in rounds for out in outs], llm.stats()
 
-    wanted, _ = tokens(num_kvcache_blocks=400)
-    found, stats = tokens(num_kvcache_blocks=24, swap_space=2**-6)
+    wanted, _ = tokens(num_kv_cache_blocks=400)
+    found, stats = tokens(num_kv_cache_blocks=24, swap_space=2**-6)
     assert found == wanted
     assert stats["host_loads"] > 20
 

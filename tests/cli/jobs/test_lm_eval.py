@@ -61,8 +61,8 @@ def test_a_device_that_lm_eval_asks_for(caplog: pytest.LogCaptureFixture) -> Non
 
     for device in ("cuda", "cuda:1"):
         with pytest.raises(ValueError, match="needs a GPU, and torch finds none"):
-            NanoVLLM(device=device, num_kvcache_blocks=8)
-    assert NanoVLLM(device="cuda:0", num_kvcache_blocks=8).llm.engine.runner.device.type == "cpu"
+            NanoVLLM(device=device, num_kv_cache_blocks=8)
+    assert NanoVLLM(device="cuda:0", num_kv_cache_blocks=8).llm.engine.runner.device.type == "cpu"
     assert "torch finds no GPU for cuda:0" in caplog.text
 
 

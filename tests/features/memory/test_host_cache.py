@@ -17,13 +17,12 @@ from machines import MACHINE, BlockManagerMachine
 from lessons.oracle.mutants import Mutant, apply
 from lessons.oracle.oracle import plain_sequence, run_history
 from nanovllm import LLM, SamplingParams, Trace
-from nanovllm.config import EngineConfig
+from nanovllm.config import EngineConfig, engine_config
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.memory.host_cache import blocks as host_cache
 from nanovllm.features.memory.host_cache import pool as host_pool
 from nanovllm.features.memory.host_cache.blocks import HostBlock, HostCacheBlockManager
 from nanovllm.features.memory.host_cache.pool import HostPool
-from nanovllm.llm import engine_config
 from nanovllm.loading import memory
 from nanovllm.models.fp8 import FP8
 from nanovllm.plan import BlockCopy, StepPlan
@@ -388,13 +387,13 @@ def test_tokens_do_not_depend_on_the_pools(path: Path, backend: str) -> None:
     """In float32, from ample pools to those that hardly hold the longest request."""
     if backend == "numba":
         pytest.importorskip("numba")
-    options = dict(attention_backend=backend, kvcache_block_size=4, max_num_seqs=4)
-    wanted = tokens_of(random_llm(path, num_kvcache_blocks=800, **options))
+    options = dict(attention_backend=backend, block_size=4, max_num_seqs=4)
+    wanted = tokens_of(random_llm(path, num_kv_cache_blocks=800, **options))
     block_bytes = 2 * 2 * 4 * 2 * 32 * 4
     for blocks, host, overlap in ((40, 400, False), (60, 50, True), (38, 6, False)):
         llm = random_llm(
             path,
-            num_kvcache_blocks=blocks,
+            num_kv_cache_blocks=blocks,
             swap_space=host * block_bytes / GIB,
             async_scheduling=overlap,
             **options,
@@ -410,7 +409,7 @@ def test_tokens_do_not_depend_on_the_pools(path: Path, backend: str) -> None:
 
 
 def test_fp8_and_the_interpreter_of_triton(path: Path) -> None:
-    options = dict(kvcache_block_size=4, max_num_seqs=2, attention_backend="sdpa")
+    options = dict(block_size=4, max_num_seqs=2, attention_backend="sdpa")
     options |= dict(kv_cache_dtype="fp8")
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -419,8 +418,8 @@ def test_fp8_and_the_interpreter_of_triton(path: Path) -> None:
         outputs = [llm.generate(PROMPTS[:4], params, use_tqdm=False) for _ in range(2)]
         return [out.outputs[0].token_ids for outs in outputs for out in outs], llm.stats()
 
-    wanted, _ = tokens(num_kvcache_blocks=200)
-    found, stats = tokens(num_kvcache_blocks=20, swap_space=2**-8)
+    wanted, _ = tokens(num_kv_cache_blocks=200)
+    found, stats = tokens(num_kv_cache_blocks=20, swap_space=2**-8)
     assert found == wanted
     assert stats["host_loads"] > 0
 
@@ -433,7 +432,7 @@ def test_stats_without_the_tier(path: Path) -> None:
 
 
 def small(path: Path, **options: object) -> LLM:
-    settings = dict(kvcache_block_size=4, num_kvcache_blocks=30, attention_backend="sdpa")
+    settings = dict(block_size=4, num_kv_cache_blocks=30, attention_backend="sdpa")
     settings |= dict(swap_space=2**-8)
     return random_llm(path, **(settings | options))
 
@@ -517,7 +516,7 @@ def test_names_and_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu"), 5 * GIB
     with pytest.raises(ValueError, match="next to weights and KV cache"):
         _ = memory.Room(config, *cpu, GIB, 1000).num_host_blocks
-    small_cache = EngineConfig(swap_space=4, num_kvcache_blocks=10**6)
+    small_cache = EngineConfig(swap_space=4, num_kv_cache_blocks=10**6)
     with pytest.raises(ValueError, match="next to weights and KV cache"):
         _ = memory.Room(small_cache, *cpu, GIB // 4, 1000).num_host_blocks
     assert memory.Room(config, *cpu, GIB // 4, 1000).num_host_blocks == 4 * GIB // 1000

@@ -176,7 +176,7 @@ def random_params(rng: random.Random) -> SamplingParams:
 def test_mixed_batch_equals_each_alone(checkpoint) -> None:
     """150 random combinations of parameters in one batch give what each gives alone."""
     rng = random.Random(4)
-    llm = random_llm(checkpoint[0], num_kvcache_blocks=400, max_num_batched_tokens=64)
+    llm = random_llm(checkpoint[0], num_kv_cache_blocks=400, max_num_batched_tokens=64)
     params = [random_params(rng) for _ in range(150)]
     prompts = [[rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 20))] for _ in params]
     together = llm.generate(prompts, params, use_tqdm=False)
@@ -208,8 +208,8 @@ def test_rules_survive_preemption(checkpoint) -> None:
     for asynchronous in (False, True):
         llm = random_llm(
             checkpoint[0],
-            kvcache_block_size=4,
-            num_kvcache_blocks=30,
+            block_size=4,
+            num_kv_cache_blocks=30,
             async_scheduling=asynchronous,
         )
         got = llm.generate(prompts, params, use_tqdm=False)

@@ -47,9 +47,9 @@ def score(llm: LLM, pairs: list) -> list[LoglikelihoodOutput]:
         {},
         {"max_num_batched_tokens": 7},
         {"async_scheduling": True, "max_num_batched_tokens": 50},
-        {"num_kvcache_blocks": 8, "max_num_batched_tokens": 30, "async_scheduling": True},
+        {"num_kv_cache_blocks": 8, "max_num_batched_tokens": 30, "async_scheduling": True},
         {"enable_prefix_caching": False, "max_num_seqs": 2},
-        {"attention_backend": "sdpa", "kvcache_block_size": 4, "num_kvcache_blocks": 256},
+        {"attention_backend": "sdpa", "block_size": 4, "num_kv_cache_blocks": 256},
     ],
     ids=str,
 )

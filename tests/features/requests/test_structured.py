@@ -164,8 +164,8 @@ def random_request(rng: random.Random, llm: LLM) -> tuple[str, SamplingParams]:
     [
         {},
         {"async_scheduling": True},
-        {"num_kvcache_blocks": 14, "max_num_batched_tokens": 24},
-        {"num_kvcache_blocks": 11, "max_num_seqs": 9, "async_scheduling": True},
+        {"num_kv_cache_blocks": 14, "max_num_batched_tokens": 24},
+        {"num_kv_cache_blocks": 11, "max_num_seqs": 9, "async_scheduling": True},
     ],
     ids=["plain", "async", "preempted", "async, preempted"],
 )
@@ -177,7 +177,7 @@ def test_fuzz(options: dict) -> None:
         device="cpu",
         max_model_len=160,
         attention_backend="sdpa",
-        **({"num_kvcache_blocks": 400} | options),
+        **({"num_kv_cache_blocks": 400} | options),
     )
     kinds, requests = [], []
     for i in range(40):
@@ -202,7 +202,7 @@ def test_fuzz(options: dict) -> None:
             if request.params.logprobs is not None:
                 assert len(sample.logprobs) == len(sample.token_ids)
     assert len(ends) == sum(len(request.samples) for request in requests)
-    assert llm.stats()["preemptions"] > 0 or "num_kvcache_blocks" not in options
+    assert llm.stats()["preemptions"] > 0 or "num_kv_cache_blocks" not in options
     valid = 0
     for (i, index), end in ends.items():
         params, kind = requests[i].params, kinds[i]
@@ -292,7 +292,7 @@ def test_tokens_that_the_model_does_not_have(embedded: LLM, tmp_path: Path) -> N
     tokenizer.add_tokens(["zebra"])
     tokenizer.add_tokens(["<|more|>"], special_tokens=True)
     tokenizer.save_pretrained(tmp_path)
-    llm = LLM(dtype="float32", device="cpu", tokenizer=str(tmp_path), num_kvcache_blocks=64)
+    llm = LLM(dtype="float32", device="cpu", tokenizer=str(tmp_path), num_kv_cache_blocks=64)
     fields = dict(structured_outputs=StructuredOutputsParams(choice=["zebra!"]))
     questions = ["What is 12 + 30?\n"] * 2
     params = [SamplingParams(temperature=0, **more) for more in (fields, {})]

@@ -51,7 +51,7 @@ def num_host_blocks(config: EngineConfig, block_bytes: int, free: int, where: st
     if size < block_bytes:
         raise ValueError(
             f"swap_space={config.swap_space} has no room for one block: a block of "
-            f"{config.kvcache_block_size} tokens takes {block_bytes:,} bytes; raise it to "
+            f"{config.block_size} tokens takes {block_bytes:,} bytes; raise it to "
             f"{block_bytes / 2**30:.2g} or more, or set it to 0"
         )
     return size // block_bytes

@@ -16,14 +16,13 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.task import Ending, Task
 from nanovllm.outputs import RequestMetrics
 from nanovllm.plan import ResultKind, RowResult
-from nanovllm.utils.checks import Positive, check_scalars, refuse_unknown_fields
+from nanovllm.utils.checks import Positive, check_scalars
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
 
 
-@refuse_unknown_fields("field of PoolingParams")
-@dataclass
+@dataclass(slots=True)
 class PoolingParams:
     """Parameters of an embedding. None uses the setting of the checkpoint, or else the default.
 

@@ -64,7 +64,7 @@ SHAPES = [
 def test_parity(shape: dict[str, Any], backend: str, tmp_path: Path) -> None:
     """Batches with chunked prompts, decodes and preemption."""
     model = make_moe_checkpoint(tmp_path, **shape)
-    options = dict(max_num_batched_tokens=24, max_num_seqs=6, num_kvcache_blocks=14)
+    options = dict(max_num_batched_tokens=24, max_num_seqs=6, num_kv_cache_blocks=14)
     llm = random_llm(tmp_path, attention_backend=backend, **options)
     params = replace(GREEDY, max_tokens=40)
     check_greedy(model, llm.generate(prompts_of(1, 33, 70, 5, 64, 43), params, use_tqdm=False))
