@@ -19,10 +19,9 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request import Progress, Request
+from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.features.garbage import frozen_requests
 from nanovllm.plan import RowSampling, StepOutput, StepPlan
 from nanovllm.runner.rows import Rows
 from nanovllm.utils.child import python
@@ -51,23 +50,18 @@ def many(counts: tuple[int, ...] = (1000, 1_000_000)) -> None:
         pairs = [(rng.choices(range(10_000), k=20), params) for _ in range(n)]
         requests: list[Request] = []
         tracemalloc.start()
-        for _ in engine.add(engine.check(pairs[:10_000]), requests):
-            pass
+        engine.add(engine.check(pairs[:10_000]), requests)
         size = tracemalloc.get_traced_memory()[0] / len(requests)
         tracemalloc.stop()
         engine.abort_all()
         requests.clear()
         num_steps = 0
         start = time.perf_counter()
-        progress = Progress()
-        with frozen_requests() as freeze:  # as in LLM.generate
-            for _ in engine.add(engine.check(pairs), requests, progress):
-                freeze(len(requests))
-            added = time.perf_counter()
-            for _ in engine.run(requests):
-                num_steps += 1
-                freeze(n + progress.num_ended)
-            step = 1e6 * (time.perf_counter() - added) / num_steps
+        engine.add(engine.check(pairs), requests)
+        added = time.perf_counter()
+        for _ in engine.run(requests):
+            num_steps += 1
+        step = 1e6 * (time.perf_counter() - added) / num_steps
         print(f"{n:9,}{n / (added - start):13,.0f}{step:13.1f}{size:24,.0f}")
 
 
