@@ -71,6 +71,7 @@ class PlainTokenizer:
         self.json = JsonTokenizer.from_file(str(directory / "tokenizer.json"))
         self.json.no_truncation()
         self.json.no_padding()
+        self.backend_tokenizer = self.json
         config = (QWEN_DEFAULTS if makes_rules else {}) | config
         self.special_tokens = {n: config[n] for n in SPECIAL_TOKENS if config.get(n) is not None}
         named = [*self.special_tokens.values()]

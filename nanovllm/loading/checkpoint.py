@@ -163,14 +163,12 @@ class Checkpoint:
         directory: Path,
         has_weights: bool = True,
         overrides: Mapping[str, Any] | None = None,
-        keeps_int4: bool = False,
     ) -> None:
         """`has_weights` is false if no weights are read, as with load_format="dummy".
 
-        `overrides` replace fields of config.json. keeps_int4: see formats/quantized_checkpoint.py.
+        `overrides` replace fields of config.json.
         """
         self.directory, self.has_weights = directory, has_weights
-        self.keeps_int4 = keeps_int4
         self.overrides = overrides or {}
         self.config_path = directory / "config.json"
         # Set with `model_config`:
@@ -181,6 +179,14 @@ class Checkpoint:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The fields of config.json."""
+        adapter = self.directory / "adapter_config.json"
+        if adapter.is_file() and not list(self.directory.glob("model*.safetensors")):
+            base = read_json(adapter).get("base_model_name_or_path")
+            raise ValueError(
+                f"{self.directory} is an adapter of {base!r:.200}, which is not supported by "
+                "itself; merge it with merge_and_unload() and save_pretrained() of peft, and load "
+                "the directory that this makes"
+            )
         if not self.config_path.is_file():
             raise ValueError(
                 f"{self.directory} has no config.json; it is not a model in Hugging Face layout"
@@ -206,7 +212,8 @@ class Checkpoint:
 
         Raises ValueError if the weights are quantized in a format that is not supported.
         """
-        config = self.config.get("quantization_config") or {}
+        # MLX has `quantization`, and in new versions also the same as quantization_config.
+        config = self.config.get("quantization_config") or self.config.get("quantization") or {}
         # If only the KV cache has a scheme, the weights are not quantized; see models/fp8.py.
         if not config or (config.get("kv_cache_scheme") and not config.get("config_groups")):
             return None
@@ -263,7 +270,7 @@ class Checkpoint:
                 raise unreadable(path, "a readable safetensors file", error) from None
         files = self.select_tensors(files)
         if files and self.weight_format is not None:
-            return dict(self.weight_format.decoded(files, self.keeps_int4))
+            return dict(self.weight_format.decoded(files))
         return files
 
     def weight_files(self) -> list[Path]:

@@ -44,8 +44,7 @@ def find_files(config: EngineConfig) -> tuple[Checkpoint, Path]:
     tokenizer_dir = directory
     if config.tokenizer is not None and not config.skip_tokenizer_init:
         tokenizer_dir = find_checkpoint(config.tokenizer, weights=False)
-    keeps_int4 = config.quantization == "int4"
-    return Checkpoint(directory, has_weights, config.hf_overrides, keeps_int4), tokenizer_dir
+    return Checkpoint(directory, has_weights, config.hf_overrides), tokenizer_dir
 
 
 def load_engine(

@@ -16,9 +16,17 @@ LOCK = threading.Lock()
 def load_full(directory: Path) -> Tokenizer:
     """Load the tokenizer of transformers."""
     with LOCK:
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        # With mistral_format=None, the package mistral-common is used where it is installed. Its
+        # tokenizer reads special tokens in a text letter by letter.
+        tokenizer = AutoTokenizer.from_pretrained(
+            directory, trust_remote_code=False, mistral_format=False
+        )
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ValueError(
+            f"it is a {type(tokenizer).__name__}, which does not use the package tokenizers"
+        )
     return tokenizer
 
 

@@ -31,11 +31,20 @@ class CheckpointTensor:
     shape: tuple[int, ...]  # of the tensor in the checkpoint
     store: Callable[[Tensor], object]  # converts dtype and device
     slices: tuple[slice, ...] = (slice(None),)
+    # Whether `store` accepts a QuantizedWeight of features/formats/quantized_checkpoint.py.
+    takes_int4: bool = False
 
     @classmethod
     def of(cls, name: str, weight: Tensor) -> "CheckpointTensor":
         """Return a checkpoint tensor that is copied to `weight` without slicing it."""
-        return cls(name, tuple(weight.shape), weight.copy_)
+        takes_int4 = getattr(weight, "takes_int4", False)
+        return cls(name, tuple(weight.shape), weight.copy_, takes_int4=takes_int4)
+
+    def load(self, file: Any) -> None:
+        """Store the slice of this tensor in an open file."""
+        get_int4 = getattr(file, "get_int4", None) if self.takes_int4 else None
+        weight = None if get_int4 is None else get_int4(self.name)
+        self.store((file.get_tensor(self.name) if weight is None else weight)[self.slices])
 
 
 def load_weights(tensors: Iterable[CheckpointTensor], files: Mapping[Path, Any]) -> None:
@@ -51,8 +60,7 @@ def load_weights(tensors: Iterable[CheckpointTensor], files: Mapping[Path, Any])
     with progress_bar("Loading weights", "tensor", total=len(known)) as bar:
         for file in files.values():
             for name in filter(known.get, file.keys()):
-                tensor = known[name]
-                tensor.store(file.get_tensor(name)[tensor.slices])
+                known[name].load(file)
                 bar.update()
 
 

@@ -272,6 +272,24 @@ def test_directories(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         random_llm(empty)
 
 
+@pytest.mark.parametrize("has_config", [False, True])
+def test_an_adapter(path: Path, tmp_path: Path, has_config: bool) -> None:
+    if has_config:
+        (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    (tmp_path / "adapter_model.safetensors").touch()
+    fields = {"base_model_name_or_path": "Qwen/Qwen3-0.6B", "peft_type": "LORA"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=r"an adapter of 'Qwen/Qwen3-0\.6B'.*merge_and_unload"):
+        LLM(str(tmp_path))
+
+
+def test_weights_in_the_format_of_mlx(path: Path, tmp_path: Path) -> None:
+    """Older versions of MLX write no quantization_config."""
+    edited(path, tmp_path, quantization={"group_size": 64, "bits": 4})
+    with pytest.raises(ValueError, match="format of MLX is not supported.* quantization='int8'"):
+        random_llm(tmp_path)
+
+
 def test_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import huggingface_hub
 

@@ -147,10 +147,12 @@ class TextFile:
 
     def __init__(self, file: Any) -> None:
         self.file = file
+        # transformers 5.3 to 5.5 wrote "language_model." two or three times.
+        names = {name.replace("language_model.", ""): name for name in file.keys()}  # noqa: SIM118
         self.names = {
-            name.replace("language_model.", "", 1): name
-            for name in file.keys()  # noqa: SIM118 (not a dict)
-            if not name.startswith(("mtp.", "model.visual.", "visual."))
+            name: stored
+            for name, stored in names.items()
+            if not name.startswith(("mtp.", "model.mtp.", "model.visual.", "visual."))
         }
 
     def keys(self) -> list[str]:

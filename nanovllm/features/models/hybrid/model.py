@@ -8,6 +8,7 @@ output gate, whose projection is part of q_proj.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -103,16 +104,20 @@ class GatedAttention:
 
             def store_q(t: Tensor, q: Tensor = q, gate: Tensor = gate) -> None:
                 # Each head has the rows of its query, then the rows of its gate.
-                q_rows, gate_rows = t.unflatten(0, (heads, 2, -1)).unbind(1)
-                q.copy_(self.permuted(q_rows.flatten(0, 1)))
-                gate.copy_(gate_rows.flatten(0, 1))
+                rows = torch.arange(t.shape[0]).unflatten(0, (heads, 2, -1)).transpose(0, 1)
+                q_rows, gate_rows = rows.flatten(1)
+                q.copy_(t[self.permuted(q_rows)])
+                gate.copy_(t[gate_rows])
 
             def store_k(t: Tensor, k: Tensor = k) -> None:
-                k.copy_(self.permuted(t))
+                k.copy_(t[self.permuted(torch.arange(t.shape[0]))])
 
-            shape = tuple(q.shape)
-            yield CheckpointTensor(f"{prefix}q_proj.{kind}", (2 * shape[0], *shape[1:]), store_q)
-            yield CheckpointTensor(f"{prefix}k_proj.{kind}", tuple(k.shape), store_k)
+            for name, store, size in (
+                ("q_proj", store_q, 2 * q.shape[0]),
+                ("k_proj", store_k, k.shape[0]),
+            ):
+                tensor = CheckpointTensor.of(f"{prefix}{name}.{kind}", k)
+                yield replace(tensor, shape=(size, *k.shape[1:]), store=store)
             yield CheckpointTensor.of(f"{prefix}v_proj.{kind}", v)
         yield from self.o_proj.checkpoint_tensors(prefix)
         for name, norm in zip(("q_norm", "k_norm"), self.norms, strict=True):

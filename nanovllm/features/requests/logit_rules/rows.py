@@ -126,7 +126,7 @@ class RulesState:
         """Replace the rules of a row. The new sequence may have none."""
         row, rules = new_row.row, new_row.sampling.rules
         if row in self.rows or rules is not None:
-            self.last_batch = None  # first, because a second Ctrl-C may interrupt this
+            self.last_batch = None  # first, because Ctrl-C may interrupt this
             self.rows.pop(row, None)
         if rules is not None:
             vocab_size = self.logits.shape[1]

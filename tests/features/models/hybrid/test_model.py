@@ -384,6 +384,19 @@ def test_only_images_or_mtp(checkpoint: tuple[Path, torch.nn.Module], tmp_path: 
         random_llm(path)
 
 
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_repeated_prefixes_of_names(times: int, tmp_path: Path) -> None:
+    """transformers 5.3 to 5.5 wrote "language_model." several times."""
+    make_hybrid_checkpoint(tmp_path, nested=True)
+    wanted = random_llm(tmp_path).generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+    tensors = load_file(tmp_path / "model.safetensors")
+    prefix = "language_model."
+    tensors = {name.replace(prefix, prefix * times): x for name, x in tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = random_llm(tmp_path).generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+    assert found[0]["token_ids"] == wanted[0]["token_ids"]
+
+
 @pytest.mark.parametrize("option", [{"swap_space": 1}, {"tensor_parallel_size": 2}])
 def test_refused_options(checkpoint: tuple[Path, torch.nn.Module], option: dict[str, Any]) -> None:
     model_config = Checkpoint(checkpoint[0]).model_config
