@@ -16,8 +16,8 @@ from nanovllm.utils.host import available_host_memory
 
 # Parts of the messages of the RuntimeError that torch raises if an allocation on a CPU fails.
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")
-# Device memory left for graph nodes, fragmentation, penalties and workspaces of libraries. cuBLAS takes
-# up to 32 MiB for each thread that runs steps, and `num_kv_blocks` measures only one thread.
+# Device memory left for graph nodes, fragmentation, penalties and workspaces of libraries. cuBLAS
+# takes up to 32 MiB for each thread that runs steps, and `num_kv_blocks` measures only one thread.
 CUDA_MARGIN = 512 << 20
 CPU_CACHE_BYTES = 4 << 30  # the default limit of a CPU's KV cache
 INT4 = "quantization='int4', which takes about two thirds of int8"

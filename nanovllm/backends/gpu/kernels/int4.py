@@ -39,8 +39,8 @@ def _int4_linear(
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     byte = tl.arange(0, INPUTS // 2 // SLICES)
     weight_byte, x_byte = byte[None, :], byte[:, None]
-    # Two products of a loop that add to one accumulator are compiled wrongly for tcgen05, the matrix
-    # units of sm_100 (triton-lang/triton#10821), so each half has an accumulator.
+    # Each half has an accumulator: two products of a loop that add to the same one are compiled
+    # wrongly for tcgen05, the matrix units of sm_100 (triton-lang/triton#10821).
     low_acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
     if SLICES > 1:
         first = tl.arange(0, SLICES)[:, None, None] * (INPUTS // 2 // SLICES)
