@@ -503,20 +503,27 @@ def test_the_page_has_the_trace(embedded_run: Trace, tmp_path: Path) -> None:
     used = {token for seq in embedded_run._state.seqs for token in seq.tokens}
     entries = [entry for event in embedded_run.events for entry in event.get("likely", ())]
     used |= {token for *_, pairs in entries for token, _ in pairs}
-    assert data["texts"] == {str(token): tokenizer.decode([token]) for token in used}
+    assert data["texts"] == {str(token): tokenizer.full.decode([token]) for token in used}
 
 
 class Tokenizer:
     """Each token is a piece of HTML that would break a page which does not escape it."""
 
-    def decode(self, ids: list[int]) -> str:
+    @property
+    def backend_tokenizer(self) -> "Tokenizer":
+        return self
+
+    def id_to_token(self, token: int) -> str:
+        return ""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         return ["</script><script>alert(1)</script>", "<!--<script>", "\u2028\"'&amp;\ud800"][
             ids[0]
         ]
 
 
 def hostile_trace(llm: LLM) -> Trace:
-    llm.engine.tokenizer = Tokenizer()  # type: ignore[assignment]
+    llm.engine.input_processor.tokenizer = Tokenizer()  # type: ignore[assignment]
     with Trace(llm) as trace:
         llm.engine.add_request(PROMPTS[0], greedy(max_tokens=9), "</script><b>&lt;id")
         while llm.engine.has_unfinished_requests():

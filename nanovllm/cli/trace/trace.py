@@ -29,6 +29,7 @@ from nanovllm.cli.trace.events import Event as Event
 from nanovllm.cli.trace.events import State as State
 from nanovllm.cli.trace.experts import ExpertCounter
 from nanovllm.engine.block_manager import Block, Key
+from nanovllm.engine.detokenizer import decode_token
 from nanovllm.engine.observer import NO_OBSERVER, Observer
 from nanovllm.engine.scheduler import InFlightStep, Scheduler
 from nanovllm.engine.sequence import Sequence, Status
@@ -331,7 +332,7 @@ class Trace(Observer):
         likely = (entry for event in self.events for entry in event.get("likely", ()))
         known |= {token for *_, pairs in likely for token, _ in pairs}
         known |= {token for event in self.events for _, token, *_ in event.get("results", ())}
-        return {token: str(tokenizer.decode([token])) for token in sorted(known)}
+        return {token: decode_token(tokenizer, token, []) or "\ufffd" for token in sorted(known)}
 
     def save(self, path: str | Path) -> None:
         """Write a page for a browser. Raises ValueError if `path` does not end in .html."""
