@@ -32,17 +32,15 @@ class PenaltyState:
     them occurs in the output of the row. Equal tokens of a row have equal counts.
     """
 
-    def __init__(self, num_rows: int, length: int, vocab_size: int, device: torch.device) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self, num_rows: int, length: int, device: torch.device) -> None:
         # On a CPU, torch.empty takes no memory until it is written.
         self.tokens = torch.empty((num_rows, length), dtype=torch.int32, device=device)
         self.counts = torch.empty((num_rows, length), dtype=torch.float32, device=device)
 
     def add_row(self, row: int, prompt: list[int], output: list[int]) -> None:
-        """Set the tokens and counts of a row. Raises ValueError as `check_ids` does."""
+        """Set the tokens and counts of a row."""
         known = np.array([*prompt, *output], np.int32)
         ids, index = np.unique(known, return_inverse=True)
-        check_ids([*ids[:1], *ids[-1:]], self.vocab_size)
         counts = np.bincount(index[len(prompt) :], minlength=len(ids))[index]
         self.tokens[row, : len(known)] = to_device(known, self.tokens.device)
         self.counts[row, : len(known)] = to_device(counts, self.counts.device)
@@ -105,12 +103,3 @@ class Penalties:
         sampled = tokens[self.index].int().split([len(rows) for rows, *_ in self.known])
         for known, part in zip(self.known, sampled, strict=True):
             self.state.append(*known, part)
-
-
-def check_ids(ids: list[int], vocab_size: int) -> None:
-    """Raise ValueError for an id that is not in the vocabulary.
-
-    Its index in the flat logits [R * V] could belong to another row.
-    """
-    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-        raise ValueError(f"token ids {min(ids)} to {max(ids)} exceed a vocabulary of {vocab_size}")
