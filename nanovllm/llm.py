@@ -85,9 +85,11 @@ class LLM:
 
     def get_tokenizer(self) -> PreTrainedTokenizerFast:
         """Return the tokenizer of transformers."""
-        tokenizer = self.engine.input_processor.get_tokenizer()
-        full: PreTrainedTokenizerFast = getattr(tokenizer, "full", tokenizer)
-        return full
+        inputs = self.engine.input_processor
+        tokenizer = inputs.get_tokenizer()
+        # The embedded model uses it from now on, so that a chat template that is set has an effect.
+        inputs.tokenizer = getattr(tokenizer, "full", tokenizer)
+        return inputs.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters of the checkpoint's generation_config.json."""

@@ -1,7 +1,6 @@
 """The host cache: evicted KV blocks that come back. Bookkeeping, copies, and whole engines."""
 
 import logging
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -487,19 +486,6 @@ def test_the_log_says_how_many_blocks(path: Path, caplog: pytest.LogCaptureFixtu
     caplog.set_level(logging.INFO, "nanovllm")
     small(path)
     assert "host memory holds 1,024 KV blocks (0.00390625 GiB)" in caplog.text
-
-
-def test_without_the_folder(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sentence, before anything is loaded."""
-    monkeypatch.setitem(sys.modules, "nanovllm.features.memory.host_cache", None)
-    for name in ("blocks", "pool"):
-        monkeypatch.delitem(sys.modules, f"nanovllm.features.memory.host_cache.{name}")
-    random_llm(path)
-    monkeypatch.setattr("nanovllm.loading.make_engine.make_runner", None)
-    with pytest.raises(
-        ValueError, match=r"swap_space needs nanovllm/features/memory/host_cache/\w+\.py"
-    ):
-        small(path)
 
 
 def test_names_and_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
