@@ -88,13 +88,14 @@ def test_max_model_len_of_more_tokens_than_the_cache(
 
 def blocks_of_a_gpu(monkeypatch: pytest.MonkeyPatch, room: int, **options: int) -> int:
     """The number of blocks of 10 bytes that a GPU with `room` bytes gets; 40,960 positions."""
-    monkeypatch.setattr(memory, "_cuda_room", lambda *_: (room, "that"))
-    monkeypatch.setattr(memory, "_scratch_bytes", lambda *_: 0)
-    config = EngineConfig(**options)
+    gib = 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * gib, 4 * gib))
+    config = EngineConfig(gpu_memory_utilization=1.0, **options)
     length = config.max_model_len or 40_960
-    space = memory.Room(config, torch.device("cuda", 0), room, 0, 10)
-    num = space.num_kv_blocks(length, lambda plan: None)
-    assert space.fitted_length(length, num) == min(length, num * 16)
+    budget = memory.MemoryBudget(config, torch.device("cuda", 0), 4 * gib, gib, 10)
+    scratch = 3 * gib - memory.CUDA_MARGIN - room
+    num = budget.num_kv_blocks(length, 3 * gib, scratch)
+    assert budget.fitted_length(length, num) == min(length, num * 16)
     return num
 
 
@@ -122,7 +123,7 @@ def test_logit_rules_take_no_memory_after_the_cache(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What they keep is there when the free memory is measured, and while requests run."""
-    num_kv_blocks, states, at_measurement = memory.Room.num_kv_blocks, [], []
+    num_kv_blocks, states, at_measurement = memory.MemoryBudget.num_kv_blocks, [], []
 
     class Recorded(RulesState):
         def __init__(self, *args: object) -> None:
@@ -138,7 +139,7 @@ def test_logit_rules_take_no_memory_after_the_cache(
         return [x.data_ptr() for x in kept if isinstance(x, torch.Tensor)]
 
     monkeypatch.setattr("nanovllm.features.requests.logit_rules.rows.RulesState", Recorded)
-    monkeypatch.setattr(memory.Room, "num_kv_blocks", measured)
+    monkeypatch.setattr(memory.MemoryBudget, "num_kv_blocks", measured)
     llm = random_llm(path)
     params = SamplingParams(max_tokens=5, presence_penalty=1.0, logit_bias={3: 1.0})
     llm.generate([[1, 2, 3], [4]], params, use_tqdm=False)
