@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeAlias
 
 from tqdm import tqdm
@@ -14,16 +13,15 @@ from tqdm import tqdm
 from nanovllm.config import EMBEDDED, EngineConfig, engine_config
 from nanovllm.engine.chat import Message, as_conversations
 from nanovllm.engine.input_processor import CheckedPrompt
-from nanovllm.engine.interrupt import DeferredInterrupt, defer_interrupt
 from nanovllm.engine.request import Progress, Request
 from nanovllm.engine.sampling import read_stream
 from nanovllm.inputs import Prompt, pair_up
-from nanovllm.outputs import GenerationError, RequestOutput, StreamOutput
+from nanovllm.outputs import GenerationError, RequestOutput, StreamOutput, why_no_token
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.utils.log import show_log
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerFast
 
     from nanovllm.features.requests.beam_search import BeamSearchOutput
     from nanovllm.features.requests.embeddings.pooling import EmbeddingRequestOutput, PoolingParams
@@ -64,13 +62,8 @@ class LLM:
         """
         show_log()
         config = engine_config({"model": model, **options})
-        from nanovllm.features import garbage
+        from nanovllm.loading.make_engine import make_engine  # imports torch
 
-        with garbage.frozen_imports():
-            from nanovllm.loading.make_engine import make_engine
-            from nanovllm.loading.select_backend import import_backend
-
-            import_backend(config.attention_backend, config.device)
         self.engine = self.llm_engine = make_engine(config)
         self._config = config
 
@@ -90,11 +83,13 @@ class LLM:
     def __reduce__(self) -> NoReturn:
         self.engine.__reduce__()
 
-    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+    def get_tokenizer(self) -> PreTrainedTokenizerFast:
         """Return the tokenizer of transformers."""
-        tokenizer = self.engine.input_processor.get_tokenizer()
-        full: PreTrainedTokenizerBase = getattr(tokenizer, "full", tokenizer)
-        return full
+        inputs = self.engine.input_processor
+        tokenizer = inputs.get_tokenizer()
+        # The embedded model uses it from now on, so that a chat template that is set has an effect.
+        inputs.tokenizer = getattr(tokenizer, "full", tokenizer)
+        return inputs.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters of the checkpoint's generation_config.json."""
@@ -128,19 +123,24 @@ class LLM:
             generation_config.json.
         use_tqdm: whether to show a progress bar, or a function that makes it, as tqdm does.
 
-        All prompts are checked first. If one is invalid, none is started. Ctrl-C stops after the
-        current step, and a second Ctrl-C stops during the step. Both abort the requests of this
-        call. If another thread aborts a request, its result has the output so far and the
-        finish_reason "abort". Raises GenerationError, which contains all results, if a request
-        ended because no token could be sampled. The attribute `outputs` of any other error that
-        ends the call, as in a logits processor, has one result per prompt too. A request that had
-        not finished has its output so far and the finish_reason "abort".
+        All prompts are checked first. If one is invalid, none is started. Ctrl-C stops the current
+        step and aborts the requests of this call. If another thread aborts a request, its result
+        has the output so far and the finish_reason "abort". Raises GenerationError, which contains
+        all results, after the last request has ended if no token could be sampled for one of them.
+        The attribute `outputs` of any other error that ends the call, as in a logits processor, has
+        one result per prompt too. A request that had not finished has its output so far and the
+        finish_reason "abort".
         """
         pairs = pair_up(prompts, sampling_params, SamplingParams, "sampling_params")
         requests = self._run(self.engine.check(pairs), use_tqdm)
         outputs: list[RequestOutput] = [request.output for request in requests]
-        if any(sample.finish_reason == "error" for out in outputs for sample in out.outputs):
-            raise GenerationError(outputs, [request.params for request in requests])
+        reasons = {
+            i: str(request.error or why_no_token(request.params))
+            for i, request in enumerate(requests)
+            if any(sample.finish_reason == "error" for sample in request.output.outputs)
+        }
+        if reasons:
+            raise GenerationError(outputs, reasons)
         return outputs
 
     def beam_search(
@@ -158,6 +158,9 @@ class LLM:
         """
         pairs = pair_up(prompts, params, BeamSearchParams, "params", optional=False)
         requests = self._run(self.engine.check(pairs), use_tqdm, "Searching")
+        for request in requests:
+            if request.error is not None:
+                raise request.error
         return [request.output for request in requests]
 
     def embed(
@@ -213,12 +216,8 @@ class LLM:
         """Queue the prompts, and run steps until their requests have ended."""
         requests: list[Request] = []
         progress = Progress()
-        from nanovllm.features.garbage import frozen_requests
-
-        with self._abort_on_error(requests) as interrupt, frozen_requests() as freeze:
-            for _ in self.engine.add(prompts, requests, progress):
-                interrupt.check()
-                freeze(len(requests))
+        try:
+            self.engine.add(prompts, requests, progress)
             del prompts  # frees memory for the requests
             start = last_shown = time.monotonic()
             no_stderr = sys.stderr is None  # closed, as in a program without a console
@@ -228,30 +227,18 @@ class LLM:
                 for _ in self.engine.run(requests):
                     if progress.error is not None:
                         raise progress.error
-                    interrupt.check()
-                    freeze(len(requests) + progress.num_ended)
                     if not quiet and time.monotonic() - last_shown > 0.1:
                         last_shown = time.monotonic()
                         show_progress(bar, progress, last_shown - start)
                 show_progress(bar, progress, time.monotonic() - start)
+        except BaseException as error:  # also Ctrl-C
+            self.engine.abort(requests, wait=True)
+            outputs = [request.output for request in requests]
+            if any(output is not None for output in outputs):
+                error.outputs = outputs  # type: ignore[attr-defined]
+                error.add_note("The attribute `outputs` of this error has the results so far.")
+            raise
         return requests
-
-    @contextmanager
-    def _abort_on_error(self, requests: list[Request]) -> Iterator[DeferredInterrupt]:
-        """Abort `requests` if the block raises an error, and add their outputs to it.
-
-        Ctrl-C waits for the end of the block.
-        """
-        with defer_interrupt() as interrupt:
-            try:
-                yield interrupt
-            except BaseException as error:
-                self.engine.abort(requests)
-                outputs = [request.output for request in requests]
-                if any(output is not None for output in outputs):
-                    error.outputs = outputs  # type: ignore[attr-defined]
-                    error.add_note("The attribute `outputs` of this error has the results so far.")
-                raise
 
     def stream(
         self,
@@ -273,20 +260,13 @@ class LLM:
         requests: list[Request] = []
         progress = Progress()
         try:
-            with self._abort_on_error(requests) as interrupt:
-                for _ in self.engine.add(checked, requests, progress, stream=True):
-                    interrupt.check()
+            self.engine.add(checked, requests, progress, stream=True)
             numbers = {request: i for i, request in enumerate(requests)}
-            steps = self.engine.run(requests)
-            while True:
-                with self._abort_on_error(requests) as interrupt:
-                    if next(steps, "ended") == "ended":
-                        return
-                    with self.engine.lock:
-                        changed = sorted(progress.changed, key=numbers.__getitem__)
-                        progress.changed.clear()
-                        new = [out for r in changed for out in read_stream(r, numbers[r])]
-                    interrupt.check()
+            for _ in self.engine.run(requests):
+                with self.engine.lock:
+                    changed = sorted(progress.changed, key=numbers.__getitem__)
+                    progress.changed.clear()
+                    new = [out for r in changed for out in read_stream(r, numbers[r])]
                 yield from new
                 if progress.error is not None:
                     raise progress.error

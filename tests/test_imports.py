@@ -19,12 +19,12 @@ RULE = (
 GROUPS = [[set(group.split(", ")) for group in rank.split(" | ")] for rank in RULE.split(" < ")]
 # The functions of the core that import backends, features or commands, by module.
 IMPORTING = {
-    "llm": "__init__ _run embed loglikelihood",
+    "llm": "embed loglikelihood",
     "loading.checkpoint": "config_class find_checkpoint find_weight_format read_config",
     "loading.make_engine": "all_tasks load_engine make_engine",
     "loading.make_runner": "make_backend make_cache make_eager_runner make_runner",
     "loading.memory": "num_host_blocks",
-    "loading.select_backend": "import_backend load_backend pick_backend",
+    "loading.select_backend": "load_backend pick_backend",
     "loading.tokenizer": "load_tokenizer",
 }
 

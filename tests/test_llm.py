@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import itertools
 import os
 import re
 import subprocess
@@ -49,6 +50,22 @@ def test_progress_bar(embedded: LLM, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err == ""
 
 
+def test_progress_bar_counts_its_own_requests(path: Path, capsys, monkeypatch) -> None:
+    llm = random_llm(path)
+    # A clock that counts how often it is read, in milliseconds, so that the rates are large.
+    monkeypatch.setattr("nanovllm.llm.time.monotonic", itertools.count(0, 1e-3).__next__)
+    other = llm.engine.add_request([9] * 100, SamplingParams(max_tokens=400, ignore_eos=True))
+    llm.generate([1, 2, 3, 4], GREEDY)
+    shown = capsys.readouterr().err.splitlines()[-1]
+    prompt, output = (
+        float(re.search(rf"{name} ([\d,]+) tok/s", shown)[1].replace(",", ""))
+        for name in ("prompt", "output")
+    )
+    assert "1/1" in shown
+    assert output / prompt == pytest.approx(8 / 4, rel=0.1)
+    llm.engine.abort_request(other)
+
+
 def test_no_progress_bar_without_stderr(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)  # closed, as `2>&-` does
     assert embedded.generate("1 + 1\n", GREEDY)[0]["text"]
@@ -94,6 +111,25 @@ def test_torch_defaults_are_left_alone(path: Path) -> None:
     random_llm(path, dtype="bfloat16")
     assert torch.get_default_dtype() is torch.float32
     assert torch.empty(1).device.type == "cpu"
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "numba"])
+def test_torch_defaults_of_the_program_change_nothing(path: Path, backend: str) -> None:
+    if backend == "numba":
+        pytest.importorskip("numba")
+    prompt, outputs = list(range(1, 9)), []
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=2, repetition_penalty=1.1)
+    try:
+        for dtype, device in ((torch.float32, "cpu"), (torch.bfloat16, "meta")):
+            torch.set_default_dtype(dtype)
+            torch.set_default_device(device)
+            llm = random_llm(path, attention_backend=backend)
+            outputs.append(llm.generate(prompt, params, use_tqdm=False)[0].outputs[0])
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert outputs[0].token_ids == outputs[1].token_ids
+    assert outputs[0].cumulative_logprob == outputs[1].cumulative_logprob
 
 
 def test_types_of_methods_can_be_read() -> None:

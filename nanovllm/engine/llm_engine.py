@@ -16,14 +16,14 @@ from typing import Any, NoReturn
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
+from nanovllm.engine.detokenizer import Tokenizer
 from nanovllm.engine.input_processor import CheckedPrompt, InputProcessor
-from nanovllm.engine.interrupt import defer_interrupt
 from nanovllm.engine.output_processor import Output, OutputProcessor
 from nanovllm.engine.request import Progress, Request
 from nanovllm.engine.sampling import Sampling
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.task import Task, TaskFactory
-from nanovllm.engine.turns import HANDOVER, REQUESTS_AT_ONCE
+from nanovllm.engine.threads import hold_interrupt
 from nanovllm.inputs import Prompt
 from nanovllm.outputs import RequestMetrics
 from nanovllm.plan import Runner
@@ -59,7 +59,6 @@ class LLMEngine(EngineCore):
             async_scheduling = runner.async_scheduling
         super().__init__(scheduler, runner, OutputProcessor(), async_scheduling)
         self.input_processor = input_processor
-        self.tokenizer = input_processor.tokenizer
         self.task_factories = task_factories or {SamplingParams: Sampling}
         self.num_requests = 0
 
@@ -68,6 +67,10 @@ class LLMEngine(EngineCore):
             "an LLM cannot be copied or pickled, because it owns memory of its process and device; "
             "make another LLM, or use this one from several threads"
         )
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.input_processor.tokenizer
 
     # ---- requests ----
 
@@ -99,7 +102,7 @@ class LLMEngine(EngineCore):
     ) -> Request:
         """Queue a request. The caller reads its `output` at the end, or its stream at any time."""
         [checked] = self.check([(prompt, sampling_params)])
-        with defer_interrupt(), self.lock:
+        with hold_interrupt(), self.lock:
             return self._add(checked, stream, None, request_id, returned_by_step)
 
     def check(self, pairs: Sequence[tuple[Prompt, Any]]) -> list[CheckedPrompt]:
@@ -116,18 +119,17 @@ class LLMEngine(EngineCore):
         requests: list[Request],
         progress: Progress | None = None,
         stream: bool = False,
-    ) -> Iterator[None]:
+    ) -> None:
         """Queue `prompts` and append their requests to `requests`.
 
-        Yields after each batch. The lock is free then.
+        After Ctrl-C no further prompt is queued, and KeyboardInterrupt is raised.
         """
-        for start in range(0, len(prompts), REQUESTS_AT_ONCE):
-            if start:
-                time.sleep(HANDOVER)
-            with defer_interrupt(), self.lock:
-                for prompt in prompts[start : start + REQUESTS_AT_ONCE]:
+        with hold_interrupt() as pressed:
+            for prompt in prompts:
+                if pressed:
+                    break
+                with self.lock:
                     requests.append(self._add(prompt, stream, progress))
-            yield
 
     def _add(
         self,
@@ -179,7 +181,7 @@ class LLMEngine(EngineCore):
 
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` has requests left to run or outputs to return."""
-        self._turns.run_pending_aborts()
+        self.run_pending_aborts()
         return bool(self.output_processor.requests or self.output_processor.finished)
 
     # ---- running requests ----
@@ -202,7 +204,7 @@ class LLMEngine(EngineCore):
             with self.lock:
                 finished, processor.finished = processor.finished, {}
             return list(finished.values())
-        except BaseException:  # a signal handler can raise between any two lines
+        except BaseException:  # Ctrl-C between any two lines
             with self.lock:
                 processor.finished = finished | processor.finished
             raise
@@ -211,25 +213,24 @@ class LLMEngine(EngineCore):
 
     def reset_prefix_cache(self) -> None:
         """See `LLM.reset_prefix_cache`."""
-        with defer_interrupt(), self.lock:
+        with hold_interrupt(), self.lock:
             self.scheduler.block_manager.reset_prefix_cache()
 
     def stats(self) -> dict[str, int | float]:
-        """See `LLM.stats`."""
+        """See `LLM.stats`. Does not wait for the lock: a step may change counters meanwhile."""
         scheduler = self.scheduler
         blocks = scheduler.block_manager
-        self._turns.run_pending_aborts()
-        with self.lock:
-            return {
-                "running": len(scheduler.running),
-                "waiting": scheduler.num_unfinished - len(scheduler.running),
-                "blocks_in_use": blocks.num_blocks - blocks.num_available,
-                "blocks_evictable": len(blocks.evictable),
-                "blocks_free": len(blocks.free),
-                "prefix_hit_rate": scheduler.cached_tokens / max(1, scheduler.prompt_tokens),
-                "preemptions": scheduler.preemptions,
-                "evictions": blocks.evictions,
-                "recomputed_tokens": scheduler.recomputed_tokens,
-                "prompt_tokens": self.output_processor.progress.num_prompt_tokens,
-                "output_tokens": self.output_processor.progress.num_output_tokens,
-            } | blocks.stats()
+        self.run_pending_aborts()
+        return {
+            "running": len(scheduler.running),
+            "waiting": scheduler.num_unfinished - len(scheduler.running),
+            "blocks_in_use": blocks.num_blocks - blocks.num_available,
+            "blocks_evictable": len(blocks.evictable),
+            "blocks_free": len(blocks.free),
+            "prefix_hit_rate": scheduler.cached_tokens / max(1, scheduler.prompt_tokens),
+            "preemptions": scheduler.preemptions,
+            "evictions": blocks.evictions,
+            "recomputed_tokens": scheduler.recomputed_tokens,
+            "prompt_tokens": self.output_processor.progress.num_prompt_tokens,
+            "output_tokens": self.output_processor.progress.num_output_tokens,
+        } | blocks.stats()

@@ -40,7 +40,11 @@ if TYPE_CHECKING:
 
 # Names in generation_config.json -> names in SamplingParams.
 SAMPLING_FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"} | {
-    name: name for name in ("temperature", *FILTERS, "repetition_penalty")
+    name: name
+    for name in (
+        *("temperature", *FILTERS),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    )
 }
 OTHER_FIELDS: Fields = {"do_sample": (bool, ())}  # of generation_config.json
 
@@ -193,8 +197,8 @@ class Checkpoint:
             sampling = SamplingParams(**fields)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from None
-        # In transformers, do_sample is false by default, which means greedy sampling.
-        if has_file and not raw.get("do_sample"):
+        # Without do_sample, transformers is greedy. As in vLLM, the temperature of the file counts.
+        if raw.get("do_sample") is False:
             sampling.temperature = 0.0
         return frozenset(eos_ids), sampling
 

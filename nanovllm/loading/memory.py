@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -13,6 +12,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.models.backend import Backend
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.plan import FILTERS, Chunk, LogitRules, NewRow, ResultKind, RowSampling, StepPlan
+from nanovllm.utils.host import available_host_memory
 
 # Parts of the messages of the RuntimeError that torch raises if an allocation on a CPU fails.
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")
@@ -247,17 +247,3 @@ def explain_out_of_memory(message: str) -> Iterator[None]:
         if not any(words in str(error) for words in OUT_OF_MEMORY):
             raise
         raise ValueError(message) from error
-
-
-def available_host_memory() -> int:
-    """Return the bytes that can be allocated without swapping, within the container's limit."""
-    info = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(info["MemAvailable:"]) * 1024
-    group = Path("/sys/fs/cgroup")
-    limit = group / "memory.max"
-    if limit.is_file() and limit.read_text().strip() != "max":
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        # Inactive file pages belong to the page cache, which the kernel reclaims.
-        used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
-        available = min(available, int(limit.read_text()) - used)
-    return max(0, available)

@@ -8,7 +8,6 @@ anything else                        models.backend     ("sdpa")
 """
 
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -59,23 +58,6 @@ def load_backend(name: str) -> Callable[[torch.device, torch.dtype], Backend]:
     from nanovllm.backends.cpu.backend import make_backend as make_cpu_backend
 
     return make_cpu_backend
-
-
-def import_backend(name: str, device: str) -> None:
-    """Import the modules of the backend that these options probably select.
-
-    Errors are left to `pick_backend`. On a CPU without compiled kernels nothing is imported.
-    """
-    if name == "auto":
-        name = "triton" if device != "cpu" and torch.cuda.is_available() else "numba"
-        if name == "numba":
-            from nanovllm.backends.cpu.kernel_files import has_kernels
-
-            if not has_kernels():
-                return
-    if name != "sdpa":
-        with suppress(ImportError):
-            load_backend(name)
 
 
 def pick_device(name: str) -> torch.device:

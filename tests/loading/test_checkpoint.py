@@ -203,6 +203,8 @@ def test_generation_config_is_checked_also_if_it_is_greedy(
         ("min_p", 2),
         ("max_new_tokens", 0),
         ("min_new_tokens", -1),
+        ("presence_penalty", 3),
+        ("frequency_penalty", -3),
     ):
         text = json.dumps({"do_sample": do_sample, field: wrong, "eos_token_id": 0})
         (tmp_path / "generation_config.json").write_text(text)
@@ -211,7 +213,7 @@ def test_generation_config_is_checked_also_if_it_is_greedy(
     fields = {"do_sample": do_sample, "temperature": 0.7, "top_k": None, "min_new_tokens": 0}
     text = json.dumps(fields | {"eos_token_id": 0})
     (tmp_path / "generation_config.json").write_text(text)
-    temperature = 0.7 if do_sample else 0.0
+    temperature = 0.0 if do_sample is False else 0.7
     _, got = Checkpoint(tmp_path).generation_defaults()
     assert got == SamplingParams(temperature=temperature)
 
@@ -306,7 +308,14 @@ def test_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_generation_config(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     for raw, want in (
-        ({}, SamplingParams(temperature=0)),
+        ({}, SamplingParams()),
+        ({"do_sample": False, "temperature": 0.7}, SamplingParams(temperature=0)),
+        # Without do_sample, as in many base models and fine-tunes.
+        ({"temperature": 0.7, "top_k": 20}, SamplingParams(temperature=0.7, top_k=20)),
+        (
+            {"presence_penalty": 1.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1},
+            SamplingParams(presence_penalty=1.5, frequency_penalty=-0.5, repetition_penalty=1.1),
+        ),
         (
             {
                 "do_sample": True,
@@ -325,6 +334,17 @@ def test_generation_config(tmp_path: Path) -> None:
         assert llm.engine.input_processor.eos_token_ids == frozenset(raw.get("eos_token_id", [0]))
     (tmp_path / "generation_config.json").unlink()
     assert random_llm(tmp_path).get_default_sampling_params() == SamplingParams()
+
+
+def test_samples_of_a_base_model_differ(tmp_path: Path) -> None:
+    """Its generation_config.json has no do_sample, and was read as greedy."""
+    make_checkpoint(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 0}')
+    llm = random_llm(tmp_path)
+    params = llm.get_default_sampling_params()
+    params.n, params.max_tokens, params.ignore_eos = 4, 12, True
+    outputs = llm.generate([5, 6], params, use_tqdm=False)[0].outputs
+    assert len({tuple(sample.token_ids) for sample in outputs}) == 4
 
 
 def test_embedded_checkpoint_is_hugging_faces(embedded: LLM) -> None:

@@ -16,8 +16,8 @@ from tqdm import tqdm
 
 from nanovllm.config import EMBEDDED, engine_config
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
-from nanovllm.loading.memory import available_host_memory
 from nanovllm.loading.select_backend import pick_device, pick_dtype
+from nanovllm.utils.host import available_host_memory
 from tools.benchmarks import (
     baselines,
     gguf_weights,

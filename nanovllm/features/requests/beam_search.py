@@ -16,7 +16,6 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.request import Request, Sample, first_sequence, fork_sequence
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.task import Ending, Task
@@ -206,7 +205,8 @@ class BeamSearch(Task):
         results = results[: self.params.beam_width]
         tokenizer = self.input_processor.tokenizer
         if tokenizer is not None:
-            detokenizer = Detokenizer(tokenizer, self.params.skip_special_tokens)
+            decode = tokenizer.backend_tokenizer.decode
             for result in results:
-                result.text = detokenizer.decode(result.tokens)
+                skips = self.params.skip_special_tokens
+                result.text = decode(result.tokens, skip_special_tokens=skips)
         return BeamSearchOutput(results)

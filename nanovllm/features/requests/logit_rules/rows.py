@@ -71,6 +71,17 @@ class RowRules:
         check_ids([token for token, *_ in self.edits], vocab_size)
         check_ids([*itertools.chain(*self.phrases), *(allowed or ())], vocab_size)
 
+    def must_end(self) -> bool:
+        """Return whether the grammar is complete, and the other rules hide all its end tokens."""
+        if self.matcher is None or not self.matcher.is_complete:
+            return False
+        position = len(self.prompt) + len(self.output)
+        ends = set(self.matcher.grammar.end_tokens)
+        if self.allowed is not None:
+            ends.intersection_update(self.allowed.tolist())
+        hidden = {t for t, value, end in self.edits if value == MASKED and position < end}
+        return ends <= hidden
+
     def apply(self, logits: Tensor) -> None:
         """Apply the rules that need output tokens, in place, to the row's logits [V]."""
         if self.error is not None:
@@ -115,7 +126,7 @@ class RulesState:
         """Replace the rules of a row. The new sequence may have none."""
         row, rules = new_row.row, new_row.sampling.rules
         if row in self.rows or rules is not None:
-            self.last_batch = None  # first, because a second Ctrl-C may interrupt this
+            self.last_batch = None  # first, because Ctrl-C may interrupt this
             self.rows.pop(row, None)
         if rules is not None:
             vocab_size = self.logits.shape[1]
@@ -220,11 +231,11 @@ class RulesBatch:
             try:
                 row.apply(logits[i])
                 mask = row.matcher.mask(row.output) if row.matcher else None
-                if mask:
+                if mask is not None:
                     masks[i] = np.frombuffer(mask, np.uint8, num_bytes)
-                elif mask is not None:
-                    self.completed.append(i)
-                    logits[i].fill_(MASKED)
+                    if row.must_end():
+                        self.completed.append(i)
+                        logits[i].fill_(MASKED)
             except Exception as error:  # of a processor or grammar; it ends only this request
                 self.errors[row.row] = error
                 logits[i].fill_(MASKED)
