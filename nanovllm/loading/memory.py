@@ -4,7 +4,7 @@ import gc
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,8 +16,8 @@ from nanovllm.utils.host import available_host_memory
 
 # Parts of the messages of the RuntimeError that torch raises if an allocation on a CPU fails.
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")
-# Device memory left for graph nodes, fragmentation and workspaces of libraries. cuBLAS takes up to
-# 32 MiB for each thread that runs steps, and `scratch_bytes` measures only one thread.
+# Device memory left for graph nodes, fragmentation, penalties and workspaces of libraries. cuBLAS
+# takes up to 32 MiB for each thread that runs steps, and `scratch_bytes` measures only one thread.
 CUDA_MARGIN = 512 << 20
 CPU_CACHE_BYTES = 4 << 30  # the default limit of a CPU's KV cache and states
 INT4 = "quantization='int4', which takes about two thirds of int8"
@@ -187,25 +187,26 @@ class MemoryBudget:
 def largest_plans(config: EngineConfig, max_model_len: int) -> Iterator[StepPlan]:
     """Yield the plans that need the most memory and together use every kernel variant.
 
-    The first plan decodes all rows with rules, and the second decodes one row. The third computes
-    as many tokens in as many rows as possible, and scores all of them. It is last, because a row
-    may be full after it, and a decode needs a free position.
+    The first plan decodes all rows with rules, of which one has penalties, and the second decodes
+    one row. The third computes as many tokens in as many rows as possible, and scores all of them.
+    It is last, because a row may be full after it, and a decode needs a free position.
     """
     num_seqs, budget = config.max_num_seqs, config.max_num_batched_tokens
     num_rows = min(num_seqs, budget)
     length = min(budget // num_rows, max_model_len)
     table = [0] * -(-length // config.block_size)
 
-    def new_rows(num: int, rules: LogitRules | None) -> list[NewRow]:
+    def new_rows(rules: list[LogitRules | None]) -> list[NewRow]:
         filters = tuple(1 if isinstance(off, int) else 0.5 for off in FILTERS.values())
-        sampling = RowSampling(temperature=1.0, seed=0, filters=filters, rules=rules)
-        return [NewRow(row, table, sampling, prompt=[0]) for row in range(num)]
+        sampling = [RowSampling(1.0, seed=0, filters=filters, rules=each) for each in rules]
+        return [NewRow(row, table, each, prompt=[0]) for row, each in enumerate(sampling)]
 
-    rules = LogitRules(
-        repetition_penalty=2.0, logit_bias=((0, 1.0),), allowed_token_ids=(0,), logprobs=1
-    )
-    yield StepPlan(new_rows(num_seqs, rules), decode_rows=list(range(num_seqs)))
-    yield StepPlan(new_rows(num_seqs, None), decode_rows=[0])
+    rules = LogitRules(logit_bias=((0, 1.0),), allowed_token_ids=(0,), logprobs=1)
+    # Penalties of all rows at the largest length would need gigabytes, which requests rarely use.
+    penalized = replace(rules, repetition_penalty=2.0)
+    new = new_rows([penalized, *[rules] * (num_seqs - 1)])
+    yield StepPlan(new, decode_rows=list(range(num_seqs)))
+    yield StepPlan(new_rows([None] * num_seqs), decode_rows=[0])
     tokens = [0] * length
     yield StepPlan(
         chunks=[Chunk(row, 0, tokens, ResultKind.TOKEN, tokens) for row in range(num_rows)]

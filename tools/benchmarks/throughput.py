@@ -64,6 +64,8 @@ def throughput(args: argparse.Namespace, options: Result, command: str, temporar
     cost = setup.cost
     step_bytes = cost["decode_bytes"] // max(1, cost["decode_steps"])
     peak = roofline.measure_peak(setup.device, setup.dtype, step_bytes)
+    if setup.device.type == "cuda":
+        torch.cuda.empty_cache()  # the engines, in other processes, need the memory
     if setup.writes_weights:
         workloads.write_weights(setup.directory, setup.dtype)
         if any(engine.name == "llama.cpp" for engine in setup.engines):

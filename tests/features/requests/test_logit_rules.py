@@ -132,7 +132,7 @@ def test_no_rule_reaches_another_row(token: int) -> None:
             applied(LogitRules(**fields), torch.zeros(20))
     for prompt, output in (([1, token], []), ([1], [token])):
         with pytest.raises(ValueError, match="exceed a vocabulary of 20"):
-            PenaltyState(2, 40, 20, torch.device("cpu")).add_row(0, prompt, output)
+            PenaltyState(40, 20, torch.device("cpu")).add_row(0, prompt, output)
 
 
 def test_rules_that_name_the_same_token() -> None:
