@@ -386,6 +386,11 @@ def compile_one(name: str, label: str, variant: Variant) -> tuple[str, str, list
         limits = [limit for x, limit in LIMITS.items() if re.search(x, title)]
         if limits and per_kib > limits[0][VERSION >= (3, 7)]:
             errors.append(f"{title}: {per_kib} instructions per KiB, limit {limits[0]}")
+    # Two products of a loop that add to one accumulator are compiled wrongly for tcgen05, the matrix
+    # units of sm_100, by Triton 3.6 to 3.7.1 (triton-lang/triton#10821).
+    dots = re.findall(r"(%\w+) = tt\.dot %\w+, %\w+, (%\w+)", compiled.asm["ttir"])
+    if {result for result, _ in dots} & {added for _, added in dots}:
+        errors.append(f"{title}: two products of a step add to one accumulator")
     if "float32" in label and re.search(r"\btf32\b", compiled.asm.get("ptx", "")):
         errors.append(f"{title}: TF32 in a float32 kernel")
     row = (

@@ -16,7 +16,7 @@ from nanovllm.engine.input_processor import CheckedPrompt
 from nanovllm.engine.request import Progress, Request
 from nanovllm.engine.sampling import read_stream
 from nanovllm.inputs import Prompt, pair_up
-from nanovllm.outputs import GenerationError, RequestOutput, StreamOutput
+from nanovllm.outputs import GenerationError, RequestOutput, StreamOutput, why_no_token
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.utils.log import show_log
 
@@ -85,9 +85,11 @@ class LLM:
 
     def get_tokenizer(self) -> PreTrainedTokenizerFast:
         """Return the tokenizer of transformers."""
-        tokenizer = self.engine.input_processor.get_tokenizer()
-        full: PreTrainedTokenizerFast = getattr(tokenizer, "full", tokenizer)
-        return full
+        inputs = self.engine.input_processor
+        tokenizer = inputs.get_tokenizer()
+        # The embedded model uses it from now on, so that a chat template that is set has an effect.
+        inputs.tokenizer = getattr(tokenizer, "full", tokenizer)
+        return inputs.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters of the checkpoint's generation_config.json."""
@@ -124,15 +126,21 @@ class LLM:
         All prompts are checked first. If one is invalid, none is started. Ctrl-C stops the current
         step and aborts the requests of this call. If another thread aborts a request, its result
         has the output so far and the finish_reason "abort". Raises GenerationError, which contains
-        all results, if a request ended because no token could be sampled. The attribute `outputs`
-        of any other error that ends the call, as in a logits processor, has one result per prompt
-        too. A request that had not finished has its output so far and the finish_reason "abort".
+        all results, after the last request has ended if no token could be sampled for one of them.
+        The attribute `outputs` of any other error that ends the call, as in a logits processor, has
+        one result per prompt too. A request that had not finished has its output so far and the
+        finish_reason "abort".
         """
         pairs = pair_up(prompts, sampling_params, SamplingParams, "sampling_params")
         requests = self._run(pairs, use_tqdm)
         outputs: list[RequestOutput] = [request.output for request in requests]
-        if any(sample.finish_reason == "error" for out in outputs for sample in out.outputs):
-            raise GenerationError(outputs, [request.params for request in requests])
+        reasons = {
+            i: str(request.error or why_no_token(request.params))
+            for i, request in enumerate(requests)
+            if any(sample.finish_reason == "error" for sample in request.output.outputs)
+        }
+        if reasons:
+            raise GenerationError(outputs, reasons)
         return outputs
 
     def beam_search(
@@ -150,6 +158,9 @@ class LLM:
         """
         pairs = pair_up(prompts, params, BeamSearchParams, "params", optional=False)
         requests = self._run(pairs, use_tqdm, "Searching")
+        for request in requests:
+            if request.error is not None:
+                raise request.error
         return [request.output for request in requests]
 
     def embed(

@@ -1,14 +1,15 @@
 """What tests share: the environment, the order in which they run, and LLMs that are made once."""
 
-import fcntl
 import os
 import re
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock, Timeout
 
 # Kernels run in Triton's interpreter where there is no GPU. It is chosen when they are imported.
 if not torch.cuda.is_available():
@@ -20,6 +21,7 @@ from fake_runner import make  # noqa: F401 (a fixture)
 from nanovllm import LLM
 from nanovllm.loading.checkpoint import find_checkpoint
 from nanovllm.models.fp8 import FP8
+from nanovllm.utils.host import available_cores
 from tools.training import data
 
 # A shell without job control lets what it starts in the background ignore Ctrl-C, which tests send.
@@ -46,8 +48,11 @@ GROUPS = {
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Two processes run the whole suite. What the command line names runs in this process alone, so
     does everything with a debugger, and where there is a GPU, whose memory one engine takes."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    return 2 if is_whole(config) and cores > 1 and not torch.cuda.is_available() else 0
+    return (
+        2
+        if is_whole(config) and len(available_cores()) > 1 and not torch.cuda.is_available()
+        else 0
+    )
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -133,11 +138,8 @@ def share_compilation() -> None:
     calls = sorted(work, key=work.__getitem__)
     for wait in (False, True):
         for number, (kernel, types) in enumerate(calls):
-            with (kernel_files.DIRECTORY / f"tests-{number}.lock").open("w") as lock:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-                except BlockingIOError:
-                    continue
+            lock = FileLock(kernel_files.DIRECTORY / f"tests-{number}.lock")
+            with suppress(Timeout), lock.acquire(timeout=-1 if wait else 0):
                 kernel.compile(types)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from nanovllm.utils.checks import check_scalar
@@ -14,8 +13,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 Message = dict[str, Any]
-# Arguments of apply_chat_template that `apply` sets itself.
-RESERVED = {"self", "conversation", "conversations", "messages", "tokenize"}
 
 
 def as_conversations(
@@ -41,15 +38,9 @@ def template_variables(
 
     overrides: the argument chat_template_kwargs of a call. It overrides `variables`, as in vLLM.
     """
-    overrides = {} if overrides is None else overrides
-    check_scalar("chat_template_kwargs", overrides, dict)
-    for name in overrides:
-        if not isinstance(name, str) or name in RESERVED:
-            raise ValueError(
-                f"chat_template_kwargs has {name!r:.80}, which cannot be a variable of a chat "
-                "template; remove it"
-            )
-    variables = variables | overrides
+    if overrides is not None:
+        check_scalar("chat_template_kwargs", overrides, dict)
+        variables = variables | overrides
     if (template := variables.get("chat_template")) is not None:
         check_scalar("chat_template", template, str)
         if os.path.isfile(template):
@@ -57,11 +48,6 @@ def template_variables(
                 f"chat_template={template!r} is a file; pass its text: "
                 f"Path({template!r}).read_text()"
             )
-    if variables.get("continue_final_message") and variables.get("add_generation_prompt"):
-        raise ValueError(
-            "continue_final_message=True continues the last message, add_generation_prompt=True "
-            "begins a new one; set add_generation_prompt=False"
-        )
     return variables
 
 
@@ -69,15 +55,8 @@ def render(conversation: Iterable[Message], tokenizer: Tokenizer, variables: dic
     """Return the text of a conversation. `variables` come from `template_variables`."""
     template = variables.get("chat_template")
     messages = plain_messages(conversation, tokenizer, template)
-    with explain_template_error(template):
-        return apply(tokenizer, messages, variables)
-
-
-@contextmanager
-def explain_template_error(template: str | None) -> Iterator[None]:
-    """Raise ValueError for an error in the `with` block. None: the template of the tokenizer."""
     try:
-        yield
+        return apply(tokenizer, messages, variables)
     except Exception as error:  # A template can raise any error, such as ZeroDivisionError.
         shown = "the tokenizer's" if template is None else f"{template!r:.80}"
         raise ValueError(

@@ -18,6 +18,7 @@ from nanovllm.engine.request import Progress, Request
 from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.task import Ending
+from nanovllm.outputs import GrammarError
 from nanovllm.plan import RowResult, StepOutput
 from nanovllm.utils.log import logger
 
@@ -91,8 +92,9 @@ class OutputProcessor:
 
     def _record_error(self, request: Request, error: Exception) -> None:
         request.error = error
-        if request.progress is not None and request.progress.error is None:
-            request.progress.error = error
+        progress = request.progress
+        if progress is not None and progress.error is None and not isinstance(error, GrammarError):
+            progress.error = error  # ends the call; with a GrammarError, other requests continue
         if request.returned_by_step:  # `step` returns the result with finish_reason "error"
             logger.error("request %s failed", request.request_id, exc_info=error)
 

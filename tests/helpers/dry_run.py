@@ -48,7 +48,7 @@ import references
 import nanovllm.backends.int4
 import nanovllm.backends.int8
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.backends.gpu import graphs
+from nanovllm.backends.gpu import chunk_graphs, graphs
 from nanovllm.backends.gpu.attention import TritonAttention
 from nanovllm.backends.gpu.few_rows import FusedLayers
 from nanovllm.backends.gpu.kernels import attention, pointwise
@@ -971,7 +971,8 @@ def memory(directory: str) -> Any:
         GPU.pool, GPU.memory = 0, GPU.allocated + (18 << 20)
         with (
             GPU,
-            patch.object(runner_memory, "CUDA_MARGIN", 0),
+            patch.object(runner_memory, "CUDA_MARGIN", 1 << 18),  # for penalties
+            patch.object(chunk_graphs, "MIN_FREE_BYTES", 0),
             patch.object(runner_memory, "_scratch_bytes", scratch),
         ):
             options = dict(max_num_seqs=8, max_num_batched_tokens=64, skip_tokenizer_init=True)

@@ -17,7 +17,7 @@ from wrong_values import GENERATION, POINTER, WRONG
 import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.features.requests.embeddings.sentence_transformers import read_pooling_settings
-from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
+from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint, weight_files
 
 
 @pytest.mark.parametrize("field", [*GENERATION, "eos_token_id"])
@@ -60,7 +60,7 @@ def test_wrong_index(tmp_path: Path, weight_map: object) -> None:
     )
     (tmp_path / "model" / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ValueError, match=r"index\.json needs a 'weight_map'"):
-        Checkpoint(tmp_path / "model").weight_files()
+        weight_files(tmp_path / "model")
 
 
 def test_names_of_files_that_are_too_long(path: Path, tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_names_of_files_that_are_too_long(path: Path, tmp_path: Path) -> None:
     for names in (["a" * 5000], ["a\0b"], [f"{i}.safetensors" for i in range(999)]):
         index.write_text(json.dumps({"weight_map": dict(enumerate(names))}))
         with pytest.raises(ValueError, match="names missing files: ") as error:
-            Checkpoint(tmp_path).weight_files()
+            weight_files(tmp_path)
         assert len(str(error.value)) < len(str(index)) + 300
     edited(path, tmp_path)
     index.unlink()
@@ -191,8 +191,9 @@ def test_models_that_no_file_system_has(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("do_sample", [True, False, None])
 def test_generation_config_is_checked_also_if_it_is_greedy(
-    tmp_path: Path, do_sample: bool | None
+    path: Path, tmp_path: Path, do_sample: bool | None
 ) -> None:
+    edited(path, tmp_path)
     for field, wrong in (
         ("repetition_penalty", 0),
         ("repetition_penalty", 1e-38),
@@ -202,6 +203,8 @@ def test_generation_config_is_checked_also_if_it_is_greedy(
         ("min_p", 2),
         ("max_new_tokens", 0),
         ("min_new_tokens", -1),
+        ("presence_penalty", 3),
+        ("frequency_penalty", -3),
     ):
         text = json.dumps({"do_sample": do_sample, field: wrong, "eos_token_id": 0})
         (tmp_path / "generation_config.json").write_text(text)
@@ -210,7 +213,7 @@ def test_generation_config_is_checked_also_if_it_is_greedy(
     fields = {"do_sample": do_sample, "temperature": 0.7, "top_k": None, "min_new_tokens": 0}
     text = json.dumps(fields | {"eos_token_id": 0})
     (tmp_path / "generation_config.json").write_text(text)
-    temperature = 0.7 if do_sample else 0.0
+    temperature = 0.0 if do_sample is False else 0.7
     _, got = Checkpoint(tmp_path).generation_defaults()
     assert got == SamplingParams(temperature=temperature)
 
@@ -305,7 +308,14 @@ def test_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_generation_config(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     for raw, want in (
-        ({}, SamplingParams(temperature=0)),
+        ({}, SamplingParams()),
+        ({"do_sample": False, "temperature": 0.7}, SamplingParams(temperature=0)),
+        # Without do_sample, as in many base models and fine-tunes.
+        ({"temperature": 0.7, "top_k": 20}, SamplingParams(temperature=0.7, top_k=20)),
+        (
+            {"presence_penalty": 1.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1},
+            SamplingParams(presence_penalty=1.5, frequency_penalty=-0.5, repetition_penalty=1.1),
+        ),
         (
             {
                 "do_sample": True,
@@ -324,6 +334,17 @@ def test_generation_config(tmp_path: Path) -> None:
         assert llm.engine.input_processor.eos_token_ids == frozenset(raw.get("eos_token_id", [0]))
     (tmp_path / "generation_config.json").unlink()
     assert random_llm(tmp_path).get_default_sampling_params() == SamplingParams()
+
+
+def test_samples_of_a_base_model_differ(tmp_path: Path) -> None:
+    """Its generation_config.json has no do_sample, and was read as greedy."""
+    make_checkpoint(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 0}')
+    llm = random_llm(tmp_path)
+    params = llm.get_default_sampling_params()
+    params.n, params.max_tokens, params.ignore_eos = 4, 12, True
+    outputs = llm.generate([5, 6], params, use_tqdm=False)[0].outputs
+    assert len({tuple(sample.token_ids) for sample in outputs}) == 4
 
 
 def test_embedded_checkpoint_is_hugging_faces(embedded: LLM) -> None:

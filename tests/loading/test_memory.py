@@ -1,6 +1,7 @@
 """What the engine reserves: the longest request that fits, and the memory of logit rules."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,13 +89,14 @@ def test_max_model_len_of_more_tokens_than_the_cache(
 
 def blocks_of_a_gpu(monkeypatch: pytest.MonkeyPatch, room: int, **options: int) -> int:
     """The number of blocks of 10 bytes that a GPU with `room` bytes gets; 40,960 positions."""
-    monkeypatch.setattr(memory, "_cuda_room", lambda *_: (room, "that"))
-    monkeypatch.setattr(memory, "_scratch_bytes", lambda *_: 0)
-    config = EngineConfig(**options)
+    gib = 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * gib, 4 * gib))
+    config = EngineConfig(gpu_memory_utilization=1.0, **options)
     length = config.max_model_len or 40_960
-    space = memory.Room(config, torch.device("cuda", 0), room, 0, 10)
-    num = space.num_kv_blocks(length, lambda plan: None)
-    assert space.fitted_length(length, num) == min(length, num * 16)
+    budget = memory.MemoryBudget(config, torch.device("cuda", 0), 4 * gib, gib, 10)
+    scratch = 3 * gib - memory.CUDA_MARGIN - room
+    num = budget.num_kv_blocks(length, 3 * gib, scratch)
+    assert budget.fitted_length(length, num) == min(length, num * 16)
     return num
 
 
@@ -111,41 +113,40 @@ def test_requests_as_long_as_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch
         blocks_of_a_gpu(monkeypatch, 25_600, max_model_len=40_960)
 
 
-def test_memory_of_logit_rules() -> None:
-    """At Qwen3-0.6B's sizes: 8 bytes for each known token, and all rows' logits in float32."""
-    state = RulesState(256, 40_960, 151_936, torch.device("meta"))
-    size = sum(x.nbytes for x in (state.penalties.tokens, state.penalties.counts, state.logits))
-    assert size == 256 * (40_960 * 8 + 151_936 * 4)
+def test_logit_rules_take_memory_when_requests_use_them(path: Path) -> None:
+    """Penalties take it by rows that have some, twice as many each time, and only then."""
+    llm = random_llm(path)
+    rules = llm.engine.runner.rows.rules
+    params = SamplingParams(max_tokens=5)
+    llm.generate([[1, 2, 3]], replace(params, logprobs=2), use_tqdm=False)
+    assert rules.logits is None
+    llm.generate([[1, 2, 3]] * 2, replace(params, logit_bias={3: 1.0}), use_tqdm=False)
+    assert rules.logits.shape == rules.sizes[::2]
+    assert len(rules.penalties.tokens) == 0
+    for num, size in ((1, 1), (2, 2), (3, 4), (1, 4)):
+        llm.generate([[4]] * num, replace(params, presence_penalty=1.0), use_tqdm=False)
+        assert len(rules.penalties.tokens) == len(rules.penalties.counts) == size
 
 
-def test_logit_rules_take_no_memory_after_the_cache(
+def test_too_little_memory_for_penalties_ends_only_that_request(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What they keep is there when the free memory is measured, and while requests run."""
-    num_kv_blocks, states, at_measurement = memory.Room.num_kv_blocks, [], []
+    new_empty = torch.Tensor.new_empty
 
-    class Recorded(RulesState):
-        def __init__(self, *args: object) -> None:
-            super().__init__(*args)
-            states.append(self)
+    def fail(x: torch.Tensor, *args: object) -> torch.Tensor:
+        if x.dtype == torch.int32:
+            raise torch.OutOfMemoryError
+        return new_empty(x, *args)
 
-    def measured(*args: object) -> int:
-        at_measurement.extend(address for state in states for address in addresses(state))
-        return num_kv_blocks(*args)
-
-    def addresses(state: RulesState) -> list[int]:
-        kept = (*vars(state).values(), *vars(state.penalties).values())
-        return [x.data_ptr() for x in kept if isinstance(x, torch.Tensor)]
-
-    monkeypatch.setattr("nanovllm.features.requests.logit_rules.rows.RulesState", Recorded)
-    monkeypatch.setattr(memory.Room, "num_kv_blocks", measured)
     llm = random_llm(path)
-    params = SamplingParams(max_tokens=5, presence_penalty=1.0, logit_bias={3: 1.0})
-    llm.generate([[1, 2, 3], [4]], params, use_tqdm=False)
-    (state,) = states
-    assert state is llm.engine.runner.rows.rules
-    assert addresses(state) == at_measurement
-    assert len(at_measurement) == 4
+    params = SamplingParams(max_tokens=5)
+    penalized = replace(params, presence_penalty=1.0)
+    monkeypatch.setattr(torch.Tensor, "new_empty", fail)
+    with pytest.raises(ValueError, match="penalties of 1 requests .* lower gpu_memory_util"):
+        llm.generate([[1, 2], [3]], [params, penalized], use_tqdm=False)
+    monkeypatch.undo()
+    outputs = llm.generate([[1, 2], [3]], [params, penalized], use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [5, 5]
 
 
 def test_what_penalties_read_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

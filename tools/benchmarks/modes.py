@@ -10,6 +10,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
 from tqdm import tqdm
 
@@ -24,7 +25,6 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import RowSampling, StepOutput, StepPlan
 from nanovllm.runner.rows import Rows
 from nanovllm.utils.child import python
-from tools.benchmarks import machine
 from tools.benchmarks.gpu.report import gpu_report as gpu_report
 
 
@@ -132,8 +132,6 @@ def startup(args: argparse.Namespace, options: dict[str, Any]) -> None:
 
 def memory(args: argparse.Namespace, options: dict[str, Any]) -> None:
     """Measure the memory of the process over 10,000 requests, after 1,000 to fill the KV cache."""
-    if machine.psutil is None:
-        raise ValueError("--memory needs psutil: pip install -e '.[bench]'")
     settings: dict[str, Any] = {"device": "cpu", "num_kv_cache_blocks": 1024}
     llm = LLM(**settings | options)
     rng = random.Random(0)
@@ -141,7 +139,7 @@ def memory(args: argparse.Namespace, options: dict[str, Any]) -> None:
     params = SamplingParams(temperature=0.6, max_tokens=4, ignore_eos=True)
     for served in tqdm(range(-1000, 10_001, 200), desc="Batches of 200 requests"):
         if served in (0, 5000, 10_000):
-            size = machine.psutil.Process().memory_info().rss / 2**20
+            size = psutil.Process().memory_info().rss / 2**20
             lines.append(f"{served:9,} requests {size:9,.1f} MiB")
         prompts = [[rng.randrange(1000) for _ in range(16)] for _ in range(200)]
         llm.generate(prompts, params, use_tqdm=False)

@@ -212,7 +212,7 @@ def check_end(request: Request) -> None:
         raise request.error
     reasons = {sample.seq.finish_reason for sample in request.samples}
     if "error" in reasons:
-        raise RuntimeError(f"no token could be sampled: {why_no_token([request.params])}")
+        raise RuntimeError(f"no token could be sampled: {why_no_token(request.params)}")
     if "abort" in reasons:
         raise RuntimeError("the request was aborted")
 

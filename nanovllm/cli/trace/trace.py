@@ -3,17 +3,16 @@
     with Trace(llm) as trace:
         llm.generate(prompts, params)
     print(trace)
-    trace.save("trace.html")  # or "trace.json"
+    trace.save("trace.html")
 
 With Trace(llm, experts=True) it also says how many experts of a mixture each step used.
 
 A trace is the engine's observer. It stores the events of events.py, which are dicts with the
-changes since the previous event. show.py shows them as a table, as a page and for Perfetto.
+changes since the previous event. show.py shows them as a table and as a page.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
@@ -30,6 +29,7 @@ from nanovllm.cli.trace.events import Event as Event
 from nanovllm.cli.trace.events import State as State
 from nanovllm.cli.trace.experts import ExpertCounter
 from nanovllm.engine.block_manager import Block, Key
+from nanovllm.engine.detokenizer import decode_token
 from nanovllm.engine.observer import NO_OBSERVER, Observer
 from nanovllm.engine.scheduler import InFlightStep, Scheduler
 from nanovllm.engine.sequence import Sequence, Status
@@ -321,7 +321,7 @@ class Trace(Observer):
         if self.options["num_host_blocks"]:
             self._cached_keys = {block: key for key, block in self._blocks.prefix_index.items()}
 
-    # ---- the events as a table, a page and a Chrome trace ----
+    # ---- the events as a table and as a page ----
 
     def texts(self) -> dict[int, str]:
         """Return the text of each token in the trace; empty without a tokenizer."""
@@ -332,28 +332,23 @@ class Trace(Observer):
         likely = (entry for event in self.events for entry in event.get("likely", ()))
         known |= {token for *_, pairs in likely for token, _ in pairs}
         known |= {token for event in self.events for _, token, *_ in event.get("results", ())}
-        return {token: str(tokenizer.decode([token])) for token in sorted(known)}
+        return {token: decode_token(tokenizer, token, []) or "\ufffd" for token in sorted(known)}
 
     def save(self, path: str | Path) -> None:
-        """Write a page (.html), or a Chrome trace for ui.perfetto.dev (.json)."""
+        """Write a page for a browser. Raises ValueError if `path` does not end in .html."""
         path = Path(path)
-        if path.suffix not in (".html", ".json"):
-            raise ValueError(f"a trace is saved as .html or .json, not as {path.name!r}")
+        if path.suffix != ".html":
+            raise ValueError(f"a trace is saved as a page: name a file.html, not {path.name!r}")
         if not self.num_steps:
             raise RuntimeError(
                 "the trace is empty; call llm.generate inside `with Trace(llm)` first"
             )
-        if not path.parent.is_dir():
-            raise FileNotFoundError(f"{path.parent} is not a directory; create it first")
         with self._engine.lock:
-            content = self.page() if path.suffix == ".html" else json.dumps(self.chrome())
-        path.write_text(content, encoding="utf-8")
+            page = self.page()
+        path.write_text(page, encoding="utf-8")
 
     def page(self) -> str:
         return show.page(self.options, self.events, self.texts())
-
-    def chrome(self) -> dict[str, Any]:
-        return show.chrome(self.options, self.events, self.texts())
 
     def __str__(self) -> str:
         return show.table(self.options, self.events, self.texts())

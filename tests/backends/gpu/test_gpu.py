@@ -15,13 +15,15 @@ import pytest
 import references
 import torch
 from checkpoints import make_checkpoint
+from hybrid_checkpoints import make_hybrid_checkpoint
 from moe_checkpoints import make_moe_checkpoint
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.int4 import Int4Weight
-from nanovllm.backends.int8 import Int8Weight, weight_only
+from nanovllm.backends.int8 import Int8Weight
 from nanovllm.features.memory.host_cache import pool as host_pool
 from nanovllm.features.models.moe.experts import expert_linear
 from nanovllm.models import sampler
@@ -223,20 +225,24 @@ def test_delta_rule(sizes: tuple[int, int, int, int], dtype: torch.dtype, same_k
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", [(4096, 1024), (1024, 3072), (199, 70), (151_936, 1024)], ids=str)
-def test_int8_linear(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Against the reference in float32, with the weights as they are stored."""
-    from nanovllm.backends.gpu.kernels import int8
+@pytest.mark.parametrize("weights", [Int8Weight, Int4Weight])
+def test_quantized_linear(weights: type, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Against the reference in float32, with the weights as they are stored.
+
+    More than 512 rows are multiplied by torch, a part of the weights at a time.
+    """
+    from nanovllm.backends.gpu.kernels import int4
 
     torch.manual_seed(0)
-    weight = Int8Weight.empty(partial(torch.empty, dtype=dtype, device=DEVICE), *shape)
+    weight = weights.empty(partial(torch.empty, dtype=dtype, device=DEVICE), *shape)
     weight.copy_(torch.randn(shape, device=DEVICE))
-    exact = replace(weight, dtype=torch.float32)
+    exact = replace(weight, dtype=torch.float32).dequantized()
     for bias in (None, torch.randn(shape[0], device=DEVICE).to(dtype)):
         layer = SimpleNamespace(weight=weight, bias=bias)
-        wide = SimpleNamespace(weight=exact, bias=None if bias is None else bias.float())
-        for rows in (1, 2, 15, 16, 17, 32, 33, 64, 65, 128, 129, 256, 300):
+        for rows in (1, 2, 15, 16, 17, 32, 33, 64, 65, 128, 129, 256, 300, 512, 513):
             x = torch.randn(rows, shape[1], device=DEVICE).to(dtype)
-            assert error(int8.linear(x, layer), weight_only(x.float(), wide)) < TOLERANCE[dtype]
+            wanted = F.linear(x.float(), exact, None if bias is None else bias.float())
+            assert error(int4.linear(x, layer), wanted) < TOLERANCE[dtype], rows
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -290,7 +296,26 @@ def test_int8_engine(eager: bool) -> None:
     assert llm.engine.runner.model.lm_head.weight.values.dtype == torch.int8
 
 
-def test_int8_tokens_are_the_same_captured_and_eager(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["qwen3", "hybrid"])
+def test_captured_and_eager_steps_are_close_in_bfloat16(model: str, tmp_path: Path) -> None:
+    """Log-probabilities of the first tokens: of graphs of chunks, and of the delta rule."""
+    make_hybrid_checkpoint(tmp_path) if model == "hybrid" else make_checkpoint(tmp_path)
+    options = dict(dtype="bfloat16", device=DEVICE, skip_tokenizer_init=True, max_num_seqs=16)
+    prompts = [[i + 1] * (11 * i + 1) for i in range(12)]
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
+    found = []
+    for eager in (True, False):
+        llm = LLM(str(tmp_path), num_kv_cache_blocks=400, enforce_eager=eager, **options)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        entries = [entry for o in outputs for entry in o.prompt_logprobs[1:]]
+        found.append(torch.tensor([x.logprob for entry in entries for x in entry.values()]))
+    assert error(found[1], found[0]) < 2e-2
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantized_tokens_are_the_same_captured_and_eager(
+    tmp_path: Path, quantization: str
+) -> None:
     make_checkpoint(tmp_path, tie=True)
     prompts = [[i + 1] * (3 * i + 1) for i in range(12)]
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -301,7 +326,7 @@ def test_int8_tokens_are_the_same_captured_and_eager(tmp_path: Path) -> None:
             dtype="float32",
             device=DEVICE,
             skip_tokenizer_init=True,
-            quantization="int8",
+            quantization=quantization,
             max_num_seqs=16,
             num_kv_cache_blocks=400,
             **options,
@@ -618,7 +643,7 @@ def test_tokens_with_a_host_cache(tmp_path: Path, eager: bool) -> None:
 def test_too_little_memory_is_a_clear_error() -> None:
     for options, what in (
         ({}, "too little memory for the KV cache"),
-        ({"max_model_len": 512}, "max_model_len=512 is more than"),
+        ({"max_model_len": 512}, "a request of 512 tokens need"),
     ):
         with pytest.raises(ValueError, match=rf"{what}.*gpu_memory_util"):
             LLM(device=DEVICE, gpu_memory_utilization=1e-5, **options)

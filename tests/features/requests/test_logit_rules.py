@@ -132,7 +132,7 @@ def test_no_rule_reaches_another_row(token: int) -> None:
             applied(LogitRules(**fields), torch.zeros(20))
     for prompt, output in (([1, token], []), ([1], [token])):
         with pytest.raises(ValueError, match="exceed a vocabulary of 20"):
-            PenaltyState(2, 40, 20, torch.device("cpu")).add_row(0, prompt, output)
+            PenaltyState(40, 20, torch.device("cpu")).add_row(0, prompt, output)
 
 
 def test_rules_that_name_the_same_token() -> None:
@@ -311,3 +311,18 @@ def test_logits_processors_as_in_vllm(embedded: LLM) -> None:
     with pytest.raises(ValueError, match=r"lambda.*returned the shape \[5\], not"):
         embedded.generate("hello", short, use_tqdm=False)
     assert embedded.generate("hello", params, use_tqdm=False)[0]["text"] == "777"
+
+
+def test_a_bad_word_without_tokens(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A normalizer can remove a whole word. It was accepted, and its space was forbidden."""
+    inputs = embedded.engine.input_processor
+    encode = inputs.encode
+
+    def normalized(text: str, add_special_tokens: bool = True) -> list[int]:
+        text = text.replace("\ufe0f", "")
+        return encode(text, add_special_tokens) if text else []
+
+    monkeypatch.setattr(inputs, "encode", normalized)
+    params = SamplingParams(bad_words=["cat", "\ufe0f"])
+    with pytest.raises(ValueError, match="the tokenizer has no tokens; remove it"):
+        embedded.generate("Spell cat\n", params, use_tqdm=False)

@@ -30,6 +30,7 @@ from nanovllm.features.requests.logit_rules import rows as logit_rules_rows
 from nanovllm.features.requests.logit_rules.rows import RowRules, RulesBatch, RulesState
 from nanovllm.features.requests.structured import Grammar, GrammarCompiler, Matcher
 from nanovllm.loading.checkpoint import find_checkpoint
+from nanovllm.outputs import GrammarError
 from nanovllm.plan import LogitRules, NewRow, RowSampling
 from nanovllm.runner import pending
 
@@ -207,8 +208,9 @@ def test_fuzz(options: dict) -> None:
     for (i, index), end in ends.items():
         params, kind = requests[i].params, kinds[i]
         if end.finish_reason == "error":
-            hiding = ("bad_words", "min_tokens", "allowed_token_ids", "ignore_eos")
-            assert any(getattr(params, name) for name in hiding), params
+            # A processor that negates logits makes a hidden end token certain.
+            negated = params.min_tokens and params.logits_processors
+            assert params.bad_words or params.allowed_token_ids or negated, params
         elif kind and end.finish_reason == "stop" and end.stop_reason is None:
             KINDS[kind][1](texts[i, index])
             valid += 1
@@ -332,6 +334,8 @@ def test_any_part_of_a_tokenizer(kind: str) -> None:
         compiler, output = GrammarCompiler(tokenizer, size, eos), []
         matcher = Matcher(compiler.compile(StructuredOutputsParams(choice=[text]), sorted(eos)))
         while mask := matcher.mask(output):
+            if matcher.is_complete and not eos:
+                break
             bits = int.from_bytes(mask, "little")
             assert 0 < bits < 1 << size, (size, output)
             output.append(bits.bit_length() - 1)
@@ -358,7 +362,6 @@ def test_no_token_is_left(embedded: LLM, asynchronous: bool, monkeypatch) -> Non
     three = embedded.get_tokenizer().encode("3")
     for fields, names in (
         (dict(allowed_token_ids=three), "structured_outputs and allowed_token_ids hid"),
-        (dict(min_tokens=30), "structured_outputs and min_tokens hid every token"),
         (dict(bad_words=["y", "n"], n=2), "structured_outputs and bad_words hid"),
     ):
         params = SamplingParams(
@@ -376,6 +379,40 @@ def test_no_token_is_left(embedded: LLM, asynchronous: bool, monkeypatch) -> Non
 
 
 # ---- the end ----
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    "hiding",
+    [
+        dict(min_tokens=30),
+        dict(min_tokens=30, ignore_eos=True, stop_token_ids=[3]),
+        dict(allowed_token_ids=range(1000)),  # without an end-of-sequence token
+        dict(bad_words=["<|im_end|>", "<|endoftext|>"]),
+    ],
+    ids=str,
+)
+def test_a_complete_grammar_ends_an_output_whose_end_tokens_are_hidden(
+    embedded: LLM, asynchronous: bool, hiding: dict, monkeypatch
+) -> None:
+    monkeypatch.setattr(embedded.engine, "async_scheduling", asynchronous)
+    fives = StructuredOutputsParams(regex="[0-9]{5}")
+    params = SamplingParams(structured_outputs=fives, n=3, seed=1, logprobs=0, **hiding)
+    plain = SamplingParams(temperature=0)
+    out, other = embedded.generate(["What is 12 + 30?\n"] * 2, [params, plain], use_tqdm=False)
+    for sample in out.outputs:
+        assert re.fullmatch("[0-9]{5}", sample.text)
+        assert (sample.finish_reason, sample.stop_reason) == ("stop", None)
+        assert len(sample.logprobs) == len(sample.token_ids)
+    assert other["text"] == "12 + 30 = 42"
+
+
+def test_min_tokens_holds_while_a_grammar_can_continue(embedded: LLM) -> None:
+    digits = StructuredOutputsParams(regex="[0-9]{2,40}")
+    params = SamplingParams(structured_outputs=digits, min_tokens=12, temperature=0.5, seed=1, n=4)
+    for sample in embedded.generate("What is 3 + 4?\n", params, use_tqdm=False)[0].outputs:
+        assert len(sample.token_ids) >= 12
+        assert re.fullmatch("[0-9]{2,40}", sample.text)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -561,7 +598,9 @@ def test_compilations_that_still_run_are_few(
     monkeypatch.setattr(GrammarCompiler, "_call_with_limit", slow)
     monkeypatch.setattr(structured_module, "MAX_SECONDS", 0)
     for i in range(4):
-        with pytest.raises(ValueError, match="more than 0 seconds" + " are still" * (i > 1)):
+        with pytest.raises(
+            ValueError, match="more than 0 seconds" + ", or that Ctrl-C left, are" * (i > 1)
+        ):
             add(f"slow {i}")
     assert calls == 2
     add("before")
@@ -617,10 +656,8 @@ def test_without_the_library(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_limit_of_the_library(embedded: LLM, asynchronous: bool, monkeypatch) -> None:
-    """It ends its own request, and the call raises its reason."""
+    """It ends its own request, and the call raises its reason when the others have ended."""
     monkeypatch.setattr(embedded.engine, "async_scheduling", asynchronous)
-    request = embedded.engine.submit("x", structured("words", n=2, temperature=0))
-    plain = embedded.engine.submit("What is 12 + 30?\n", SamplingParams(temperature=0))
     mask = Matcher.mask
 
     def limited(self: Matcher, output: list[int]) -> bytes | None:
@@ -629,10 +666,44 @@ def test_a_limit_of_the_library(embedded: LLM, asynchronous: bool, monkeypatch) 
         return mask(self, output)
 
     monkeypatch.setattr(Matcher, "mask", limited)
-    list(embedded.engine.run([request, plain]))
-    assert "structured_outputs: " in str(request.error)
-    assert [len(sample.token_ids) for sample in request.output.outputs] == [4, 4]
-    assert plain.output["text"] == "12 + 30 = 42"
+    prompts = ["x", "What is 12 + 30?\n"]
+    params = [structured("words", n=2, temperature=0), SamplingParams(temperature=0)]
+    words = (
+        r"for prompts\[0\] .*: llguidance cannot continue the output after 4 tokens with the gram"
+    )
+    with pytest.raises(GenerationError, match=words) as caught:
+        embedded.generate(prompts, params, use_tqdm=False)
+    failed, plain = caught.value.outputs
+    assert [len(sample.token_ids) for sample in failed.outputs] == [4, 4]
+    assert {sample.finish_reason for sample in failed.outputs} == {"error"}
+    assert plain["text"] == "12 + 30 = 42"
+    ends = {new.request_index: new.finish_reason for new in embedded.stream(prompts, params)}
+    assert ends == {0: "error", 1: "stop"}
+    beams = BeamSearchParams(
+        beam_width=2, max_tokens=9, structured_outputs=params[0].structured_outputs
+    )
+    with pytest.raises(GrammarError, match="cannot continue the output"):
+        embedded.beam_search("x", beams, use_tqdm=False)
+
+
+PATTERNS = {"patternProperties": {"^a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"json": PATTERNS | {"properties": {"b": {"type": "string"}}}}, "json"),
+        ({"json": {"type": "array", "items": PATTERNS}}, "json"),
+        ({"json": json.dumps(PATTERNS).replace("pattern", r"\u0070attern")}, "json"),
+        ({"grammar": f"start: x\nx: %json {json.dumps(PATTERNS)}"}, "grammar"),
+    ],
+    ids=str,
+)
+def test_pattern_properties_are_refused(embedded: LLM, fields: dict, name: str) -> None:
+    """With declared properties, llguidance stops in the middle of outputs."""
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**fields))
+    with pytest.raises(ValueError, match=f"the {name} of .* has patternProperties, which is not"):
+        embedded.generate("x", params, use_tqdm=False)
 
 
 # ---- what it costs ----
