@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from nanovllm.config import FORMATS, EngineConfig
 from nanovllm.engine.block_manager import BlockManager
@@ -12,7 +14,7 @@ from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sampling import Sampling
 from nanovllm.engine.task import TaskFactory
-from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
+from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint, match_head
 from nanovllm.loading.make_runner import make_runner
 from nanovllm.loading.tokenizer import load_tokenizer
 from nanovllm.runner.single_rank import SingleRank
@@ -30,8 +32,8 @@ def make_engine(config: EngineConfig) -> LLMEngine:
     with ranks.leave_if_it_fails():
         with ranks.rank_0_first():  # rank 0 downloads the files
             checkpoint, tokenizer_dir = find_files(config)
-        with checkpoint.open_files:
-            engine = load_engine(config, checkpoint, tokenizer_dir, ranks)
+        with checkpoint.open_weights(config.load_format != "dummy") as files:
+            engine = load_engine(config, checkpoint, files, tokenizer_dir, ranks)
     # This also runs at exit. Otherwise, a thread of Gloo may end the process with SIGABRT.
     weakref.finalize(engine, ranks.leave)
     return engine
@@ -39,23 +41,27 @@ def make_engine(config: EngineConfig) -> LLMEngine:
 
 def find_files(config: EngineConfig) -> tuple[Checkpoint, Path]:
     """Return the checkpoint and the directory of the tokenizer."""
-    has_weights = config.load_format != "dummy"
-    directory = find_checkpoint(config.model, config.revision, weights=has_weights)
+    needs_weights = config.load_format != "dummy"
+    directory = find_checkpoint(config.model, config.revision, weights=needs_weights)
     tokenizer_dir = directory
     if config.tokenizer is not None and not config.skip_tokenizer_init:
         tokenizer_dir = find_checkpoint(config.tokenizer, weights=False)
-    return Checkpoint(directory, has_weights, config.hf_overrides), tokenizer_dir
+    return Checkpoint(directory, config.hf_overrides), tokenizer_dir
 
 
 def load_engine(
-    config: EngineConfig, checkpoint: Checkpoint, tokenizer_dir: Path, ranks: SingleRank
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    files: Mapping[Path, Any],
+    tokenizer_dir: Path,
+    ranks: SingleRank,
 ) -> LLMEngine:
-    """Load the checkpoint and the tokenizer in `tokenizer_dir`, and build the engine."""
+    """Load the weights in `files` and the tokenizer in `tokenizer_dir`, and build the engine."""
     from nanovllm.features.requests.embeddings.sentence_transformers import read_pooling_settings
     from nanovllm.features.requests.logit_rules.params import make_rules
     from nanovllm.features.requests.structured import GrammarCompiler
 
-    model_config = checkpoint.model_config
+    model_config, has_head = match_head(checkpoint.model_config, files)
     if config.quantization in FORMATS:
         check_format(config.quantization, checkpoint)
         config = replace(config, quantization=None)
@@ -72,9 +78,8 @@ def load_engine(
             f"{model_config.vocab_size} and are ignored"
         )
         eos_token_ids -= beyond
-    if not checkpoint.has_head:  # a tied head takes no memory, and it is never used
-        model_config = replace(model_config, tie_word_embeddings=True)
-    runner = make_runner(config, model_config, checkpoint, max_model_len, ranks)
+    name = checkpoint.directory.name
+    runner = make_runner(config, model_config, files, name, max_model_len, ranks)
     input_processor = InputProcessor(
         tokenizer,
         model_config.vocab_size,
@@ -82,7 +87,7 @@ def load_engine(
         eos_token_ids,
         default_params,
         config.seed,
-        has_head=checkpoint.has_head,
+        has_head=has_head,
         max_logprobs=config.max_logprobs,
         make_rules=make_rules,
         grammars=GrammarCompiler(tokenizer, model_config.vocab_size, eos_token_ids),
@@ -108,7 +113,7 @@ def load_engine(
 def check_format(quantization: str, checkpoint: Checkpoint) -> None:
     """Raise ValueError if the weights of the checkpoint do not have the format `quantization`."""
     found = checkpoint.weight_format and checkpoint.weight_format.method
-    if found != FORMATS[quantization]:
+    if found != quantization.removesuffix("_marlin"):
         raise ValueError(
             f"quantization={quantization!r} is a format of checkpoints, and the format of "
             f"{checkpoint.directory} is {found!r}; leave it out, or use 'int8' or 'int4' to "

@@ -7,14 +7,17 @@ come last, because they read the KV cache.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.loading import memory
-from nanovllm.loading.checkpoint import Checkpoint
+from nanovllm.loading.memory import MemoryBudget
 from nanovllm.loading.select_backend import pick_backend, pick_device, pick_dtype
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.backend import Backend
@@ -33,14 +36,15 @@ from nanovllm.utils.log import logger
 def make_runner(
     config: EngineConfig,
     full_config: ModelConfig,
-    checkpoint: Checkpoint,
+    files: Mapping[Path, Any],
+    name: str,
     max_model_len: int,
     ranks: SingleRank,
 ) -> ModelRunner:
-    """Make a ModelRunner for this rank's part of the model in `checkpoint`.
+    """Make a ModelRunner for this rank's part of the model `name`, which `full_config` describes.
 
-    `full_config` describes the whole model. Requests have at most `max_model_len` tokens, or fewer
-    if memory limits them.
+    `files` are its open safetensors files, or empty for random weights. Requests have at most
+    `max_model_len` tokens, or fewer if memory limits them.
     """
     from nanovllm.backends.cpu.openmp import check_openmp
 
@@ -57,40 +61,49 @@ def make_runner(
     check_openmp()
     device = pick_device(config.device)
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-    remedy = "out of memory; lower max_num_seqs, max_model_len or max_num_batched_tokens"
+    remedy = (
+        "out of memory; lower max_num_seqs, max_model_len or max_num_batched_tokens, or, if they "
+        "are set, num_kv_cache_blocks, kv_cache_memory_bytes and swap_space"
+    )
     with on_device, memory.explain_out_of_memory(remedy):
         free = memory.free_memory(device, ranks.size)
         model_config = ranks.config_of_rank(full_config)
-        model_class = model_config.model_class()
-        backend = make_backend(config, model_config, device)
+        on_meta = model_config.model_class().on_meta(model_config)
+        backend = make_backend(config, on_meta, device)
         is_fp8 = config.kv_cache_dtype != "auto"
         cache_dtype = FP8 if is_fp8 else backend.dtype
         block_bytes = model_config.block_bytes(config.block_size, cache_dtype.itemsize)
-        weight_bytes = memory.weight_bytes(model_class.on_meta(model_config, backend))
-        room = memory.Room(config, device, free, weight_bytes, max(1, block_bytes))
-        room.check(checkpoint.directory.name, backend.dtype, model_config.weights_note)
+        weight_bytes = memory.weight_bytes(on_meta, backend)
+        budget = MemoryBudget(config, device, free, weight_bytes, max(1, block_bytes))
+        budget.check(name, backend.dtype, model_config.weights_note)
         if has_states:
             num_rows, num_slots, state_bytes = hybrid_memory.num_states(
-                config, model_config, backend.dtype.itemsize, room.max_bytes
+                config,
+                model_config.state_bytes(backend.dtype.itemsize),
+                budget.cache_bytes(budget.free_after_load)[0],
             )
             config = replace(config, max_num_seqs=num_rows)
-            room = replace(room, config=config, state_bytes=state_bytes, num_state_slots=num_slots)
+            budget = replace(
+                budget, config=config, state_bytes=state_bytes, num_state_slots=num_slots
+            )
         # The longest request that can fit limits the size of rows and rotary tables.
-        longest = room.fitted_length(max_model_len, ranks.smallest(room.max_blocks))
-        model = model_class(model_config, longest, backend)
-        load_model(config, model, full_config, checkpoint, ranks)
+        num_blocks = budget.num_kv_blocks(max_model_len, budget.free_after_load)
+        longest = budget.fitted_length(max_model_len, ranks.smallest(num_blocks))
+        model = type(on_meta)(model_config, longest, backend)
+        load_model(config, model, full_config, files, ranks)
         runner = make_eager_runner(config, model, full_config.vocab_size, longest)
-        scales = read_fp8_scales(checkpoint.files, model_config.kv_layers) if is_fp8 else None
-        make_cache(runner, room, longest, scales, ranks)
-        runner.max_model_len = room.fitted_length(longest, runner.num_blocks)
+        scales = read_fp8_scales(files, model_config.kv_layers) if is_fp8 else None
+        make_cache(runner, budget, longest, scales, ranks)
+        runner.max_model_len = budget.fitted_length(longest, runner.num_blocks)
         make_fast_steps(config, runner, ranks)
-    log_sizes(runner, room, checkpoint.directory.name, max_model_len, ranks)
+    log_sizes(runner, budget, name, max_model_len, ranks)
     return runner
 
 
-def make_backend(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> Backend:
-    dtype = pick_dtype(config.dtype, device, model_config.dtype)
-    num_weights = memory.num_weights(model_config.model_class().on_meta(model_config))
+def make_backend(config: EngineConfig, on_meta: Qwen3, device: torch.device) -> Backend:
+    """Make the backend for a model, whose sizes `on_meta` has."""
+    dtype = pick_dtype(config.dtype, device, on_meta.config.dtype)
+    num_weights = memory.num_weights(on_meta)
     backend = pick_backend(config.attention_backend, device, dtype, num_weights)
     match config.quantization:
         case "int8":
@@ -108,13 +121,13 @@ def load_model(
     config: EngineConfig,
     model: Qwen3,
     full_config: ModelConfig,
-    checkpoint: Checkpoint,
+    files: Mapping[Path, Any],
     ranks: SingleRank,
 ) -> None:
     """Load the weights of `model`, which is this rank's part."""
     tensors = ranks.tensors_of_rank(model.checkpoint_tensors(), full_config)
-    if checkpoint.has_weights:
-        load_weights(tensors, checkpoint.files)
+    if files:
+        load_weights(tensors, files)
     else:
         random_weights(tensors, config.seed, model.norm.device)
     for linear in model.linears():  # one at a time, to save memory
@@ -144,23 +157,23 @@ def make_eager_runner(
 
 def make_cache(
     runner: ModelRunner,
-    room: memory.Room,
+    budget: MemoryBudget,
     max_model_len: int,
     scales: list[Scales] | None,
     ranks: SingleRank,
 ) -> None:
     """Allocate a KV cache as large as options set or memory allows, and the host cache."""
     backend, model_config = runner.backend, runner.model.config
-    if room.state_bytes:
+    if budget.state_bytes:
         from nanovllm.features.models.hybrid.hybrid_config import HybridConfig
         from nanovllm.features.models.hybrid.states import States
 
         assert isinstance(model_config, HybridConfig)
-        num_states = room.config.max_num_seqs + 1 + room.num_state_slots
+        num_states = budget.config.max_num_seqs + 1 + budget.num_state_slots
         runner.states = States(model_config, num_states, backend)
 
     def make_attention(num_blocks: int) -> PlainAttention:
-        sizes = num_blocks, room.config.block_size
+        sizes = num_blocks, budget.config.block_size
         return backend.attention_class(model_config, *sizes, backend.dtype, backend.device, scales)
 
     def profile(plan: StepPlan) -> None:
@@ -171,20 +184,16 @@ def make_cache(
         runner.run(plan)
         runner.rows.rules.reset()  # requests with rules allocate their memory again
 
-    if room.num_host_blocks:  # staging buffers first: the KV cache takes the rest
+    if num_host_blocks := budget.num_host_blocks:  # staging buffers come before the KV cache
         from nanovllm.features.memory.host_cache.pool import make_pool
 
-        with memory.explain_out_of_memory(
-            f"swap_space={room.config.swap_space} takes more host memory than there is; lower it"
-        ):
-            runner.host_pool = make_pool(room.num_host_blocks, make_attention(1).cache)
-    num = ranks.smallest(room.num_kv_blocks(max_model_len, profile))
-    with memory.explain_out_of_memory(
-        f"a KV cache of {num} blocks takes {(num + 1) * room.block_bytes:,} bytes, more than the "
-        "memory holds; lower num_kv_cache_blocks or kv_cache_memory_bytes"
-    ):
-        runner.attention = make_attention(num + 1)
-    runner.num_blocks = num
+        runner.host_pool = make_pool(num_host_blocks, make_attention(1).cache)
+    scratch = 0
+    if backend.device.type == "cuda":
+        scratch = memory.scratch_bytes(profile, memory.largest_plans(budget.config, max_model_len))
+    free = memory.free_memory(backend.device, ranks.size)
+    runner.num_blocks = ranks.smallest(budget.num_kv_blocks(max_model_len, free, scratch))
+    runner.attention = make_attention(runner.num_blocks + 1)
 
 
 def make_fast_steps(config: EngineConfig, runner: ModelRunner, ranks: SingleRank) -> None:
@@ -206,9 +215,9 @@ def make_fast_steps(config: EngineConfig, runner: ModelRunner, ranks: SingleRank
 
 
 def log_sizes(
-    runner: ModelRunner, room: memory.Room, name: str, max_model_len: int, ranks: SingleRank
+    runner: ModelRunner, budget: MemoryBudget, name: str, max_model_len: int, ranks: SingleRank
 ) -> None:
-    config, cache = room.config, runner.attention.cache
+    config, cache = budget.config, runner.attention.cache
     each = "" if ranks.size == 1 else f", each of {ranks.size} ranks"
     num_tokens = runner.num_blocks * config.block_size
     in_fp8 = f" in {config.kv_cache_dtype}" if cache.dtype != runner.dtype else ""
@@ -218,16 +227,16 @@ def log_sizes(
         fitted = f", which limits max_model_len to {length}"
     logger.info(
         f"{name} on {runner.device}{each} in {str(runner.dtype).removeprefix('torch.')}: "
-        f"weights of {room.weight_bytes / 2**20:,.0f} MiB{runner.model.config.weights_note}, "
+        f"weights of {budget.weight_bytes / 2**20:,.0f} MiB{runner.model.config.weights_note}, "
         f"{runner.num_blocks} blocks of {config.block_size} tokens, KV cache of "
         f"{num_tokens:,} tokens{in_fp8} ({cache.nbytes / 2**20:,.0f} MiB){fitted}"
     )
     if runner.states is not None:
         logger.info(
             f"states of linear attention for {config.max_num_seqs} sequences and "
-            f"{room.num_state_slots} snapshots ({runner.states.nbytes / 2**20:,.0f} MiB)"
+            f"{budget.num_state_slots} snapshots ({runner.states.nbytes / 2**20:,.0f} MiB)"
         )
     if runner.host_pool is not None:
         logger.info(
-            f"host memory holds {room.num_host_blocks:,} KV blocks ({config.swap_space:g} GiB)"
+            f"host memory holds {budget.num_host_blocks:,} KV blocks ({config.swap_space:g} GiB)"
         )

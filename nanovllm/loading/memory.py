@@ -5,11 +5,11 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 
 from nanovllm.config import EngineConfig
+from nanovllm.models.backend import Backend
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.plan import FILTERS, Chunk, LogitRules, NewRow, ResultKind, RowSampling, StepPlan
 from nanovllm.utils.host import available_host_memory
@@ -17,9 +17,9 @@ from nanovllm.utils.host import available_host_memory
 # Parts of the messages of the RuntimeError that torch raises if an allocation on a CPU fails.
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")
 # Device memory left for graph nodes, fragmentation, penalties and workspaces of libraries. cuBLAS
-# takes up to 32 MiB for each thread that runs steps, and `num_kv_blocks` measures only one thread.
+# takes up to 32 MiB for each thread that runs steps, and `scratch_bytes` measures only one thread.
 CUDA_MARGIN = 512 << 20
-CPU_CACHE_BYTES = 4 << 30  # the default limit of a CPU's KV cache
+CPU_CACHE_BYTES = 4 << 30  # the default limit of a CPU's KV cache and states
 INT4 = "quantization='int4', which takes about two thirds of int8"
 INT8 = "quantization='int8', which takes about half of bfloat16"
 # Kind of weights -> what takes less memory.
@@ -36,16 +36,20 @@ def num_weights(model: Qwen3) -> int:
     return sum(math.prod(tensor.shape) for tensor in model.checkpoint_tensors())
 
 
-def weight_bytes(model: Qwen3) -> int:
-    """Return the bytes of the weights as the backend stores them before `after_load`."""
-    linears = [linear.weight for linear in model.linears()]
-    num_others = num_weights(model) - sum(math.prod(weight.shape) for weight in linears)
-    return sum(weight.nbytes for weight in linears) + num_others * model.norm.itemsize
+def weight_bytes(model: Qwen3, backend: Backend) -> int:
+    """Return the bytes of the weights as `backend` stores them before `after_load`."""
+    meta = type(backend)(torch.device("meta"), backend.dtype)
+    size, num_others = 0, num_weights(model)
+    for linear in model.linears():
+        outputs, inputs = linear.weight.shape
+        size += meta.make_weight(outputs, inputs, [*linear.projections]).nbytes
+        num_others -= outputs * inputs
+    return size + num_others * backend.dtype.itemsize
 
 
 @dataclass(frozen=True)
-class Room:
-    """The memory for weights and KV blocks, computed before any of it is allocated."""
+class MemoryBudget:
+    """The memory that weights take, and that KV cache and states of linear attention may take."""
 
     config: EngineConfig
     device: torch.device
@@ -55,51 +59,85 @@ class Room:
     state_bytes: int = 0  # of the states of linear attention, of all rows and slots
     num_state_slots: int = 0  # states for the prefix cache
 
-    @cached_property
-    def requested_blocks(self) -> int | None:
-        """The number of KV blocks for requests, or None if no option sets it."""
-        if self.config.num_kv_cache_blocks is not None:
-            return self.config.num_kv_cache_blocks
-        size = self.config.kv_cache_memory_bytes
-        if size is None:
-            return None
-        num = (size - self.state_bytes) // self.block_bytes - 1
-        if num < 1:
-            states = f"the states take {self.state_bytes:,} bytes, " if self.state_bytes else ""
-            raise ValueError(
-                f"kv_cache_memory_bytes={size:,} has no room for one block: {states}a block of "
-                f"{self.config.block_size} tokens takes {self.block_bytes:,} bytes, and "
-                "the null block takes as many; raise it, or lower block_size"
-            )
-        return num
+    @property
+    def free_after_load(self) -> int:
+        """An estimate of the bytes that are free after the weights are loaded."""
+        return self.free - self.weight_bytes
 
-    @cached_property
-    def max_bytes(self) -> int:
-        """An upper bound on the bytes of the KV cache and the states."""
-        size, requested = self.free - self.weight_bytes, self.config.kv_cache_memory_bytes
-        if requested is not None:
-            return min(size, requested)
+    def cache_bytes(self, free: int, scratch: int = 0) -> tuple[int, str]:
+        """Return the bytes that KV cache and states may take together, and what limits them.
+
+        free: bytes that are free next to the weights. scratch: bytes that the largest steps need.
+        """
+        config, gib = self.config, 2**30
+        if (size := config.kv_cache_memory_bytes) is not None:
+            return size, f"kv_cache_memory_bytes={size:,}"
         if self.device.type == "cpu":
-            size = min(size, CPU_CACHE_BYTES // self.config.tensor_parallel_size)
-        return size
+            # Half is left for activations and for other processes. The swap space is subtracted,
+            # because the system counts it as free until it is written.
+            size = (free - int(config.swap_space * gib)) // 2
+            size = max(0, min(CPU_CACHE_BYTES // config.tensor_parallel_size, size))
+            return size, f"{size / 2**20:,.0f} MiB, half of the free memory and at most 4 GiB"
+        total = torch.cuda.mem_get_info(self.device)[1]
+        weights = self.free - free  # memory that was not free at first belongs to other processes
+        utilization = config.gpu_memory_utilization
+        size = min(int(utilization * total) - weights, free - CUDA_MARGIN) - scratch
+        return max(0, size), (
+            f"{max(0, size) / gib:.2f} GiB of the GPU's {total / gib:.2f}, of which "
+            f"{free / gib:.2f} is free (weights hold {weights / gib:.2f}, the largest step needs "
+            f"{scratch / gib:.2f}, gpu_memory_utilization={utilization})"
+        )
 
-    @cached_property
-    def max_blocks(self) -> int:
-        """An upper bound on `num_kv_blocks`."""
-        num = (self.max_bytes - self.state_bytes) // self.block_bytes - 1  # and the null block
-        return self.requested_blocks or max(1, num)
+    def num_kv_blocks(self, max_model_len: int, free: int, scratch: int = 0) -> int:
+        """Return the number of KV blocks for requests; the null block is not counted.
 
-    @cached_property
+        `free` and `scratch` are as in `cache_bytes`. Raises ValueError if the shortest request does
+        not fit. On a GPU, a request of max_model_len must fit if that option is set.
+        """
+        config = self.config
+        if config.num_kv_cache_blocks is not None:
+            return config.num_kv_cache_blocks
+        size, limit = self.cache_bytes(free, scratch)
+        num = (size - self.state_bytes) // self.block_bytes - 1
+        shortest, remedy = 2, "Lower block_size, or end other programs"  # a prompt and an output
+        if config.kv_cache_memory_bytes is not None:
+            remedy = "Raise kv_cache_memory_bytes, or lower block_size"
+        elif self.device.type == "cuda":
+            shortest = config.max_model_len or shortest
+            remedy = (
+                "Lower max_model_len, block_size, max_num_batched_tokens or max_num_seqs, or raise "
+                "gpu_memory_utilization"
+            )
+        needed = -(-shortest // config.block_size)
+        if num < needed:
+            mib = (needed + 1) * self.block_bytes / 2**20
+            states = f", and states {self.state_bytes:,} bytes" if self.state_bytes else ""
+            raise ValueError(
+                f"too little memory for the KV cache: it may take {limit}; the null block and a "
+                f"request of {shortest:,} tokens need {mib:,.2f} MiB{states}. {remedy}"
+            )
+        if config.kv_cache_memory_bytes is not None:
+            return num
+        return min(num, -(-max_model_len // config.block_size) * config.max_num_seqs)
+
+    @property
+    def requested_bytes(self) -> int:
+        """The bytes of the KV cache that an option requests, or 0."""
+        if self.config.num_kv_cache_blocks is not None:
+            return (self.config.num_kv_cache_blocks + 1) * self.block_bytes
+        return self.config.kv_cache_memory_bytes or 0
+
+    @property
     def num_host_blocks(self) -> int:
         """The number of blocks in the host cache. Raises ValueError if they do not fit."""
         if not self.config.swap_space:
             return 0
-        free, where = available_host_memory() // self.config.tensor_parallel_size, ""
-        if self.device.type == "cpu":
-            cache = ((self.requested_blocks or 1) + 1) * self.block_bytes
-            free, where = self.free - self.weight_bytes - cache, " next to weights and KV cache"
         from nanovllm.features.memory.host_cache.pool import num_host_blocks
 
+        free, where = available_host_memory() // self.config.tensor_parallel_size, ""
+        if self.device.type == "cpu":
+            free = self.free_after_load - max(self.requested_bytes, 2 * self.block_bytes)
+            where = " next to weights and KV cache"
         return num_host_blocks(self.config, self.block_bytes, free, where)
 
     def check(self, name: str, dtype: torch.dtype, note: str = "") -> None:
@@ -115,11 +153,10 @@ class Room:
                 f"and {self.free / 2**30:,.2f} GiB of memory are free on {self.device}; "
                 f"end other programs{smaller}, or use a smaller model"
             )
-        size = ((self.requested_blocks or 0) + 1) * self.block_bytes
-        if self.requested_blocks is not None and size > self.free:
+        if self.requested_bytes > self.free:
             raise ValueError(
-                f"a KV cache of {size:,} bytes does not fit in the {self.free:,} bytes that are "
-                f"free on {self.device}; lower num_kv_cache_blocks, block_size or "
+                f"a KV cache of {self.requested_bytes:,} bytes does not fit in the {self.free:,} "
+                f"bytes that are free on {self.device}; lower num_kv_cache_blocks, block_size or "
                 "kv_cache_memory_bytes"
             )
         _ = self.num_host_blocks  # raises ValueError if they do not fit
@@ -145,46 +182,6 @@ class Room:
                 f"it out, or set {option} to {more:,} or more{remedy}"
             )
         return min(max_model_len, num_tokens)
-
-    def num_kv_blocks(self, max_model_len: int, run: Callable[[StepPlan], None]) -> int:
-        """Return the number of KV blocks for requests. Call it after the weights are loaded.
-
-        On a GPU, the largest steps are run to measure their scratch memory. The sum over the steps
-        is reserved, because graphs use a separate memory pool. Raises ValueError if the shortest
-        request does not fit. On a GPU, a request of max_model_len must fit if that option is set.
-        """
-        config, block_bytes = self.config, self.block_bytes
-        scratch = 0
-        if self.device.type == "cuda":
-            plans = largest_plans(config, max_model_len)
-            scratch = sum(_scratch_bytes(run, plan) for plan in plans)
-        if self.requested_blocks is not None:
-            return self.requested_blocks
-        shortest = 2  # a prompt and an output have at least one token each
-        if self.device.type == "cuda":
-            size, where = _cuda_room(self, scratch)
-            shortest = config.max_model_len or shortest
-            remedy = (
-                "Lower max_model_len, block_size, max_num_batched_tokens or max_num_seqs, "
-                "or raise gpu_memory_utilization"
-            )
-        else:
-            # Half is left for activations and for other processes. The swap space of all ranks is
-            # subtracted, because the system counts it as free until it is written.
-            swap = int(config.swap_space * 2**30) * config.tensor_parallel_size
-            size = min(CPU_CACHE_BYTES, (available_host_memory() - swap) // 2)
-            size = size // config.tensor_parallel_size - self.state_bytes
-            where = f"{size / 2**20:,.0f} MiB of memory, half of what is free and at most 4 GiB"
-            remedy = "Lower block_size, or end other programs"
-        num = size // block_bytes - 1
-        needed = -(-shortest // config.block_size)
-        if num < needed:
-            raise ValueError(
-                f"too little memory for the KV cache: it may take {where}; the null block and a "
-                f"request of {shortest:,} tokens need {(needed + 1) * block_bytes / 2**20:,.0f} "
-                f"MiB. {remedy}"
-            )
-        return min(num, -(-max_model_len // config.block_size) * config.max_num_seqs)
 
 
 def largest_plans(config: EngineConfig, max_model_len: int) -> Iterator[StepPlan]:
@@ -216,12 +213,18 @@ def largest_plans(config: EngineConfig, max_model_len: int) -> Iterator[StepPlan
     )
 
 
-def _scratch_bytes(run: Callable[[StepPlan], None], plan: StepPlan) -> int:
-    """Return the scratch memory of a step, in bytes. This runs it and compiles its kernels."""
-    torch.cuda.reset_peak_memory_stats()
-    allocated = torch.cuda.memory_allocated()
-    run(plan)
-    return torch.cuda.max_memory_allocated() - allocated
+def scratch_bytes(run: Callable[[StepPlan], None], plans: Iterator[StepPlan]) -> int:
+    """Return the scratch memory that steps on a GPU need, in bytes. Runs them to measure it.
+
+    This is the sum over the steps, because graphs use a separate memory pool.
+    """
+    size = 0
+    for plan in plans:
+        torch.cuda.reset_peak_memory_stats()
+        allocated = torch.cuda.memory_allocated()
+        run(plan)
+        size += torch.cuda.max_memory_allocated() - allocated
+    return size
 
 
 def free_memory(device: torch.device, ranks: int = 1) -> int:
@@ -232,20 +235,6 @@ def free_memory(device: torch.device, ranks: int = 1) -> int:
     gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
-
-
-def _cuda_room(room: Room, scratch: int) -> tuple[int, str]:
-    """Return (bytes that the KV cache may take, explanation). Call it after loading the weights."""
-    free, total = free_memory(room.device), torch.cuda.mem_get_info(room.device)[1]
-    weights = room.free - free  # memory that was not free at first belongs to other processes
-    utilization = room.config.gpu_memory_utilization
-    size = max(0, min(int(utilization * total) - weights, free - CUDA_MARGIN) - scratch)
-    gib = 2**30
-    return size, (
-        f"{size / gib:.2f} GiB of the GPU's {total / gib:.2f}, of which {free / gib:.2f} "
-        f"is free (weights hold {weights / gib:.2f}, the largest step needs {scratch / gib:.2f}, "
-        f"gpu_memory_utilization={utilization})"
-    )
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from nanovllm.models.fp8 import KV_SCALE
 from nanovllm.utils.log import progress_bar
 
 HEAD = "lm_head.weight"
+EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight")
 # The ends of names that are skipped: tables that the config implies, and a tied head.
 IGNORED = ("rotary_emb.inv_freq", HEAD)
 PREFIX = "model."  # of all other names; a model without a head may lack it

@@ -231,8 +231,8 @@ def test_what_an_engine_stores(tmp_path: Path, tie: bool) -> None:
     layers = [linear.weight.nbytes for linear in runner.model.linears()]
     others = [weight.nbytes for weight in stored.values() if isinstance(weight, torch.Tensor)]
     size = sum(layers) + sum(others)
-    assert size == weight_bytes(Qwen3.on_meta(runner.model.config, runner.backend))
-    plain = weight_bytes(Qwen3.on_meta(runner.model.config))
+    assert size == weight_bytes(runner.model, runner.backend)
+    plain = weight_bytes(runner.model, Backend(CPU, torch.bfloat16))
     assert plain == 2 * sum(tensor.numel() for tensor in checkpoint.values())
     assert runner.fused_model is runner.model
 
@@ -244,7 +244,7 @@ def test_sizes_of_known_shapes(tmp_path: Path) -> None:
         config = Checkpoint(workloads.write_shape(shape, tmp_path)).model_config
         plain = Backend(CPU, torch.bfloat16)
         backends = [plain, quantized(plain)]
-        found = [weight_bytes(Qwen3.on_meta(config, backend)) / 1e9 for backend in backends]
+        found = [weight_bytes(Qwen3.on_meta(config), backend) / 1e9 for backend in backends]
         assert found == pytest.approx(wanted, abs=2e-3)
 
 

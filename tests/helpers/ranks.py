@@ -28,7 +28,8 @@ from transformers import PreTrainedTokenizerFast  # noqa: F401 (imported once)
 
 from nanovllm import LLM, SamplingParams, Trace
 from nanovllm.features.requests.beam_search import BeamSearchParams
-from nanovllm.loading import make_engine, memory
+from nanovllm.loading import make_engine
+from nanovllm.loading.memory import MemoryBudget
 
 with suppress(ImportError):  # without Numba
     import nanovllm.backends.cpu.backend  # noqa: F401
@@ -368,8 +369,8 @@ def groups_at_exit(path: str, destroyed: bool) -> tuple[int, int]:
 
 def fewest_blocks(path: str) -> int:
     """Each rank finds room for another number."""
-    found = memory.Room.num_kv_blocks
-    memory.Room.num_kv_blocks = lambda *args: found(*args) - 10 * rank()  # type: ignore[method-assign]
+    found = MemoryBudget.num_kv_blocks
+    MemoryBudget.num_kv_blocks = lambda *args: found(*args) - 10 * rank()  # type: ignore[method-assign]
     llm = make(path, num_kv_cache_blocks=None, kv_cache_memory_bytes=10**6)
     return llm.engine.runner.num_blocks
 

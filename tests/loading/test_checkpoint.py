@@ -17,7 +17,7 @@ from wrong_values import GENERATION, POINTER, WRONG
 import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.features.requests.embeddings.sentence_transformers import read_pooling_settings
-from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
+from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint, weight_files
 
 
 @pytest.mark.parametrize("field", [*GENERATION, "eos_token_id"])
@@ -60,7 +60,7 @@ def test_wrong_index(tmp_path: Path, weight_map: object) -> None:
     )
     (tmp_path / "model" / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ValueError, match=r"index\.json needs a 'weight_map'"):
-        Checkpoint(tmp_path / "model").weight_files()
+        weight_files(tmp_path / "model")
 
 
 def test_names_of_files_that_are_too_long(path: Path, tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_names_of_files_that_are_too_long(path: Path, tmp_path: Path) -> None:
     for names in (["a" * 5000], ["a\0b"], [f"{i}.safetensors" for i in range(999)]):
         index.write_text(json.dumps({"weight_map": dict(enumerate(names))}))
         with pytest.raises(ValueError, match="names missing files: ") as error:
-            Checkpoint(tmp_path).weight_files()
+            weight_files(tmp_path)
         assert len(str(error.value)) < len(str(index)) + 300
     edited(path, tmp_path)
     index.unlink()
@@ -191,8 +191,9 @@ def test_models_that_no_file_system_has(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("do_sample", [True, False, None])
 def test_generation_config_is_checked_also_if_it_is_greedy(
-    tmp_path: Path, do_sample: bool | None
+    path: Path, tmp_path: Path, do_sample: bool | None
 ) -> None:
+    edited(path, tmp_path)
     for field, wrong in (
         ("repetition_penalty", 0),
         ("repetition_penalty", 1e-38),

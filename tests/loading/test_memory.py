@@ -89,13 +89,14 @@ def test_max_model_len_of_more_tokens_than_the_cache(
 
 def blocks_of_a_gpu(monkeypatch: pytest.MonkeyPatch, room: int, **options: int) -> int:
     """The number of blocks of 10 bytes that a GPU with `room` bytes gets; 40,960 positions."""
-    monkeypatch.setattr(memory, "_cuda_room", lambda *_: (room, "that"))
-    monkeypatch.setattr(memory, "_scratch_bytes", lambda *_: 0)
-    config = EngineConfig(**options)
+    gib = 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * gib, 4 * gib))
+    config = EngineConfig(gpu_memory_utilization=1.0, **options)
     length = config.max_model_len or 40_960
-    space = memory.Room(config, torch.device("cuda", 0), room, 0, 10)
-    num = space.num_kv_blocks(length, lambda plan: None)
-    assert space.fitted_length(length, num) == min(length, num * 16)
+    budget = memory.MemoryBudget(config, torch.device("cuda", 0), 4 * gib, gib, 10)
+    scratch = 3 * gib - memory.CUDA_MARGIN - room
+    num = budget.num_kv_blocks(length, 3 * gib, scratch)
+    assert budget.fitted_length(length, num) == min(length, num * 16)
     return num
 
 
@@ -165,7 +166,7 @@ def test_what_penalties_read_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     for row in range(7):
         new_row = logit_rules.NewRow(row, [], None, [1] * 30, [])  # type: ignore[arg-type]
         state.penalties.add_row(row, new_row.prompt, new_row.output)
-        rows.append((row, logit_rules.RowRules(rules, new_row, size)))
+        rows.append((row, logit_rules.RowRules(rules, new_row)))
     batch, positions = logit_rules.RulesBatch(rows, state), torch.full((7,), 30)
     batch.length = 31
     batch.apply(torch.zeros(7, size), positions)

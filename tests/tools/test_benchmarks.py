@@ -10,6 +10,9 @@ from dataclasses import asdict, replace
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import fresh
+import numpy as np
+import psutil
 import pytest
 import torch
 from bench_module import bench
@@ -198,6 +201,19 @@ def test_shapes_have_the_sizes_of_their_names(shape, tmp_path):
     assert size / 1e9 == pytest.approx(billions.get(shape.split("-")[1], 0.004197), rel=0.01)
 
 
+def test_the_peak_memory():
+    """It is at most the machine's, and at least what an array takes."""
+    array = np.ones(50_000_000, np.uint8)
+    assert len(array) < machine.peak_memory() < psutil.virtual_memory().total
+
+
+def test_modules_that_windows_does_not_have_are_not_needed():
+    code = "import sys, psutil, torch\nsys.modules |= dict.fromkeys(('fcntl', 'resource', 'pwd'))\n"
+    code += "import bench, tools.benchmarks.throughput, tools.benchmarks.modes\n"
+    done = fresh.run(code + "import nanovllm.cli.jobs.run_batch, nanovllm.cli.chat")
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 def test_figures_of_the_machine(capsys):
     assert 0 <= (machine.other_load(machine.cpu_seconds()) or 0) <= 1
@@ -348,13 +364,12 @@ def test_vllm_gets_the_libraries_that_it_advises(installed, tmp_path, monkeypatc
 
 
 def test_a_process_that_ends_in_a_turn(tmp_path):
-    """Also if another process that it started still has the file of the answers open."""
+    """Also if another process that it started still has the pipe of the answers open."""
     script = tmp_path / "engine.py"
     script.write_text(
         "import subprocess, sys\n"
-        "answers = open(sys.argv[1], 'w', buffering=1)\n"
-        "child = subprocess.Popen(['sleep', '60'], close_fds=False)\n"
-        "input(); print('{}', file=answers)\n"
+        "child = subprocess.Popen(['sleep', '60'])\n"
+        "input(); print('{}', flush=True)\n"
         "input(); child.pid; sys.exit(7)\n"
     )
     process = turn.Process([sys.executable, str(script)], {}, {"ADDED": "1"})

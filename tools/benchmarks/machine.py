@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -47,6 +48,16 @@ def other_load(since: tuple[float, float]) -> float:
 
 def describe_load(share: float) -> str:
     return f"{share:.1%}{' (noisy)' if share > 0.03 else ''}"
+
+
+def peak_memory() -> int:
+    """Return the largest number of bytes that this process has had in memory."""
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource  # not on Windows
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 @contextmanager

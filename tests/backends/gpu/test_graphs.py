@@ -199,9 +199,9 @@ def test_an_engine_with_graphs_is_freed_at_once(
         return DecodeGraphs(decode, positions, torch.device("cpu"), lambda: capture)
 
     config = EngineConfig(dtype="float32", device="cpu", max_num_seqs=2, num_kv_cache_blocks=4)
-    checkpoint = Checkpoint(path)
+    model_config = Checkpoint(path).model_config
     capture_with(monkeypatch, record)
-    runner = make_runner(config, checkpoint.model_config, checkpoint, 32, SingleRank())
+    runner = make_runner(config, model_config, {}, "random", 32, SingleRank())
     gone = weakref.ref(runner)
     gc.disable()
     try:
@@ -298,9 +298,9 @@ def test_profile_steps_are_the_largest_that_can_occur(
         max_model_len=32,
         num_kv_cache_blocks=4,
     )
-    checkpoint = Checkpoint(path)
+    model_config = Checkpoint(path).model_config
     capture_with(monkeypatch, stand_in)
-    runner = make_runner(config, checkpoint.model_config, checkpoint, 32, SingleRank())
+    runner = make_runner(config, model_config, {}, "random", 32, SingleRank())
     runner.graphs, seen = None, []
     forward = runner.fused_model.forward
     runner.fused_model.forward = lambda batch, attention: (  # type: ignore[method-assign]

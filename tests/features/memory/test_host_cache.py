@@ -495,17 +495,17 @@ def test_names_and_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 0), 1
     monkeypatch.setattr(memory, "available_host_memory", lambda: 3 * GIB)
     with pytest.raises(ValueError, match="takes 4,294,967,296 bytes .* 3,221,225,472 are free;"):
-        _ = memory.Room(config, *gpu, 5 * GIB, 1000).num_host_blocks
+        _ = memory.MemoryBudget(config, *gpu, 5 * GIB, 1000).num_host_blocks
     monkeypatch.setattr(memory, "available_host_memory", lambda: 5 * GIB)
-    assert memory.Room(config, *gpu, 5 * GIB, 1000).num_host_blocks == 4 * GIB // 1000
+    assert memory.MemoryBudget(config, *gpu, 5 * GIB, 1000).num_host_blocks == 4 * GIB // 1000
     # Weights and KV cache of a CPU take the same memory.
     cpu = torch.device("cpu"), 5 * GIB
     with pytest.raises(ValueError, match="next to weights and KV cache"):
-        _ = memory.Room(config, *cpu, GIB, 1000).num_host_blocks
+        _ = memory.MemoryBudget(config, *cpu, GIB, 1000).num_host_blocks
     small_cache = EngineConfig(swap_space=4, num_kv_cache_blocks=10**6)
     with pytest.raises(ValueError, match="next to weights and KV cache"):
-        _ = memory.Room(small_cache, *cpu, GIB // 4, 1000).num_host_blocks
-    assert memory.Room(config, *cpu, GIB // 4, 1000).num_host_blocks == 4 * GIB // 1000
+        _ = memory.MemoryBudget(small_cache, *cpu, GIB // 4, 1000).num_host_blocks
+    assert memory.MemoryBudget(config, *cpu, GIB // 4, 1000).num_host_blocks == 4 * GIB // 1000
 
 
 def test_memory_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -517,5 +517,5 @@ def test_memory_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     free = memory.free_memory(cpu, ranks=2)
     for size, blocks in ((1, 2048 - 1), (2, 768 - 1)):
         config = EngineConfig(swap_space=1, tensor_parallel_size=size)
-        room = memory.Room(config, cpu, free, 0, 2**20)
-        assert room.num_kv_blocks(10**6, NotImplemented) == blocks
+        budget = memory.MemoryBudget(config, cpu, free, 0, 2**20)
+        assert budget.num_kv_blocks(10**6, memory.free_memory(cpu, size)) == blocks

@@ -20,6 +20,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.features.models.hybrid import delta_rule
 from nanovllm.features.models.hybrid.memory import check_options
 from nanovllm.features.models.hybrid.model import LinearAttention
+from nanovllm.loading import memory
 from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.models.backend import Backend
 
@@ -415,10 +416,29 @@ def test_the_size_option_bounds_cache_and_states(checkpoint: tuple[Path, torch.n
         assert runner.states.nbytes <= size // 2
     one_state = runner.states.nbytes // len(runner.states.rule[0])
     options["kv_cache_memory_bytes"] = 2 * one_state + 1
-    with pytest.raises(ValueError, match="no room for one block: the states take"):
+    with pytest.raises(
+        ValueError, match="kv_cache_memory_bytes=.* null block .* and states .*Raise"
+    ):
         random_llm(checkpoint[0], **options)
     with pytest.raises(ValueError, match="num_state_slots=999 take .* lower num_state_slots"):
         random_llm(checkpoint[0], num_state_slots=999, **options)
+
+
+@pytest.mark.parametrize("mib", [24, 3 * 1024])
+def test_cache_and_states_of_a_small_memory(
+    mib: int, checkpoint: tuple[Path, torch.nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together they take half of the free memory, of which states take at most half."""
+    monkeypatch.setattr(memory, "available_host_memory", lambda: mib << 20)
+    runner = random_llm(checkpoint[0], num_kv_cache_blocks=None).engine.runner
+    needed = 256 * 512 // 16 + 1  # blocks for all rows
+    block = runner.model.config.block_bytes(16, 4)
+    if mib > 1024:
+        assert runner.attention.cache.nbytes == needed * block
+        return
+    half = (mib << 20) // 2
+    assert runner.states.nbytes <= half // 2
+    assert 0.9 * half < runner.attention.cache.nbytes + runner.states.nbytes <= half
 
 
 def test_swap_space_is_refused(checkpoint: tuple[Path, torch.nn.Module]) -> None:
@@ -434,9 +454,9 @@ def test_a_step_reads_no_other_tensors(tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path)
     assert checkpoint.model_config.feature == "hybrid"
     assert checkpoint.generation_defaults()[0] == {5}
-    names = {name for file in checkpoint.files.values() for name in file.keys()}  # noqa: SIM118
+    with checkpoint.open_weights() as files:
+        names = {name for file in files.values() for name in file.keys()}  # noqa: SIM118
     assert not any("visual" in name or "mtp" in name for name in names)
-    checkpoint.open_files.close()
 
 
 def test_sizes_of_projections_and_states(checkpoint: tuple[Path, torch.nn.Module]) -> None:

@@ -186,16 +186,16 @@ def test_ranks_divide_each_expert(tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path)
     full = checkpoint.model_config
     backend = Backend(CPU, torch.float32)
-    files = list(checkpoint.files.values())
-    whole = _loaded(full, backend, files, None)
-    parts = [_loaded(config_of_rank(full, 2), backend, files, rank) for rank in range(2)]
+    with checkpoint.open_weights() as opened:
+        files = list(opened.values())
+        whole = _loaded(full, backend, files, None)
+        parts = [_loaded(config_of_rank(full, 2), backend, files, rank) for rank in range(2)]
     x = torch.randn(5, full.hidden_size)
     for layer in range(full.num_layers):
         total = sum(part.layers[layer].mlp(x) for part in parts)
         torch.testing.assert_close(total, whole.layers[layer].mlp(x), atol=1e-5, rtol=1e-5)
     with pytest.raises(ValueError, match="the 48 and 96 feed-forward units"):
         config_of_rank(full, 5)
-    checkpoint.open_files.close()
 
 
 def _loaded(config: Any, backend: Backend, files: list[Any], rank: int | None) -> Any:
