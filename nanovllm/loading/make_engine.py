@@ -118,7 +118,7 @@ def load_engine(
 def check_format(quantization: str, checkpoint: Checkpoint) -> None:
     """Raise ValueError if the weights of the checkpoint do not have the format `quantization`."""
     found = checkpoint.weight_format and checkpoint.weight_format.method
-    if found != FORMATS[quantization]:
+    if found != quantization.removesuffix("_marlin"):
         raise ValueError(
             f"quantization={quantization!r} is a format of checkpoints, and the format of "
             f"{checkpoint.directory} is {found!r}; leave it out, or use 'int8' or 'int4' to "

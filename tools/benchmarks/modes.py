@@ -25,7 +25,6 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import RowSampling, StepOutput, StepPlan
 from nanovllm.runner.rows import Rows
 from nanovllm.utils.child import python
-from tools.benchmarks.gpu.report import gpu_report as gpu_report
 
 
 class NoModel:

@@ -264,7 +264,7 @@ def test_masks_by_definition(embedded: LLM, vocab_size: int) -> None:
         state = RulesState(2, 40, vocab_size, torch.device("cpu"))
         for _ in range(12):
             sampling = RowSampling(0.0, 0, rules=LogitRules(grammar=grammar))
-            row = RowRules(sampling.rules, NewRow(1, [], sampling, [1, 2]), vocab_size)
+            row = RowRules(sampling.rules, NewRow(1, [], sampling, [1, 2]))
             batch, output = RulesBatch([(1, row)], state), []
             while True:
                 logits = torch.randn(2, vocab_size)
