@@ -119,8 +119,12 @@ def parse(llm: LLM, url: Any, body: Any, model: str, templates: bool = False) ->
             raise ValueError(f"{name}={value!r:.80} is not supported; leave it out")
         if name not in UNUSED and name not in NO_EFFECT:
             raise ValueError(unknown_name(f"field of {url}", name, sorted(KNOWN[url])))
+    if url != CHAT:
+        name = "prompt" if url == COMPLETIONS else "input"
+        prompts = as_list(given.pop(name, None), name)
+        if not prompts:
+            raise ValueError(f"{name} must have at least one prompt")
     if url == EMBEDDINGS:
-        prompts = plain_prompts(given, "input")
         encoding = given.pop("encoding_format", "float")
         check_scalar("encoding_format", encoding, str, ("float", "base64"))
         return Job(url, model, prompts, PoolingParams(**given), encoding=encoding)
@@ -131,20 +135,10 @@ def parse(llm: LLM, url: Any, body: Any, model: str, templates: bool = False) ->
             "chat_template is not accepted here, because it is a program; leave it out, or start "
             "run-batch with --trust-chat-templates"
         )
-    prompts = [chat_prompt(llm, given)] if url == CHAT else plain_prompts(given, "prompt")
+    if url == CHAT:
+        prompts = [chat_prompt(llm, given)]
     params = sampling_params(given, llm.get_default_sampling_params(), url == CHAT)
     return Job(url, model, prompts, params, params.logprobs or 0)
-
-
-def plain_prompts(given: Fields, name: str) -> list[Prompt]:
-    """Return the prompts of a field. It is a string, token ids, or a list of one of these."""
-    value = given.pop(name, None)
-    prompts = as_list(value, name) if isinstance(value, str | list) else []
-    if not prompts or not all(isinstance(prompt, str | list) for prompt in prompts):
-        raise ValueError(
-            f"{name} must be a string, token ids, or a list of one of these, not {value!r:.80}"
-        )
-    return prompts
 
 
 def chat_prompt(llm: LLM, given: Fields) -> Prompt:
