@@ -421,11 +421,6 @@ BAD_INPUT = {
     "--workload nano --model qwen3-nano": "qwen3-nano ends at 1,024",
     "--shape qwen3-14b": "use a smaller --shape (qwen3-0.6b)",
     "--kernels": "--kernels needs a GPU",
-    "--gpu-report": "--gpu-report needs a GPU",
-    "--gpu-report /no/where.txt": "cannot write /no/where.txt",
-    "--gpu-report a.jsonl": "--gpu-report a.jsonl: a file .jsonl is written too; name a .txt",
-    "--gpu-report --only 3 10": "--only 10: give numbers from 0 to 9",
-    "--only 3": "--only goes with --gpu-report only",
 }
 
 
