@@ -11,12 +11,10 @@ nanovllm lm-eval run --model nanovllm ...  runs lm_eval's tasks
 the version.
 """
 
-import ast
 import importlib
 import io
 import os
 import sys
-from pathlib import Path
 
 from nanovllm import __version__
 from nanovllm.utils.checks import unknown_name
@@ -64,19 +62,10 @@ def run_command(argv: list[str] | None) -> int:
         return 2
     try:
         module = importlib.import_module(COMMANDS[command])
-    except ImportError as error:
-        help_asked = not {"-h", "--help"}.isdisjoint(arguments)
-        if help_asked:
-            print(docstring(COMMANDS[command]), end="\n\n")
+    except ImportError as error:  # an optional package; the message says how to install it
         print(f"nanovllm {command}: {error}", file=sys.stderr)
-        return 0 if help_asked else 1
+        return 1
     return module.main(arguments) or 0
-
-
-def docstring(module: str) -> str:
-    """Return the docstring of a module that cannot be imported, because it needs a package."""
-    path = Path(__file__).parents[1] / f"{module.replace('.', '/')}.py"
-    return str(ast.get_docstring(ast.parse(path.read_text())))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ Dtype: TypeAlias = Annotated[str, "auto", "float32", "bfloat16", "float16"]
 DTYPES: tuple[str, ...] = get_args(Dtype)[1:]
 DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 
-
 # Other names of options, which nano-vllm and vLLM use.
 RENAMED = {
     "kvcache_block_size": "block_size",
@@ -33,16 +32,11 @@ WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "runner": ("auto", "generate", "pooling"),
     "trust_remote_code": (False,),
 }
-# Formats of quantized checkpoints. Some have another name in vLLM that selects a kernel.
-FORMATS = {
-    "fp8": "fp8",
-    "fbgemm_fp8": "fbgemm_fp8",
-    "compressed-tensors": "compressed-tensors",
-    "awq": "awq",
-    "awq_marlin": "awq",
-    "gptq": "gptq",
-    "gptq_marlin": "gptq",
-}
+# Formats of quantized checkpoints. In vLLM, "_marlin" selects kernels.
+FORMATS = (
+    *("fp8", "fbgemm_fp8", "compressed-tensors"),
+    *("awq", "awq_marlin", "gptq", "gptq_marlin"),
+)
 
 
 @dataclass(frozen=True)
@@ -148,7 +142,7 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
     The names of RENAMED and WITHOUT_EFFECT are accepted too. Raises TypeError for an unknown
     option, and TypeError or ValueError for a wrong value.
     """
-    names = options.keys() - RENAMED.keys() - WITHOUT_EFFECT.keys()
+    names = [name for name in options if name not in RENAMED and name not in WITHOUT_EFFECT]
     check_names("option", names, EngineConfig.__dataclass_fields__)
     values: dict[str, Any] = {}
     for name, value in options.items():

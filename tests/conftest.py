@@ -37,7 +37,6 @@ DTYPES = torch.bfloat16, torch.float32  # of the CPU's kernels
 # process that forks ranks.
 GROUPS = {
     "dry runs": r"/test_dry_run\.py::",
-    "dry report": r"/benchmarks/test_gpu\.py::",
     "parity": r"/test_qwen3\.py::",
     "ranks": r"/test_tensor_parallel\.py::",
     "grades": r"::test_(grades|log_probabilities|accuracy_in_bf16)",

@@ -102,23 +102,19 @@ def plain_messages(
 def parsed_tool_call(call: Any) -> Any:
     """Return a tool call whose arguments are a dict, as chat templates expect.
 
-    In OpenAI's format they are a string in JSON, which may be empty. Any other call is returned
-    unchanged. Raises ValueError if the string is not an object in JSON.
+    In OpenAI's format they are a string in JSON, which may be empty. Raises ValueError if it is not
+    JSON. Any other call is returned unchanged.
     """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments", ""), str | None):
         return call
     text = function.get("arguments") or "{}"
     try:
-        arguments = json.loads(text)
-    except ValueError:
-        arguments = None
-    if not isinstance(arguments, dict):
+        return call | {"function": function | {"arguments": json.loads(text)}}
+    except ValueError as error:
         raise ValueError(
-            f"the arguments of the tool call {function.get('name')!r:.80} must be a dict, or an "
-            f'object in JSON like \'{{"city": "Paris"}}\', not {text!r:.200}'
-        )
-    return call | {"function": function | {"arguments": arguments}}
+            f"the arguments of a tool call are a dict, or an object in JSON, not {text!r:.200}"
+        ) from error
 
 
 def part_text(part: Any) -> str:

@@ -166,7 +166,7 @@ def test_what_penalties_read_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     for row in range(7):
         new_row = logit_rules.NewRow(row, [], None, [1] * 30, [])  # type: ignore[arg-type]
         state.penalties.add_row(row, new_row.prompt, new_row.output)
-        rows.append((row, logit_rules.RowRules(rules, new_row, size)))
+        rows.append((row, logit_rules.RowRules(rules, new_row)))
     batch, positions = logit_rules.RulesBatch(rows, state), torch.full((7,), 30)
     batch.length = 31
     batch.apply(torch.zeros(7, size), positions)

@@ -34,16 +34,15 @@ Fields = dict[str, Any]
 OTHER = {"detokenize", "logits_processors", "max_tokens", "logprobs", "logit_bias"}
 SAMPLING = {f.name for f in fields(SamplingParams)} - OTHER - {"structured_outputs"}
 BOTH = SAMPLING | {"max_tokens", "logprobs", "logit_bias", "response_format", "structured_outputs"}
-TEMPLATE = {"add_generation_prompt", "continue_final_message"}
-CHAT_ONLY = {"messages", "max_completion_tokens", "top_logprobs"}
+TEMPLATE = {"add_generation_prompt", "continue_final_message", "chat_template"}
+CHAT_ONLY = {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
 KNOWN = {
-    CHAT: BOTH | TEMPLATE | CHAT_ONLY | {"chat_template", "chat_template_kwargs"},
+    CHAT: BOTH | TEMPLATE | CHAT_ONLY,
     COMPLETIONS: BOTH | {"prompt"},
     EMBEDDINGS: {f.name for f in fields(PoolingParams)} | {"input", "encoding_format"},
 }
 # Fields with a value that changes nothing. Another value is an error.
 UNUSED = {"best_of": 1, "echo": False, "stream": False, "suffix": "", "tools": []}
-UNUSED |= {"use_beam_search": False}
 NO_EFFECT = {"metadata", "parallel_tool_calls", "service_tier", "store", "tool_choice", "user"}
 
 
@@ -119,8 +118,12 @@ def parse(llm: LLM, url: Any, body: Any, model: str, templates: bool = False) ->
             raise ValueError(f"{name}={value!r:.80} is not supported; leave it out")
         if name not in UNUSED and name not in NO_EFFECT:
             raise ValueError(unknown_name(f"field of {url}", name, sorted(KNOWN[url])))
+    if url != CHAT:
+        name = "prompt" if url == COMPLETIONS else "input"
+        prompts = as_list(given.pop(name, None), name)
+        if not prompts:
+            raise ValueError(f"{name} must have at least one prompt")
     if url == EMBEDDINGS:
-        prompts = plain_prompts(given, "input")
         encoding = given.pop("encoding_format", "float")
         check_scalar("encoding_format", encoding, str, ("float", "base64"))
         return Job(url, model, prompts, PoolingParams(**given), encoding=encoding)
@@ -131,20 +134,10 @@ def parse(llm: LLM, url: Any, body: Any, model: str, templates: bool = False) ->
             "chat_template is not accepted here, because it is a program; leave it out, or start "
             "run-batch with --trust-chat-templates"
         )
-    prompts = [chat_prompt(llm, given)] if url == CHAT else plain_prompts(given, "prompt")
+    if url == CHAT:
+        prompts = [chat_prompt(llm, given)]
     params = sampling_params(given, llm.get_default_sampling_params(), url == CHAT)
     return Job(url, model, prompts, params, params.logprobs or 0)
-
-
-def plain_prompts(given: Fields, name: str) -> list[Prompt]:
-    """Return the prompts of a field. It is a string, token ids, or a list of one of these."""
-    value = given.pop(name, None)
-    prompts = as_list(value, name) if isinstance(value, str | list) else []
-    if not prompts or not all(isinstance(prompt, str | list) for prompt in prompts):
-        raise ValueError(
-            f"{name} must be a string, token ids, or a list of one of these, not {value!r:.80}"
-        )
-    return prompts
 
 
 def chat_prompt(llm: LLM, given: Fields) -> Prompt:
@@ -152,11 +145,8 @@ def chat_prompt(llm: LLM, given: Fields) -> Prompt:
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"messages must be a list of at least one message, not {messages!r:.80}")
     more = given.pop("chat_template_kwargs", None)
-    variables: Fields = {"add_generation_prompt": True}
-    variables |= {name: given.pop(name) for name in sorted(TEMPLATE) if name in given}
-    for name, value in variables.items():
-        check_scalar(name, value, bool)
-    variables["chat_template"] = given.pop("chat_template", None)
+    variables: Fields = {"add_generation_prompt": True, "chat_template": None}
+    variables |= {name: given.pop(name) for name in TEMPLATE & given.keys()}
     return llm.engine.input_processor.chat_prompt(messages, variables, more)
 
 
@@ -171,8 +161,7 @@ def sampling_params(given: Fields, defaults: SamplingParams, chat: bool) -> Samp
     fields["max_tokens"] = given.get("max_completion_tokens", max_tokens)
     fields["logprobs"] = given.get("logprobs")
     if chat:
-        top = given.get("top_logprobs", 0)
-        with_logprobs = given.get("logprobs", False)
+        top, with_logprobs = given.get("top_logprobs", 0), given.get("logprobs", False)
         check_scalar("logprobs", with_logprobs, bool)
         check_scalar("top_logprobs", top, int, (-1, math.inf))
         if top and not with_logprobs:

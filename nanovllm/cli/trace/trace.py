@@ -14,7 +14,6 @@ changes since the previous event. show.py shows them as a table and as a page.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from operator import eq
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.trace import show
 from nanovllm.cli.trace.events import Event as Event
@@ -31,27 +30,14 @@ from nanovllm.cli.trace.experts import ExpertCounter
 from nanovllm.engine.block_manager import Block, Key
 from nanovllm.engine.detokenizer import decode_token
 from nanovllm.engine.observer import NO_OBSERVER, Observer
-from nanovllm.engine.scheduler import InFlightStep, Scheduler
+from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.plan import ResultKind, StepOutput
 
 if TYPE_CHECKING:
     from nanovllm.features.requests.beam_search import Beams, BeamSearchSequence
-    from nanovllm.llm import LLM
 
 MAX_LIKELY = 5  # tokens whose probabilities are recorded in addition to the sampled token
-
-
-class Observable(Protocol):
-    """What a Trace needs of an engine. LLMEngine and the oracle's History implement it."""
-
-    scheduler: Scheduler
-    tokenizer: Any
-    async_scheduling: bool
-    observer: Observer
-
-    @property
-    def lock(self) -> threading.RLock: ...
 
 
 @dataclass
@@ -71,9 +57,13 @@ class Trace(Observer):
     has one `with` block. It can be printed and saved at any time, also after an error.
     """
 
-    def __init__(self, llm: LLM | Observable, experts: bool = False) -> None:
-        """Raise ValueError if `experts` cannot be counted: without experts, or in CUDA graphs."""
-        engine: Observable = getattr(llm, "engine", llm)  # type: ignore[arg-type]
+    def __init__(self, llm: Any, experts: bool = False) -> None:
+        """llm: an LLM, an LLMEngine, or another object with these attributes of an LLMEngine:
+        scheduler, tokenizer, async_scheduling, observer and lock.
+
+        Raises ValueError if `experts` cannot be counted: without experts, or in CUDA graphs.
+        """
+        engine: Any = getattr(llm, "engine", llm)
         if not hasattr(engine, "scheduler"):
             raise TypeError(f"a Trace records an LLM or its LLMEngine, not {llm!r:.80}")
         self._engine = engine
@@ -128,12 +118,11 @@ class Trace(Observer):
         self._begun = time.perf_counter()
 
     def scheduled(self, step: InFlightStep | None) -> None:
-        times = [self._micros(self._begun), self._micros(time.perf_counter())]
         if step is None and not self._in_flight:
             return  # nothing was planned, and nothing will be committed
         number = self.num_steps + 1
         event = self._changes()
-        event |= Event(plan=number, time=times, chunks=[])
+        event |= Event(plan=number, chunks=[])
         decodes: list[int] = []
         if step is not None:
             plan = step.plan
@@ -169,12 +158,11 @@ class Trace(Observer):
             event["why"] = self._scheduler.why_waiting
         self.num_steps = number
         self._add(event)
-        self.events[-1]["time"].append(self._micros(time.perf_counter()))
+        self.events[-1]["time"] = self._micros(time.perf_counter())
 
     def committed(self, step: InFlightStep, updated: list[Sequence], output: StepOutput) -> None:
-        times = [self._micros(self._begun), self._micros(time.perf_counter())]
         event = self._changes()
-        event |= Event(commit=self._in_flight.popleft(), time=times)
+        event |= Event(commit=self._in_flight.popleft(), time=self._micros(self._begun))
         if self._experts and event["commit"]:
             event["experts"] = self._experts.num_experts, self._experts.steps.popleft()
         # A beam gets its token when the other beams have results, and some beams get none.

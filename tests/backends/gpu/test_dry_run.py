@@ -87,13 +87,6 @@ def test_launches_of_a_decode(runs: dict[str, Any]) -> None:
     assert found["outside the layers"] <= 10
 
 
-def test_launches_of_few_rows(runs: dict[str, Any]) -> None:
-    found = runs["decode"]["found"]
-    for few_rows in found["few rows"]:
-        assert few_rows["per layer"] == [5]
-        assert 0 < few_rows["outside the layers"] <= found["outside the layers"]
-
-
 def test_what_a_step_with_chunks_sends(runs: dict[str, Any]) -> None:
     """One copy for what changes in each step, one for the rest, the tiles and the rows on the device."""
     found = runs["decode"]["found"]["with a chunk"]

@@ -70,7 +70,7 @@ def test_a_continuation_that_leaves_no_room_for_its_prompt() -> None:
     pytest.importorskip("lm_eval")
     from nanovllm.cli.jobs.lm_eval import NanoVLLM
 
-    model = NanoVLLM(max_model_len=8, num_kvcache_blocks=8)
+    model = NanoVLLM(max_model_len=8, num_kv_cache_blocks=8)
     ids = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
     score = model._loglikelihood_tokens([(None, ids, ids[:8])], True)
     assert score == model._loglikelihood_tokens([(None, ids[-1:], ids[:8])], True)

@@ -34,8 +34,7 @@ class PenaltyState:
     memory for them.
     """
 
-    def __init__(self, length: int, vocab_size: int, device: torch.device) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self, length: int, device: torch.device) -> None:
         self.slots: dict[int, int] = {}  # row -> slot
         self.tokens = torch.empty((0, length), dtype=torch.int32, device=device)
         self.counts = torch.empty((0, length), dtype=torch.float32, device=device)
@@ -43,11 +42,10 @@ class PenaltyState:
     def add_row(self, row: int, prompt: list[int], output: list[int]) -> None:
         """Set the tokens and counts of a row.
 
-        Raises ValueError as `check_ids` does, or if the memory holds no more slots.
+        Raises ValueError if the memory holds no more slots.
         """
         known = np.array([*prompt, *output], np.int32)
         ids, index = np.unique(known, return_inverse=True)
-        check_ids([*ids[:1], *ids[-1:]], self.vocab_size)
         counts = np.bincount(index[len(prompt) :], minlength=len(ids))[index]
         slot = self.slots.get(row, len(self.slots))
         if slot == len(self.tokens):
@@ -128,12 +126,3 @@ class Penalties:
         sampled = tokens[self.index].int().split([len(slots) for slots, *_ in self.known])
         for known, part in zip(self.known, sampled, strict=True):
             self.state.append(*known, part)
-
-
-def check_ids(ids: list[int], vocab_size: int) -> None:
-    """Raise ValueError for an id that is not in the vocabulary.
-
-    Its index in the flat logits [R * V] could belong to another row.
-    """
-    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-        raise ValueError(f"token ids {min(ids)} to {max(ids)} exceed a vocabulary of {vocab_size}")

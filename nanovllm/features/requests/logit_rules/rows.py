@@ -14,7 +14,6 @@ no other rule can override. The sampler follows.
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +26,6 @@ from torch import Tensor
 from nanovllm.features.requests.logit_rules.penalties import (
     Penalties,
     PenaltyState,
-    check_ids,
     has_penalties,
 )
 from nanovllm.models.backend import Backend
@@ -42,12 +40,9 @@ NO_END = 2**62  # above every position
 
 
 class RowRules:
-    """The rules of one row, and the tokens of the row if the host needs them.
+    """The rules of one row, and the tokens of the row if the host needs them."""
 
-    Raises ValueError for a token id outside the vocabulary.
-    """
-
-    def __init__(self, rules: LogitRules, new_row: NewRow, vocab_size: int) -> None:
+    def __init__(self, rules: LogitRules, new_row: NewRow) -> None:
         # Weak, because a row is reused some time after its request has ended. Until then, this must
         # not keep the logits processors in memory.
         self.owner = weakref.ref(rules)
@@ -68,8 +63,6 @@ class RowRules:
         min_length = len(new_row.prompt) + rules.min_tokens
         self.edits += [(token, MASKED, min_length) for token in rules.stops]
         self.edits += [(token, value, NO_END) for token, value in rules.logit_bias]
-        check_ids([token for token, *_ in self.edits], vocab_size)
-        check_ids([*itertools.chain(*self.phrases), *(allowed or ())], vocab_size)
 
     def must_end(self) -> bool:
         """Return whether the grammar is complete, and the other rules hide all its end tokens."""
@@ -121,8 +114,7 @@ class RulesState:
 
     def reset(self) -> None:
         """Forget all rules, and free the memory that they took."""
-        _, length, vocab_size = self.sizes
-        self.penalties = PenaltyState(length, vocab_size, self.device)
+        self.penalties = PenaltyState(self.sizes[1], self.device)
         self.logits: Tensor | None = None  # [N, V] float32, from the first use on
         self.rows: dict[int, RowRules] = {}  # rules of the rows that have any
         self.last_batch: tuple[list[int], RulesBatch] | None = None  # of these rows
@@ -141,13 +133,12 @@ class RulesState:
             self.last_batch = None  # first, because Ctrl-C may interrupt this
             self.rows.pop(row, None)
         if rules is not None:
-            vocab_size = self.sizes[2]
             try:
                 if has_penalties(rules):
                     self.penalties.add_row(row, new_row.prompt, new_row.output)
-                self.rows[row] = RowRules(rules, new_row, vocab_size)
+                self.rows[row] = RowRules(rules, new_row)
             except Exception as error:
-                failed = RowRules(LogitRules(), new_row, vocab_size)
+                failed = RowRules(LogitRules(), new_row)
                 failed.error = error  # ends only this request, when the row samples
                 failed.needs_output = True
                 self.rows[row] = failed
