@@ -24,7 +24,7 @@ MAX_CONTEXT = 24  # tokens of a prompt that are tried
 
 
 class Detokenizer:
-    """Decodes the output of one sequence, whose prompt is `prompt_ids` or ends with these tokens."""
+    """Decodes the output of one sequence, whose prompt ends with `prompt_ids`."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: list[int], skip_special_tokens: bool = True
