@@ -305,7 +305,6 @@ WRONG: list[tuple[Any, str]] = [
     (line("x", CHAT, **ask("Hi", chat_template_kwargs=[1])), "chat_template_kwargs must be an obj"),
     (line("x", CHAT, **ask("Hi", chat_template_kwargs={"tokenize": True})), "TypeError"),
     (line("x", CHAT, **ask("Hi", chat_template_kwargs={"chat_template": 5})), "must be a string"),
-    (line("x", CHAT, **ask("Hi", add_generation_prompt="yes")), "add_generation_prompt must be"),
     (line("x", COMPLETIONS), "prompt must be a string"),
     (line("x", COMPLETIONS, prompt=""), "the prompt is empty"),
     (line("x", COMPLETIONS, prompt=[]), "prompt must have at least one prompt"),
