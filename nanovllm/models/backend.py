@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.models import decode_inputs, layers, logprobs, sampler
+from nanovllm.models import layers, logprobs, sampler
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.layers import Linear
 
@@ -28,7 +28,8 @@ class Backend:
     """The backend in plain torch, for any device. loading/select_backend.py selects a backend."""
 
     attention_class: type[PlainAttention] = PlainAttention
-    captures = False  # whether `capture_decode` is implemented
+    captures = False  # whether `capture_decode` and `decode_inputs` are implemented
+    decode_inputs: Callable[..., Any]  # see backends/gpu/decode_inputs.py
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         """`dtype` is the dtype of the model."""
@@ -95,8 +96,6 @@ class Backend:
     def fuse_layers(self, model: Any, attention: Any) -> Any:
         """Return a faster object with the methods `forward` and `logits` of `model`, or None."""
         return None
-
-    decode_inputs = staticmethod(decode_inputs.decode_inputs)
 
     def capture_decode(
         self, decode: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], positions: np.ndarray

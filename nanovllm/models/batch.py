@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from nanovllm.plan import FILTERS
+
 
 @dataclass(slots=True)
 class ForwardBatch:
@@ -44,3 +46,18 @@ class SamplingBatch:
     # Name -> values [R], int64 or float32 as in plan.FILTERS. Unused filters may be missing.
     filters: dict[str, Tensor]
     all_greedy: bool = False
+
+
+def longest_first(context_lens: np.ndarray) -> np.ndarray:
+    """Return the indices [S] int64 of sequences by length, for a device that starts them in order.
+
+    A long sequence that started last would still run when all others have ended.
+    """
+    return np.argsort(-context_lens, kind="stable")
+
+
+def typed_params(params: Tensor | list[Tensor]) -> list[Tensor]:
+    """Convert the temperature and each filter [R] float32 to the dtypes of SamplingBatch."""
+    temperature, *values = params
+    pairs = zip(FILTERS.values(), values, strict=True)
+    return [temperature, *(x.long() if isinstance(off, int) else x for off, x in pairs)]

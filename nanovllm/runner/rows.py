@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.models.batch import ForwardBatch, SamplingBatch
-from nanovllm.models.decode_inputs import typed_params
+from nanovllm.models.batch import ForwardBatch, SamplingBatch, typed_params
 from nanovllm.models.transfers import send
 from nanovllm.plan import FILTERS, ResultKind, StepPlan
 
