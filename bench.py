@@ -11,7 +11,6 @@
   python bench.py --workload mixed --policy fcfs sjf --set max_num_seqs=16
   python bench.py --startup --memory   the time to start, and host memory over 10,000 requests
   python bench.py --kernels            each Triton kernel alone (needs a GPU)
-  python bench.py --gpu-report         GPU tests and benchmarks in parts, in gpu-report.txt
 
 All engines get the same weights, token ids, output lengths and temperature, and none stops early.
 They take turns (A B A B), each in a separate process. On a CPU all processes load their engine and
@@ -39,7 +38,7 @@ from tools.benchmarks.baselines import BASELINES, vllm_version
 from tools.benchmarks.machine import cpu_seconds, describe_load, other_load
 from tools.benchmarks.workloads import SHAPES, WORKLOADS
 
-MODES = ("host_only", "startup", "memory", "kernels", "gpu_report")
+MODES = ("host_only", "startup", "memory", "kernels")
 
 
 def count(text: str, low: int = 1) -> int:
@@ -98,10 +97,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--startup", action="store_true", help="seconds until LLM() is ready")
     add("--memory", action="store_true", help="host memory over 10,000 requests")
     add("--kernels", action="store_true", help="each Triton kernel alone, on a GPU")
-    to_file: dict[str, Any] = {"nargs": "?", "type": Path, "const": Path("gpu-report.txt")}
-    add("--gpu-report", **to_file, metavar="FILE", help="all that needs a GPU, in files to send")
-    part = {**number, "type": partial(count, low=0)}
-    add("--only", nargs="+", **part, help="parts of --gpu-report, by number (all)")
     return parser
 
 
@@ -113,19 +108,13 @@ def check(args: argparse.Namespace) -> None:
         low, high = getattr(args, name) or (1, 1)
         if low > high:
             raise ValueError(f"--{name} {low} {high}: give MIN <= MAX")
-    for path in filter(None, (args.json, args.plot, args.gpu_report)):
+    for path in filter(None, (args.json, args.plot)):
         if path.is_dir() or not path.resolve().parent.is_dir():
             raise ValueError(f"cannot write {path}; name a file in a directory that exists")
     if args.plot and args.plot.suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"--plot {args.plot}: name a .png, .pdf or .svg file")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install -e '.[bench]'")
-    if args.only and not args.gpu_report:
-        raise ValueError("--only goes with --gpu-report only; leave it out")
-    if args.gpu_report and args.gpu_report.suffix == ".jsonl":
-        raise ValueError(
-            f"--gpu-report {args.gpu_report}: a file .jsonl is written too; name a .txt"
-        )
     modes_given = [name for name in (*MODES, "policy") if getattr(args, name)]
     mode = modes_given[0].replace("_", "-") if modes_given else ""
     for name in ("json", "plot", "baseline"):

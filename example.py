@@ -7,7 +7,7 @@ the page trace.html, which shows the same.
 import argparse
 from pathlib import Path
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, Trace
 
 QUESTIONS = [
     "Introduce yourself.",
@@ -48,9 +48,7 @@ def main() -> None:
 
 def print_trace(model: str) -> None:
     """Show a trace of a small cache and token budget, whose numbers can be checked by hand."""
-    from nanovllm import Trace  # it is in nanovllm/tools, which can be deleted
-
-    llm = LLM(model, kvcache_block_size=4, num_kvcache_blocks=12, max_num_batched_tokens=12)
+    llm = LLM(model, block_size=4, num_kv_cache_blocks=12, max_num_batched_tokens=12)
     prompts = ["What is 12 + 30?\n", "What is 12 + 7?\n"]
     with Trace(llm) as trace:
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)

@@ -114,7 +114,7 @@ class Rung(NamedTuple):
     run: Callable[[LLM, list[Request]], Run]
 
 
-SHARING = dict(attention_backend="sdpa", num_kvcache_blocks=256, max_num_seqs=ROWS)
+SHARING = dict(attention_backend="sdpa", num_kv_cache_blocks=256, max_num_seqs=ROWS)
 PLAIN = SHARING | {"enable_prefix_caching": False}
 CHUNKS = SHARING | {"max_num_batched_tokens": BUDGET}
 KERNELS = CHUNKS | {"attention_backend": "numba"}

@@ -15,7 +15,7 @@ from nanovllm.config import EMBEDDED
 from nanovllm.engine.observer import Observer
 from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan import Chunk, NewRow, ResultKind, RowSampling, StepPlan
 from nanovllm.runner.model_runner import ModelRunner

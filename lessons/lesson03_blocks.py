@@ -76,7 +76,7 @@ def count_running(llm: LLM, num_requests: int) -> tuple[int, int]:
 
 
 def run() -> None:
-    llm = make_llm(kvcache_block_size=4, num_kvcache_blocks=16)
+    llm = make_llm(block_size=4, num_kv_cache_blocks=16)
     say("""A sequence takes all blocks of its prompt at once. Later it takes one more block when its
         last block is full. Here two sequences take blocks of 4 slots in turn. Block 0 is the
         null block: padding is written there, and no sequence owns it.""")
@@ -97,8 +97,8 @@ def run() -> None:
         about 20 tokens, prompt and output, and 1,024 slots:""")
     rows, max_running = [], []
     for size in (256, 16):
-        options = dict(num_kvcache_blocks=1024 // size, max_model_len=256)
-        small = make_llm(kvcache_block_size=size, enable_prefix_caching=False, **options)
+        options = dict(num_kv_cache_blocks=1024 // size, max_model_len=256)
+        small = make_llm(block_size=size, enable_prefix_caching=False, **options)
         if size == 256:  # contiguous memory is never extended, so it needs no reserve
             small.engine.scheduler.reserve = lambda: 0  # type: ignore[method-assign]
         running, steps = count_running(small, 24)

@@ -24,7 +24,7 @@ from nanovllm.loading.memory import num_weights
 
 ROWS = 4  # max_num_seqs
 # Plain torch: compiled kernels would change the figures.
-OPTIONS = dict(attention_backend="sdpa", num_kvcache_blocks=64, enable_prefix_caching=False)
+OPTIONS = dict(attention_backend="sdpa", num_kv_cache_blocks=64, enable_prefix_caching=False)
 LENGTHS = (2, 9, 3, 2, 8, 2, 3, 3)  # output tokens of the requests
 
 

@@ -24,11 +24,10 @@ from lessons.ladder import has_numba
 from lessons.lesson import decode_plan, prompt_plan, shape_of, timed
 from lessons.pictures import show_plot
 from lessons.show import Questions, faster, link, say, show_source, show_table
-from nanovllm.config import EMBEDDED, EngineConfig
+from nanovllm.config import EngineConfig
 from nanovllm.loading import make_runner as start
-from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 from nanovllm.loading.select_backend import pick_dtype
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.single_rank import SingleRank
@@ -61,10 +60,9 @@ def timed_dtype() -> torch.dtype:
 def random_runner(config: ModelConfig) -> ModelRunner:
     """Make a ModelRunner with random weights, and blocks for all timed steps."""
     options: Any = dict(dtype="auto", load_format="dummy", max_num_seqs=max(ROWS))
-    options |= dict(num_kvcache_blocks=max(ROWS) * CONTEXT // BLOCK)
+    options |= dict(num_kv_cache_blocks=max(ROWS) * CONTEXT // BLOCK)
     engine = EngineConfig(device="cpu", **options)
-    checkpoint = Checkpoint(find_checkpoint(EMBEDDED), has_weights=False)
-    return start.make_runner(engine, config, checkpoint, PROMPT, SingleRank())
+    return start.make_runner(engine, config, {}, "a random model", PROMPT, SingleRank())
 
 
 def time_decode(runner: ModelRunner, rows: int) -> float:

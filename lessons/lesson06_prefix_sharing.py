@@ -75,7 +75,7 @@ def trace_samples(llm: LLM, n: int) -> tuple[Trace, int]:
 
 def evict() -> list[tuple[str, int, int, int]]:
     """Run prompts in a pool of 6 blocks. Returns how many tokens of each are cached after each."""
-    llm = make_llm(kvcache_block_size=4, num_kvcache_blocks=6)
+    llm = make_llm(block_size=4, num_kv_cache_blocks=6)
     ids = {name: llm.get_tokenizer().encode(text) for name, text in PROMPTS.items()}
     blocks, rows = llm.engine.scheduler.block_manager, []
     for name in "ACAD":
@@ -86,7 +86,7 @@ def evict() -> list[tuple[str, int, int, int]]:
 
 
 def run() -> None:
-    llm = make_llm(kvcache_block_size=4, num_kvcache_blocks=32)
+    llm = make_llm(block_size=4, num_kv_cache_blocks=32)
     a, b = llm.get_tokenizer().encode(A), llm.get_tokenizer().encode(B)
     same = next(i for i in range(len(b)) if a[i] != b[i])
     print(*(f"{name} = {text!r}" for name, text in PROMPTS.items()), sep="\n", end="\n\n")
@@ -104,7 +104,7 @@ def run() -> None:
     say("""Each full block has a hash: block_hash = xxh3_128(parent_block_hash, token ids), where
         the parent is the block before it. Below are the first six digits of the hashes. The same
         tokens after another beginning have another parent, so they have another hash:""")
-    chains = hash_chains(make_llm(kvcache_block_size=4, num_kvcache_blocks=32))
+    chains = hash_chains(make_llm(block_size=4, num_kv_cache_blocks=32))
     show_table(("prompt", "tokens of a block", "parent_block_hash", "block_hash"), chains)
     say("""The cache is a dictionary from hashes to blocks. Two blocks with different tokens could
         have the same hash. With 128 bits this is very unlikely, but a match compares the tokens
@@ -122,7 +122,7 @@ def run() -> None:
         0. Sequence 0.1 is forked when 0.0 has its first token, and shares the blocks of the prompt.
         It computes the last prompt token again, to sample from its logits. The last block is not
         full, and both will write into it, so the engine copies it for one of them first:""")
-    llm = make_llm(kvcache_block_size=4, num_kvcache_blocks=32)
+    llm = make_llm(block_size=4, num_kv_cache_blocks=32)
     print(trace_samples(llm, 2)[0], end="\n\n")
     say("""Cached blocks without an owner are kept until no block is free. Then the least recently
         used one is evicted. A pool of 6 blocks runs A, C, A again, and D. D needs 3 blocks, and 2

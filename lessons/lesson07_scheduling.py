@@ -24,7 +24,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.outputs import RequestOutput
 
 # Plain torch: compiled kernels would change the figures.
-OPTIONS = dict(attention_backend="sdpa", num_kvcache_blocks=256, enable_prefix_caching=False)
+OPTIONS = dict(attention_backend="sdpa", num_kv_cache_blocks=256, enable_prefix_caching=False)
 LENGTHS = [150, *[9] * 12]  # tokens of the prompts: a long one, and short ones after it
 BUDGET = 32  # tokens of a step
 LONG = 600  # tokens of the prompt that is computed in chunks
@@ -74,8 +74,8 @@ def chunk_steps(llm: LLM) -> list[tuple[int, float]]:
 
 def preempt(num_blocks: int, enable_prefix_caching: bool) -> tuple[Trace, list[list[int]], int]:
     """Run two requests -> the trace, their tokens, and how many tokens were computed again."""
-    options = dict(num_kvcache_blocks=num_blocks, enable_prefix_caching=enable_prefix_caching)
-    llm = make_llm(kvcache_block_size=4, **options)
+    options = dict(num_kv_cache_blocks=num_blocks, enable_prefix_caching=enable_prefix_caching)
+    llm = make_llm(block_size=4, **options)
     prompts = ["What is 12 + 30?\n", "Sort 42, 7, 99\n"]
     with Trace(llm) as trace:
         outputs = ask(llm, prompts, ignore_eos=True, max_tokens=9)

@@ -73,7 +73,7 @@ def show_draws(llm: LLM, logits: Tensor) -> None:
 
 
 def run() -> None:
-    llm = make_llm(attention_backend="sdpa", num_kvcache_blocks=64)
+    llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=64)
     show_formula(
         "probability of token i = exp(logit_i / temperature) / sum of all exp(logit / temperature)",
         r"p_i = \frac{\exp(z_i / T)}{\sum_j \exp(z_j / T)}",

@@ -55,7 +55,7 @@ def show_steps(llm: LLM, trace: Trace) -> None:
 
 
 def run() -> None:
-    llm = make_llm(attention_backend="sdpa", kvcache_block_size=4, num_kvcache_blocks=64)
+    llm = make_llm(attention_backend="sdpa", block_size=4, num_kv_cache_blocks=64)
     prompt = llm.get_tokenizer().encode(PROMPT)
     trace, beams = search(llm, WIDTH)
     QUESTIONS.show(1)

@@ -59,13 +59,13 @@ def show_losses(llm: LLM) -> None:
             error += float((layer.weight - weight).square().sum())
         name = f"{bits} bits, {'a scale for each row' if by_row else 'one scale for a weight'}"
         rows.append((name, f"{(error / size) ** 0.5:.2%}", *grade(llm, said)))
-    engine = make_llm(attention_backend="sdpa", num_kvcache_blocks=256, quantization="int8")
+    engine = make_llm(attention_backend="sdpa", num_kv_cache_blocks=256, quantization="int8")
     rows.insert(2, ("the same, and the activations too", rows[1][1], *grade(engine, said)))
     show_table(("weights", "error", "right answers", "log-probability"), rows)
 
 
 def run() -> None:
-    llm = make_llm(attention_backend="sdpa", num_kvcache_blocks=256)
+    llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=256)
     QUESTIONS.show(1)
     say(f"""Rounding loses accuracy: the embedded model answers {len(SAMPLES)} questions that were
         not in its training, with its weights rounded in several ways. The third line is what the

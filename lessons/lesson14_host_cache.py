@@ -28,7 +28,7 @@ LINK, GPU = 25e9, 400e12  # bytes per second to host memory, FLOPs per second: a
 
 def make(num_blocks: int, host_blocks: int) -> LLM:
     """Make an LLM with small blocks on the device and in host memory."""
-    options = dict(kvcache_block_size=SLOTS, num_kvcache_blocks=num_blocks)
+    options = dict(block_size=SLOTS, num_kv_cache_blocks=num_blocks)
     swap_space = host_blocks * embedded_config().block_bytes(SLOTS, 4) / 2**30
     return make_llm(**options, swap_space=swap_space, attention_backend="sdpa")
 

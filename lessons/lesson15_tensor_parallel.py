@@ -38,7 +38,7 @@ from nanovllm.models.qwen3 import Qwen3
 from nanovllm.utils.child import python
 
 PROMPTS = [f"What is 12 + {i}?\n" for i in range(4)]
-OPTIONS = dict(attention_backend="sdpa", num_kvcache_blocks=64)
+OPTIONS = dict(attention_backend="sdpa", num_kv_cache_blocks=64)
 
 
 def start_ranks(size: int) -> list[dict[str, Any]]:

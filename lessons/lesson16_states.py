@@ -24,8 +24,8 @@ from torch import Tensor
 from lessons.lesson import shape_of, timed
 from lessons.pictures import show_formula, show_plot
 from lessons.show import Questions, faster, link, say, show_source, show_table
-from nanovllm.features.models.hybrid.config import HybridConfig
 from nanovllm.features.models.hybrid.delta_rule import CHUNK, advance, decode, solve
+from nanovllm.features.models.hybrid.hybrid_config import HybridConfig
 
 # The fields of Qwen3.5-0.8B's config.json.
 QWEN3_5 = dict(

@@ -28,7 +28,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.observer import NO_OBSERVER, Observer
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.features.models.hybrid.config import HybridConfig
+from nanovllm.features.models.hybrid.hybrid_config import HybridConfig
 from nanovllm.features.models.hybrid.state_blocks import StateBlockManager
 from nanovllm.plan import StepOutput
 

@@ -26,10 +26,9 @@ from torch import Tensor
 from lessons.lesson import timed
 from lessons.pictures import show_plot
 from lessons.show import Questions, link, say, show_source, show_table
-from nanovllm.features.models.moe.config import Experts, MoeConfig
 from nanovllm.features.models.moe.experts import Groups, expert_linear, expert_mlp
 from nanovllm.features.models.moe.model import SparseMLP
-from nanovllm.loading.make_runner import model_class
+from nanovllm.features.models.moe.moe_config import Experts, MoeConfig
 from nanovllm.loading.memory import num_weights
 from nanovllm.models.backend import Backend
 from nanovllm.models.qwen3 import MLP
@@ -114,7 +113,7 @@ def reads() -> list[tuple[object, ...]]:
     """Return what a decode step of Qwen3-30B-A3B reads, in billions of weights and in GB."""
     config = MoeConfig.from_json(QWEN3_MOE, Path("config.json"))
     assert config.experts is not None
-    total, rows = num_weights(model_class(config).on_meta(config)), list[tuple[object, ...]]()
+    total, rows = num_weights(config.model_class().on_meta(config)), list[tuple[object, ...]]()
     for num in ROWS:
         read = total - config.experts.unused_weights(config.hidden_size, num)
         used, each = f"{config.experts.expected_hits(num):.1f}", f"{2e-9 * read / num:.2f}"

@@ -58,7 +58,7 @@ def show_masks(llm: LLM, matcher: Matcher) -> str:
 
 
 def run() -> None:
-    llm = make_llm(attention_backend="sdpa", num_kvcache_blocks=64)
+    llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=64)
     if optional("llguidance") is None:
         say("llguidance is not installed: pip install -e '.[structured]'")
         return

@@ -51,7 +51,7 @@ def run() -> None:
         the errors out:""")
     prompts, said, rows = [sample.question for sample in SAMPLES], list[list[int]](), []
     for dtype in ("auto", "fp8"):
-        llm = make_llm(attention_backend="sdpa", num_kvcache_blocks=128, kv_cache_dtype=dtype)
+        llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=128, kv_cache_dtype=dtype)
         outputs = ask(llm, prompts, max_tokens=12)
         tokens = [output["token_ids"] for output in outputs]
         said = said or tokens

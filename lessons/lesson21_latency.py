@@ -66,7 +66,7 @@ def goodput(latencies: list[Latency], limits: Latency, seconds: float) -> float:
 
 
 def run() -> None:
-    options = dict(enable_prefix_caching=False, num_kvcache_blocks=256, max_num_seqs=8)
+    options = dict(enable_prefix_caching=False, num_kv_cache_blocks=256, max_num_seqs=8)
     llm = make_llm(attention_backend="sdpa", **options)
     serve(llm, [0.0] * REQUESTS)  # prepares buffers
     alone = [serve(llm, [0.0])[0][0] for _ in range(5)]

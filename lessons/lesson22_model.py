@@ -97,7 +97,7 @@ def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def run() -> None:
     QUESTIONS.show(1)
     show_lines(Model.logits, "heads, weights =", "return F.linear")
-    model, llm = Model(), make_llm(attention_backend="sdpa", num_kvcache_blocks=64)
+    model, llm = Model(), make_llm(attention_backend="sdpa", num_kv_cache_blocks=64)
     tokenizer, c = llm.get_tokenizer(), model.config
     ids: list[int] = tokenizer.encode(PROMPT)
     logits = model.logits(ids, range(len(ids)), attention)

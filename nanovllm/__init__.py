@@ -7,17 +7,12 @@ Names are loaded when they are first used (PEP 562), so that `import nanovllm.en
 loads no torch.
 """
 
-import importlib._bootstrap
-import sys
-from pathlib import Path
+import importlib
 from typing import TYPE_CHECKING
-
-from nanovllm.loading.optional import find_optional
 
 if TYPE_CHECKING:
     from nanovllm.cli.trace.trace import Trace as Trace
     from nanovllm.features.requests.beam_search import BeamSearchOutput as BeamSearchOutput
-    from nanovllm.features.requests.beam_search import BeamSearchParams as BeamSearchParams
     from nanovllm.features.requests.beam_search import BeamSearchSequence as BeamSearchSequence
     from nanovllm.features.requests.embeddings.pooling import EmbeddingOutput as EmbeddingOutput
     from nanovllm.features.requests.embeddings.pooling import (
@@ -34,47 +29,41 @@ if TYPE_CHECKING:
     from nanovllm.outputs import RequestMetrics as RequestMetrics
     from nanovllm.outputs import RequestOutput as RequestOutput
     from nanovllm.outputs import StreamOutput as StreamOutput
+    from nanovllm.sampling_params import BeamSearchParams as BeamSearchParams
     from nanovllm.sampling_params import SamplingParams as SamplingParams
     from nanovllm.sampling_params import StructuredOutputsParams as StructuredOutputsParams
 
 __version__ = "0.1.0"
-# The public names by module.
-NAMES = {
-    "features.requests.beam_search": "BeamSearchOutput BeamSearchParams BeamSearchSequence",
-    "llm": "LLM",
-    "outputs": (
-        "CompletionOutput GenerationError Logprob RequestMetrics RequestOutput StreamOutput"
-    ),
-    "features.requests.embeddings.pooling": "EmbeddingOutput EmbeddingRequestOutput PoolingParams",
-    "inputs": "TextPrompt TokensPrompt",
-    "sampling_params": "SamplingParams StructuredOutputsParams",
-    "features.requests.loglikelihood": "LoglikelihoodOutput",
-    "cli.trace.trace": "Trace",
+# The public names and their modules.
+MODULES = {
+    "BeamSearchOutput": "nanovllm.features.requests.beam_search",
+    "BeamSearchParams": "nanovllm.sampling_params",
+    "BeamSearchSequence": "nanovllm.features.requests.beam_search",
+    "CompletionOutput": "nanovllm.outputs",
+    "EmbeddingOutput": "nanovllm.features.requests.embeddings.pooling",
+    "EmbeddingRequestOutput": "nanovllm.features.requests.embeddings.pooling",
+    "GenerationError": "nanovllm.outputs",
+    "LLM": "nanovllm.llm",
+    "Logprob": "nanovllm.outputs",
+    "LoglikelihoodOutput": "nanovllm.features.requests.loglikelihood",
+    "PoolingParams": "nanovllm.features.requests.embeddings.pooling",
+    "RequestMetrics": "nanovllm.outputs",
+    "RequestOutput": "nanovllm.outputs",
+    "SamplingParams": "nanovllm.sampling_params",
+    "StreamOutput": "nanovllm.outputs",
+    "StructuredOutputsParams": "nanovllm.sampling_params",
+    "TextPrompt": "nanovllm.inputs",
+    "TokensPrompt": "nanovllm.inputs",
+    "Trace": "nanovllm.cli.trace.trace",
 }
-HOMES = {name: module for module, names in NAMES.items() for name in names.split()}
-FILES = {name: f"nanovllm/{module.replace('.', '/')}.py" for name, module in HOMES.items()}
-ROOT = Path(__file__).parents[1]  # or a zip file
-# Without the names whose file is deleted, because `from nanovllm import *` gets all of them.
-__all__ = [n for n, file in FILES.items() if (ROOT / file).exists() or not ROOT.is_dir()]
+__all__ = list(MODULES)
 
-# Hidden from type checkers, which would otherwise accept every name.
-if not TYPE_CHECKING:
+if not TYPE_CHECKING:  # type checkers would otherwise accept every name
 
     def __getattr__(name: str) -> object:
-        if name in __all__:
-            return getattr(importlib.import_module(f"nanovllm.{HOMES[name]}"), name)
-        names = find_optional("features.vllm_names")
-        if name in HOMES:
-            error = AttributeError(f"{name} needs {FILES[name]}, which this copy does not have")
-        elif names is None:
-            error = AttributeError(f"module 'nanovllm' has no attribute {name!r}")
-        else:
-            error = names.missing("module 'nanovllm'", name, __all__)
-        # `from nanovllm import name` calls this from importlib, and would replace an
-        # AttributeError by its own ImportError. No exception can be both.
-        asked = sys._getframe(1).f_globals is vars(importlib._bootstrap)
-        helps = name in HOMES or (names is not None and name in names.INSTEAD)
-        raise ImportError(error) if asked and helps else error
+        if name not in MODULES:
+            raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
+        return getattr(importlib.import_module(MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -7,15 +7,16 @@ nanovllm run-batch -i in.jsonl -o out.jsonl
                                            runs a file of requests in OpenAI's batch format
 nanovllm lm-eval run --model nanovllm ...  runs lm_eval's tasks
 
-`nanovllm COMMAND --help` shows the options of a command, with an example.
+`nanovllm COMMAND --help` shows the options of a command, with an example, and `nanovllm --version`
+the version.
 """
 
-import ast
 import importlib
+import io
 import os
 import sys
-from pathlib import Path
 
+from nanovllm import __version__
 from nanovllm.utils.checks import unknown_name
 
 COMMANDS = {
@@ -28,18 +29,22 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command that the first argument names. Returns the exit status."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # the caller has closed it, as the shell does for >&-
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    if sys.stderr is None:  # the shell has closed it; `input` and progress bars need it
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal may lack characters of an answer
     try:
         try:
             return run_command(argv)
         finally:
-            sys.stdout.flush()  # an error at the exit of the interpreter could not be handled
+            print(end="", flush=True)  # an error at the exit of the interpreter has no handler
     except KeyboardInterrupt:  # while modules are imported; the commands handle it themselves
         return 130
-    except BrokenPipeError:  # the program that reads the output has ended, as `head` does
+    except OSError as error:  # mostly of stdout, because the commands handle errors of files
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # a reader that ends early is no error: `head`
+            print(f"nanovllm: {error}", file=sys.stderr)
         return 1
 
 
@@ -48,11 +53,9 @@ def run_command(argv: list[str] | None) -> int:
     if command in ("-h", "--help"):
         print(__doc__.strip())
         return 0
-    if command == "lessons":
-        print(
-            "nanovllm lessons: in a clone of the repository, run python -m lessons", file=sys.stderr
-        )
-        return 2
+    if command == "--version":
+        print(f"nanovllm {__version__}")
+        return 0
     if command == "lessons":
         print("the lessons are in a clone of the repository: python -m lessons", file=sys.stderr)
         return 2
@@ -61,21 +64,10 @@ def run_command(argv: list[str] | None) -> int:
         return 2
     try:
         module = importlib.import_module(COMMANDS[command])
-    except ImportError as error:
-        is_deleted = (error.name or "").startswith("nanovllm.")
-        reason = f"needs {error.name}, which this copy of nanovllm does not have"
-        help_asked = not is_deleted and not {"-h", "--help"}.isdisjoint(arguments)
-        if help_asked:
-            print(docstring(COMMANDS[command]), end="\n\n")
-        print(f"nanovllm {command}: {reason if is_deleted else error}", file=sys.stderr)
-        return 0 if help_asked else 1
+    except ImportError as error:  # an optional package; the message says how to install it
+        print(f"nanovllm {command}: {error}", file=sys.stderr)
+        return 1
     return module.main(arguments) or 0
-
-
-def docstring(module: str) -> str:
-    """Return the docstring of a module that cannot be imported, because it needs a package."""
-    path = Path(__file__).parents[1] / f"{module.replace('.', '/')}.py"
-    return str(ast.get_docstring(ast.parse(path.read_text())))
 
 
 if __name__ == "__main__":

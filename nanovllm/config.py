@@ -9,15 +9,36 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any, TypeAlias, get_args
 
-from nanovllm.utils.checks import Positive, Seed, check_scalars, refuse_unknown_fields
+from nanovllm.utils.checks import Positive, Seed, check_names, check_scalars
 
 EMBEDDED = "qwen3-nano"  # the model that ships with the package
 Dtype: TypeAlias = Annotated[str, "auto", "float32", "bfloat16", "float16"]
 DTYPES: tuple[str, ...] = get_args(Dtype)[1:]
 DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 
+# Other names of options, which nano-vllm and vLLM use.
+RENAMED = {
+    "kvcache_block_size": "block_size",
+    "num_kvcache_blocks": "num_kv_cache_blocks",
+    "num_gpu_blocks_override": "num_kv_cache_blocks",
+    "kv_offloading_size": "swap_space",
+}
+# Options that offline scripts for vLLM pass, and their values that describe what this engine does.
+WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
+    "disable_log_stats": (True, False),
+    "distributed_executor_backend": ("external_launcher",),
+    "enable_chunked_prefill": (True,),
+    "language_model_only": (True,),
+    "runner": ("auto", "generate", "pooling"),
+    "trust_remote_code": (False,),
+}
+# Formats of quantized checkpoints. In vLLM, "_marlin" selects kernels.
+FORMATS = (
+    *("fp8", "fbgemm_fp8", "compressed-tensors"),
+    *("awq", "awq_marlin", "gptq", "gptq_marlin"),
+)
 
-@refuse_unknown_fields("option")
+
 @dataclass(frozen=True)
 class EngineConfig:
     """The parameters of LLM(). Raises TypeError for a wrong type, ValueError for a wrong value."""
@@ -29,8 +50,9 @@ class EngineConfig:
     device: str = "auto"  # "auto": "cuda" if torch finds a GPU, else "cpu"
     # "auto": the checkpoint's dtype on a GPU. On a CPU, bfloat16 if it is fast, else float32.
     dtype: Dtype = "auto"
-    # "int8": linear layers and head are quantized while loading.
-    quantization: Annotated[str, "int8", "int4"] | None = None
+    # "int8" and "int4": linear layers and head are quantized while loading. The other names are
+    # formats; the checkpoint must have this format, which is read from its config.json anyway.
+    quantization: Annotated[str, "int8", "int4", *FORMATS] | None = None
     tokenizer: str | None = None  # a directory or hub id; None: the tokenizer of the model
     revision: str | None = None  # branch, tag or commit of a hub id
     skip_tokenizer_init: bool = False  # work with token ids only
@@ -52,7 +74,7 @@ class EngineConfig:
     # Size of the KV cache and of the states of linear attention. None: what the memory allows.
     kv_cache_memory_bytes: Positive | None = None
     # Number of KV blocks for requests, without the null block. None: what the memory allows.
-    num_kvcache_blocks: Positive | None = None
+    num_kv_cache_blocks: Positive | None = None
     # "auto": the same as `dtype`. "fp8" or "fp8_e4m3": 8 bits, half the size of bfloat16.
     kv_cache_dtype: Annotated[str, "auto", "fp8", "fp8_e4m3"] = "auto"
     # Number of states that are kept for the prefix cache, if the model has linear attention. None:
@@ -64,7 +86,7 @@ class EngineConfig:
 
     # ---- advanced ----
 
-    kvcache_block_size: Annotated[int, 1, 2**20] = 16  # tokens
+    block_size: Annotated[int, 1, 2**20] = 16  # tokens
     enable_prefix_caching: bool = True
     scheduling_policy: Annotated[str, "fcfs", "sjf"] = "fcfs"  # "sjf": shortest job first
     # Whether to plan and launch a step before the tokens of the previous step are read. None: True
@@ -76,8 +98,8 @@ class EngineConfig:
     attention_backend: Annotated[str, "auto", "triton", "numba", "sdpa"] = "auto"
     # Largest `logprobs` of a request. -1: no limit.
     max_logprobs: Annotated[int, -1, math.inf] = 20
-    # "dummy": random weights; needs config.json only.
-    load_format: Annotated[str, "auto", "dummy"] = "auto"
+    # "auto" and "safetensors": the same. "dummy": random weights; needs config.json only.
+    load_format: Annotated[str, "auto", "safetensors", "dummy"] = "auto"
 
     def __post_init__(self) -> None:
         # `dtype` may be a torch.dtype: str(torch.float32) is "torch.float32".
@@ -92,9 +114,9 @@ class EngineConfig:
             raise ValueError(
                 f"device must be 'auto', 'cpu', 'cuda' or 'cuda:0', not {self.device!r}"
             )
-        if self.num_kvcache_blocks is not None and self.kv_cache_memory_bytes is not None:
+        if self.num_kv_cache_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ValueError(
-                f"num_kvcache_blocks={self.num_kvcache_blocks} and kv_cache_memory_bytes="
+                f"num_kv_cache_blocks={self.num_kv_cache_blocks} and kv_cache_memory_bytes="
                 f"{self.kv_cache_memory_bytes} both set the size of the KV cache; give one of them"
             )
         if self.num_state_slots and not self.enable_prefix_caching:
@@ -112,3 +134,32 @@ class EngineConfig:
     def rank(self) -> int:
         """The rank of this process in tensor parallelism. torchrun sets RANK."""
         return int(os.environ["RANK"]) if self.tensor_parallel_size > 1 else 0
+
+
+def engine_config(options: Mapping[str, Any]) -> EngineConfig:
+    """Return the configuration of `LLM(**options)`. None is the default of each option but `model`.
+
+    The names of RENAMED and WITHOUT_EFFECT are accepted too. Raises TypeError for an unknown
+    option, and TypeError or ValueError for a wrong value.
+    """
+    names = [name for name in options if name not in RENAMED and name not in WITHOUT_EFFECT]
+    check_names("option", names, EngineConfig.__dataclass_fields__)
+    values: dict[str, Any] = {}
+    for name, value in options.items():
+        option = RENAMED.get(name, name)
+        if value is None and name != "model":
+            continue
+        if (accepted := WITHOUT_EFFECT.get(name)) is not None:
+            if value not in accepted:
+                raise ValueError(
+                    f"{name}={value!r:.80} is not supported; the engine works as with "
+                    f"{' or '.join(f'{name}={other!r}' for other in accepted)}"
+                )
+        elif option in values and values[option] != value:
+            raise ValueError(
+                f"{name}={value!r} sets {option}, which is {values[option]!r} already; give one of "
+                "them"
+            )
+        else:
+            values[option] = value
+    return EngineConfig(**values)

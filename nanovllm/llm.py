@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeAlias, Unpack
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeAlias
 
 from tqdm import tqdm
 
-from nanovllm.config import EMBEDDED, EngineConfig
+from nanovllm.config import EMBEDDED, EngineConfig, engine_config
 from nanovllm.engine.chat import Message, as_conversations
 from nanovllm.engine.input_processor import CheckedPrompt
-from nanovllm.engine.interrupt import DeferredInterrupt, defer_interrupt
 from nanovllm.engine.request import Progress, Request
 from nanovllm.engine.sampling import read_stream
-from nanovllm.inputs import CallArguments, Prompt, pair_up
-from nanovllm.loading.optional import find_optional, load_optional
-from nanovllm.outputs import GenerationError, RequestOutput, StreamOutput
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.inputs import Prompt, pair_up
+from nanovllm.outputs import GenerationError, RequestOutput, StreamOutput, why_no_token
+from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.utils.log import show_log
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerFast
 
-    from nanovllm.features.requests.beam_search import BeamSearchOutput, BeamSearchParams
+    from nanovllm.features.requests.beam_search import BeamSearchOutput
     from nanovllm.features.requests.embeddings.pooling import EmbeddingRequestOutput, PoolingParams
     from nanovllm.features.requests.loglikelihood import LoglikelihoodOutput
 
-# The default of `prompts`, so that a call with `prompt_token_ids` alone raises a helpful error.
-MISSING: Any = None
 # Whether to show a progress bar. As in vLLM, a function that makes it is accepted too.
 ShowProgress: TypeAlias = bool | Callable[..., Any]
 P = ParamSpec("P")
@@ -66,22 +62,10 @@ class LLM:
         """
         show_log()
         config = engine_config({"model": model, **options})
-        garbage = find_optional("features.garbage")
-        with garbage.frozen_imports() if garbage else nullcontext():
-            from nanovllm.loading.make_engine import make_engine
-            from nanovllm.loading.select_backend import import_backend
+        from nanovllm.loading.make_engine import make_engine  # imports torch
 
-            import_backend(config.attention_backend, config.device)
         self.engine = self.llm_engine = make_engine(config)
         self._config = config
-
-    # Hidden from type checkers, which would otherwise accept every attribute.
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            known = [*dir(type(self)), *vars(self)]
-            names = find_optional("features.vllm_names")
-            raise names.missing("LLM", name, known) if names else AttributeError(name)
 
     def shutdown(self) -> None:
         """Abort all requests. The calls of other threads then return partial outputs.
@@ -99,11 +83,13 @@ class LLM:
     def __reduce__(self) -> NoReturn:
         self.engine.__reduce__()
 
-    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+    def get_tokenizer(self) -> PreTrainedTokenizerFast:
         """Return the tokenizer of transformers."""
-        tokenizer = self.engine.input_processor.get_tokenizer()
-        full: PreTrainedTokenizerBase = getattr(tokenizer, "full", tokenizer)
-        return full
+        inputs = self.engine.input_processor
+        tokenizer = inputs.get_tokenizer()
+        # The embedded model uses it from now on, so that a chat template that is set has an effect.
+        inputs.tokenizer = getattr(tokenizer, "full", tokenizer)
+        return inputs.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters of the checkpoint's generation_config.json."""
@@ -122,36 +108,38 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt] = MISSING,
+        prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: ShowProgress = True,
-        **ignored: Unpack[CallArguments],
     ) -> list[RequestOutput]:
         """Complete the prompts. Returns one result per prompt, in order.
 
         prompts: a string, token ids, {"prompt": ...}, {"prompt_token_ids": [...]}, or a list of
             any of these. The text is used unchanged; `chat` applies the chat template. Token ids
-            are a list, a NumPy array, a torch tensor or a tokenizer's BatchEncoding. If they have
-            two dimensions, each row is one prompt.
+            are a list, a NumPy array or a torch tensor. If they have two dimensions, each row is
+            one prompt.
         sampling_params: one for all prompts, or one for each. None uses the checkpoint's
             generation_config.json.
         use_tqdm: whether to show a progress bar, or a function that makes it, as tqdm does.
-        ignored: arguments of vLLM, with values that change nothing, such as lora_request=None.
 
-        All prompts are checked first. If one is invalid, none is started. Ctrl-C stops after the
-        current step, and a second Ctrl-C stops during the step. Both abort the requests of this
-        call. If another thread aborts a request, its result has the output so far and the
-        finish_reason "abort". Raises GenerationError, which contains all results, if a request
-        ended because no token could be sampled. The attribute `outputs` of any other error that
-        ends the call, as in a logits processor, has one result per prompt too. A request that had
-        not finished has its output so far and the finish_reason "abort".
+        All prompts are checked first. If one is invalid, none is started. Ctrl-C stops the current
+        step and aborts the requests of this call. If another thread aborts a request, its result
+        has the output so far and the finish_reason "abort". Raises GenerationError, which contains
+        all results, after the last request has ended if no token could be sampled for one of them.
+        The attribute `outputs` of any other error that ends the call, as in a logits processor, has
+        one result per prompt too. A request that had not finished has its output so far and the
+        finish_reason "abort".
         """
-        check_call(self.generate, ignored)
         pairs = pair_up(prompts, sampling_params, SamplingParams, "sampling_params")
-        requests = self._run(self.engine.check(pairs), use_tqdm)
+        requests = self._run(pairs, use_tqdm)
         outputs: list[RequestOutput] = [request.output for request in requests]
-        if any(sample.finish_reason == "error" for out in outputs for sample in out.outputs):
-            raise GenerationError(outputs, [request.params for request in requests])
+        reasons = {
+            i: str(request.error or why_no_token(request.params))
+            for i, request in enumerate(requests)
+            if any(sample.finish_reason == "error" for sample in request.output.outputs)
+        }
+        if reasons:
+            raise GenerationError(outputs, reasons)
         return outputs
 
     def beam_search(
@@ -159,7 +147,6 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams | Sequence[BeamSearchParams],
         use_tqdm: ShowProgress = True,
-        **ignored: Unpack[CallArguments],
     ) -> list[BeamSearchOutput]:
         """Search for the most likely outputs of the prompts; see features/requests/beam_search.py.
 
@@ -168,10 +155,11 @@ class LLM:
         Returns one result per prompt. Its `sequences` are sorted, the best first. Prompts, errors
         and Ctrl-C are as in `generate`.
         """
-        check_call(self.beam_search, ignored)
-        beam_search = load_optional("features.requests.beam_search", "beam_search")
-        pairs = pair_up(prompts, params, beam_search.BeamSearchParams, "params", optional=False)
-        requests = self._run(self.engine.check(pairs), use_tqdm, "Searching")
+        pairs = pair_up(prompts, params, BeamSearchParams, "params", optional=False)
+        requests = self._run(pairs, use_tqdm, "Searching")
+        for request in requests:
+            if request.error is not None:
+                raise request.error
         return [request.output for request in requests]
 
     def embed(
@@ -183,7 +171,6 @@ class LLM:
         dimensions: int | None = None,
         normalize: bool | None = None,
         prompt_name: str | None = None,
-        **ignored: Unpack[CallArguments],
     ) -> list[EmbeddingRequestOutput]:
         """Return the embedding of each prompt: the last token's final hidden state, normalized.
 
@@ -193,15 +180,15 @@ class LLM:
 
         Raises ArithmeticError if the model computed NaN. Other errors are as in `generate`.
         """
-        check_call(self.embed, ignored)
-        params_class = load_optional("features.requests.embeddings.pooling", "embed").PoolingParams
-        fields = params_class(dimensions, normalize, prompt_name)
+        from nanovllm.features.requests.embeddings.pooling import PoolingParams
+
+        fields = PoolingParams(dimensions, normalize, prompt_name)
         if pooling_params is None:
             pooling_params = fields
-        elif fields != params_class():
+        elif fields != PoolingParams():
             raise TypeError("pass either pooling_params or its fields, not both")
-        pairs = pair_up(prompts, pooling_params, params_class, "pooling_params")
-        return unaborted(self._run(self.engine.check(pairs), use_tqdm, "Embedding"))
+        pairs = pair_up(prompts, pooling_params, PoolingParams, "pooling_params")
+        return unaborted(self._run(pairs, use_tqdm, "Embedding"))
 
     def loglikelihood(
         self,
@@ -217,54 +204,40 @@ class LLM:
         A prefix that several pairs share is computed once, except for its last partial block. A
         pair may have up to max_model_len + 1 tokens. Errors are as in `embed`.
         """
-        loglikelihood = load_optional("features.requests.loglikelihood", "loglikelihood")
-        pairs = loglikelihood.tokenize_pairs(self.engine.input_processor, prompts, continuations)
-        return unaborted(self._run(self.engine.check(pairs), use_tqdm, "Scoring"))
+        from nanovllm.features.requests.loglikelihood import tokenize_pairs
+
+        pairs = tokenize_pairs(self.engine.input_processor, prompts, continuations)
+        return unaborted(self._run(pairs, use_tqdm, "Scoring"))
 
     def _run(
-        self, prompts: list[CheckedPrompt], use_tqdm: ShowProgress, what: str = "Generating"
+        self, pairs: list[tuple[Prompt, Any]], use_tqdm: ShowProgress, what: str = "Generating"
     ) -> list[Request]:
-        """Queue the prompts, and run steps until their requests have ended."""
+        """Check the prompts, queue their requests, and run steps until these have ended."""
+        prompts = self.engine.input_processor.check(pairs)
         requests: list[Request] = []
         progress = Progress()
-        garbage = find_optional("features.garbage")
-        frozen = garbage.frozen_requests() if garbage else nullcontext(lambda num_requests: None)
-        with self._abort_on_error(requests) as interrupt, frozen as freeze:
-            for _ in self.engine.add(prompts, requests, progress):
-                interrupt.check()
-                freeze(len(requests))
-            del prompts  # frees memory for the requests
+        try:
+            self.engine.add(prompts, requests, progress)
             start = last_shown = time.monotonic()
-            quiet = not use_tqdm or self._config.rank > 0 or not requests
+            no_stderr = sys.stderr is None  # closed, as in a program without a console
+            quiet = not use_tqdm or no_stderr or self._config.rank > 0 or not requests
             make_bar = use_tqdm if callable(use_tqdm) else tqdm
             with make_bar(total=len(requests), desc=what, unit="req", disable=quiet) as bar:
                 for _ in self.engine.run(requests):
                     if progress.error is not None:
                         raise progress.error
-                    interrupt.check()
-                    freeze(len(requests) + progress.num_ended)
                     if not quiet and time.monotonic() - last_shown > 0.1:
                         last_shown = time.monotonic()
                         show_progress(bar, progress, last_shown - start)
                 show_progress(bar, progress, time.monotonic() - start)
+        except BaseException as error:  # also Ctrl-C
+            self.engine.abort(requests, wait=True)
+            outputs = [request.output for request in requests]
+            if any(output is not None for output in outputs):
+                error.outputs = outputs  # type: ignore[attr-defined]
+                error.add_note("The attribute `outputs` of this error has the results so far.")
+            raise
         return requests
-
-    @contextmanager
-    def _abort_on_error(self, requests: list[Request]) -> Iterator[DeferredInterrupt]:
-        """Abort `requests` if the block raises an error, and add their outputs to it.
-
-        Ctrl-C waits for the end of the block.
-        """
-        with defer_interrupt() as interrupt:
-            try:
-                yield interrupt
-            except BaseException as error:
-                self.engine.abort(requests)
-                outputs = [request.output for request in requests]
-                if any(output is not None for output in outputs):
-                    error.outputs = outputs  # type: ignore[attr-defined]
-                    error.add_note("The attribute `outputs` of this error has the results so far.")
-                raise
 
     def stream(
         self,
@@ -280,26 +253,19 @@ class LLM:
         call, unless `shutdown` aborts them. Invalid prompts raise an error before the loop.
         """
         pairs = pair_up(prompts, sampling_params, SamplingParams, "sampling_params")
-        return self._stream(self.engine.check(pairs))
+        return self._stream(self.engine.input_processor.check(pairs))
 
     def _stream(self, checked: list[CheckedPrompt]) -> Generator[StreamOutput, None, None]:
         requests: list[Request] = []
         progress = Progress()
         try:
-            with self._abort_on_error(requests) as interrupt:
-                for _ in self.engine.add(checked, requests, progress, stream=True):
-                    interrupt.check()
+            self.engine.add(checked, requests, progress, stream=True)
             numbers = {request: i for i, request in enumerate(requests)}
-            steps = self.engine.run(requests)
-            while True:
-                with self._abort_on_error(requests) as interrupt:
-                    if next(steps, "ended") == "ended":
-                        return
-                    with self.engine.lock:
-                        changed = sorted(progress.changed, key=numbers.__getitem__)
-                        progress.changed.clear()
-                        new = [out for r in changed for out in read_stream(r, numbers[r])]
-                    interrupt.check()
+            for _ in self.engine.run(requests):
+                with self.engine.lock:
+                    changed = sorted(progress.changed, key=numbers.__getitem__)
+                    progress.changed.clear()
+                    new = [out for r in changed for out in read_stream(r, numbers[r])]
                 yield from new
                 if progress.error is not None:
                     raise progress.error
@@ -319,7 +285,6 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[Any] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
-        **ignored: Unpack[CallArguments],
     ) -> list[RequestOutput]:
         """Answer one conversation, [{"role": "user", "content": "..."}, ...], or a list of them.
 
@@ -327,9 +292,8 @@ class LLM:
         by newlines if the chat template accepts only strings. The arguments of tool calls may be
         strings in JSON, as in OpenAI's format. chat_template_kwargs are variables of the template;
         as in vLLM, they take precedence over the other arguments. Raises ValueError if the template
-        cannot render the messages, or if `chat_template` takes over 10 seconds.
+        cannot render the messages.
         """
-        check_call(self.chat, ignored)
         variables = {
             "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,
@@ -341,19 +305,6 @@ class LLM:
             for conversation in as_conversations(messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
-
-
-def engine_config(options: Mapping[str, Any]) -> EngineConfig:
-    """Return the configuration of `LLM(**options)`. vLLM's option names are accepted."""
-    names = find_optional("features.vllm_names")
-    return EngineConfig(**(options if names is None else names.translate(options)))
-
-
-def check_call(call: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Raise an error for an argument that does not exist here, unless its value has no effect."""
-    if arguments:
-        names = load_optional("features.vllm_names", f"the argument {next(iter(arguments))!r}")
-        names.check_call(call, arguments)
 
 
 def show_progress(bar: Any, progress: Progress, seconds: float) -> None:

@@ -5,7 +5,7 @@ A result can be read as in vLLM (`out.outputs[0].text`) and as in nano-vllm (`ou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,30 +96,30 @@ NANO_VLLM_KEYS = ("text", "token_ids")
 MASKS = "structured_outputs", "allowed_token_ids", "bad_words", "min_tokens", "logits_processors"
 
 
-def why_no_token(params: Sequence[Any]) -> str:
-    """Return why no token could be sampled for requests with these SamplingParams."""
-    masks = [name for name in MASKS if any(getattr(p, name) for p in params)]
+def why_no_token(params: Any) -> str:
+    """Return why no token could be sampled for a request with these SamplingParams."""
+    masks = [name for name in MASKS if getattr(params, name)]
     return "the model computed NaN" + f", or {' and '.join(masks)} hid every token" * bool(masks)
+
+
+class GrammarError(RuntimeError):
+    """An output cannot be continued with its grammar. Only its request ends; others continue."""
 
 
 class GenerationError(RuntimeError):
     """Raised if requests ended with finish_reason "error", because no token could be sampled.
 
-    The model computed NaN, or fields of SamplingParams excluded every token. `outputs` has the
-    results of all requests of the call, in the order of its prompts.
+    The model computed NaN, fields of SamplingParams excluded every token, or an output could not be
+    continued with its grammar. `outputs` has the results of all requests of the call, in the order
+    of its prompts.
     """
 
-    def __init__(self, outputs: list[RequestOutput], params: Sequence[Any]) -> None:
-        failed = [
-            i
-            for i, out in enumerate(outputs)
-            if any(sample.finish_reason == "error" for sample in out.outputs)
-        ]
-        names = ", ".join(f"prompts[{i}] (request {outputs[i].request_id})" for i in failed)
-        reason = why_no_token([params[i] for i in failed])
+    def __init__(self, outputs: list[RequestOutput], reasons: Mapping[int, str]) -> None:
+        """`reasons` says for each failed request, by its number, why it failed."""
+        names = ", ".join(f"prompts[{i}] (request {outputs[i].request_id})" for i in reasons)
         super().__init__(
-            f"no token could be sampled for {names}: {reason}; the attribute `outputs` of this "
-            "error has the results of all requests"
+            f"no token could be sampled for {names}: {'; '.join(dict.fromkeys(reasons.values()))}; "
+            "the attribute `outputs` of this error has the results of all requests"
         )
         self.outputs = outputs
 

@@ -1,8 +1,7 @@
-"""SamplingParams: how one request is sampled and when it ends, with the names of vLLM."""
+"""The parameters of requests, with the names of vLLM: of sampling, grammars and beam searches."""
 
 from __future__ import annotations
 
-import copy
 import inspect
 import json
 import math
@@ -10,21 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, TypeAlias
 
-from nanovllm.utils.checks import Positive, Seed, check_scalar, check_scalars, refuse_unknown_fields
-
-# Fields of vLLM that do not exist here, and what to use instead.
-STRUCTURED_ELSEWHERE = {
-    "disable_additional_properties": "set additionalProperties to false in the schema",
-    "disable_any_whitespace": "JSON is always on one line",
-    "disable_fallback": "llguidance is the only backend",
-    "structural_tag": "write a grammar of the whole output, with its tags",
-    "whitespace_pattern": (
-        'put it into the schema: {"x-guidance": {"whitespace_pattern": "..."}, ...}'
-    ),
-}
+from nanovllm.utils.checks import Positive, Seed, check_scalar, check_scalars
 
 
-@refuse_unknown_fields("field of StructuredOutputsParams", STRUCTURED_ELSEWHERE)
 @dataclass(frozen=True)
 class StructuredOutputsParams:
     """The format that the text of an output must have. Set exactly one of these fields:
@@ -101,28 +88,10 @@ def schema_text(schema: Any) -> str:
 # (output ids, logits [V] float32) -> logits [V], or (prompt ids, output ids, logits) -> logits.
 # Called for each token of the request, with logits on the engine's device.
 LogitsProcessor: TypeAlias = Callable[..., Any]
-
-# Fields of vLLM that do not exist here, and what to use instead.
-ELSEWHERE = {
-    "best_of": "ask for n samples and choose among them by cumulative_logprob",
-    "use_beam_search": "use LLM.beam_search with BeamSearchParams",
-    "length_penalty": "use LLM.beam_search with BeamSearchParams",
-    "early_stopping": "use LLM.beam_search with BeamSearchParams",
-    "extra_args": "write a function for logits_processors",
-    "guided_decoding": "use structured_outputs=StructuredOutputsParams(...), its newer name",
-    "guided_decoding_backend": "llguidance is the only backend",
-    "guided_whitespace_pattern": "use whitespace_pattern of x-guidance in the schema",
-    "output_kind": "use LLM.stream for tokens as they are generated",
-    "truncate_prompt_tokens": "cut the prompt's token ids yourself",
-    "spaces_between_special_tokens": "use skip_special_tokens, or decode token_ids yourself",
-} | {
-    f"guided_{kind}": f"use the field {kind!r} of structured_outputs"
-    for kind in ("json", "regex", "choice", "grammar", "json_object")
-}
+TOKEN_IDS = (0, math.inf)
 
 
-@refuse_unknown_fields("sampling parameter", ELSEWHERE)
-@dataclass
+@dataclass(slots=True)
 class SamplingParams:
     """How the tokens of one request are sampled and when it ends.
 
@@ -155,8 +124,7 @@ class SamplingParams:
     structured_outputs: a grammar that the output follows; see StructuredOutputsParams.
 
     Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value. Fields may
-    be set later. They are checked again when a request uses them. Setting an unknown field raises
-    AttributeError. None for a list is an empty list.
+    be set later. They are checked again when a request uses them. None for a list is an empty list.
     """
 
     n: Annotated[int, 1, 16_384] = 1
@@ -199,7 +167,7 @@ class SamplingParams:
 
     def clone(self) -> SamplingParams:
         """Return a checked copy. Lists and logit_bias are copied; logits processors are shared."""
-        return replace(self, logit_bias=copy.copy(self.logit_bias))
+        return replace(self)
 
     def __post_init__(self) -> None:
         for name in ("logprobs", "prompt_logprobs"):
@@ -225,21 +193,28 @@ class SamplingParams:
             raise ValueError(
                 "stop strings need the text: set detokenize=True, or use stop_token_ids"
             )
-        for token in self._as_list("stop_token_ids"):
+        self.stop_token_ids = [
             check_scalar("a stop token id", token, int, TOKEN_IDS)
+            for token in self._as_list("stop_token_ids")
+        ]
         if self.allowed_token_ids is not None:
-            if not self._as_list("allowed_token_ids"):
-                raise ValueError("allowed_token_ids is empty; None allows every token")
-            for token in self.allowed_token_ids:
+            self.allowed_token_ids = [
                 check_scalar("an allowed token id", token, int, TOKEN_IDS)
+                for token in self._as_list("allowed_token_ids")
+            ]
+            if not self.allowed_token_ids:
+                raise ValueError("allowed_token_ids is empty; None allows every token")
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise TypeError(
                     f"logit_bias must map token ids to numbers, not {self.logit_bias!r}"
                 )
-            for token, bias in self.logit_bias.items():
-                check_scalar("a token id of logit_bias", token, int, TOKEN_IDS)
-                check_scalar("a logit_bias", bias, float)
+            self.logit_bias = {
+                check_scalar("a token id of logit_bias", token, int, TOKEN_IDS): check_scalar(
+                    "a logit_bias", bias, float
+                )
+                for token, bias in self.logit_bias.items()
+            }
         for processor in self._as_list("logits_processors"):
             if not callable(processor):
                 raise TypeError(f"logits_processors must be functions, not {processor!r}")
@@ -254,6 +229,7 @@ class SamplingParams:
         """Replace a field by a new list, which users may extend. Return a copy."""
         value = getattr(self, name)
         value = () if value is None else value
+        value = value.tolist() if hasattr(value, "tolist") else value
         if isinstance(value, str | bytes) or not isinstance(value, Sequence):
             kind = "a string or a list of strings" if name == "stop" else "a list"
             raise TypeError(f"{name} must be {kind}, not {value!r}")
@@ -282,4 +258,26 @@ def takes_prompt(processor: LogitsProcessor) -> bool:
     )
 
 
-TOKEN_IDS = (0, math.inf)
+@dataclass(slots=True)
+class BeamSearchParams:
+    """Parameters of a beam search.
+
+    Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value.
+    """
+
+    beam_width: Annotated[int, 1, 16_384]  # beams and results per prompt
+    max_tokens: Positive  # output tokens of a beam
+    ignore_eos: bool = False  # continue after an end-of-sequence token
+    # As in vLLM, it has no effect: scores are log-probabilities before the temperature.
+    temperature: Annotated[float, 0, math.inf] = 0.0
+    # Finished beams are compared by cum_logprob / (output tokens) ** length_penalty. 0 compares the
+    # sums, which favours short outputs; a larger value favours longer ones. Beyond 10 the power
+    # could overflow.
+    length_penalty: Annotated[float, -10, 10] = 1.0
+    include_stop_str_in_output: bool = False  # whether `tokens` includes the end-of-sequence token
+    # A grammar that every result follows, as in SamplingParams. It does not change scores.
+    structured_outputs: StructuredOutputsParams | None = None
+    skip_special_tokens: bool = True  # leave special tokens out of the text
+
+    def __post_init__(self) -> None:
+        check_scalars(self)

@@ -1,14 +1,15 @@
 """What tests share: the environment, the order in which they run, and LLMs that are made once."""
 
-import fcntl
 import os
 import re
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock, Timeout
 
 # Kernels run in Triton's interpreter where there is no GPU. It is chosen when they are imported.
 if not torch.cuda.is_available():
@@ -20,6 +21,7 @@ from fake_runner import make  # noqa: F401 (a fixture)
 from nanovllm import LLM
 from nanovllm.loading.checkpoint import find_checkpoint
 from nanovllm.models.fp8 import FP8
+from nanovllm.utils.host import available_cores
 from tools.training import data
 
 # A shell without job control lets what it starts in the background ignore Ctrl-C, which tests send.
@@ -35,7 +37,6 @@ DTYPES = torch.bfloat16, torch.float32  # of the CPU's kernels
 # process that forks ranks.
 GROUPS = {
     "dry runs": r"/test_dry_run\.py::",
-    "dry report": r"/benchmarks/test_gpu\.py::",
     "parity": r"/test_qwen3\.py::",
     "ranks": r"/test_tensor_parallel\.py::",
     "grades": r"::test_(grades|log_probabilities|accuracy_in_bf16)",
@@ -46,9 +47,17 @@ GROUPS = {
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Two processes run the whole suite. What the command line names runs in this process alone, so
     does everything with a debugger, and where there is a GPU, whose memory one engine takes."""
-    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    return 2 if whole and cores > 1 and not torch.cuda.is_available() else 0
+    return (
+        2
+        if is_whole(config) and len(available_cores()) > 1 and not torch.cuda.is_available()
+        else 0
+    )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a process of pytest-xdist what the command line said."""
+    node.workerinput["whole"] = is_whole(node.config)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
@@ -67,9 +76,29 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduler(config, log)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also run the tests that take long")
+
+
+def is_whole(config: pytest.Config) -> bool:
+    """Return whether the command line names no test."""
+    return config.args_source is pytest.Config.ArgsSource.TESTPATHS
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of two processes, none should begin something long when the other is done."""
-    if hasattr(config, "workerinput"):
+    """Leave out slow tests, unless --all, -m or the names of tests ask for them.
+
+    Of two processes, none should begin something long when the other is done.
+    """
+    options = config.option
+    asked = options.all or options.markexpr or options.keyword
+    is_worker = hasattr(config, "workerinput")
+    whole = config.workerinput["whole"] if is_worker else is_whole(config)
+    if whole and not asked:
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+    if is_worker:
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
@@ -108,11 +137,8 @@ def share_compilation() -> None:
     calls = sorted(work, key=work.__getitem__)
     for wait in (False, True):
         for number, (kernel, types) in enumerate(calls):
-            with (kernel_files.DIRECTORY / f"tests-{number}.lock").open("w") as lock:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-                except BlockingIOError:
-                    continue
+            lock = FileLock(kernel_files.DIRECTORY / f"tests-{number}.lock")
+            with suppress(Timeout), lock.acquire(timeout=-1 if wait else 0):
                 kernel.compile(types)
 
 
@@ -181,7 +207,7 @@ def wrong_in_bf16(embedded_bf16: LLM) -> dict[str, tuple[list[tuple[data.Sample,
 @pytest.fixture(scope="session")
 def small_llm(path: Path) -> LLM:
     """An engine with a cache of 10 blocks, or 160 tokens. Tests leave it without a request."""
-    return random_llm(path, num_kvcache_blocks=10)
+    return random_llm(path, num_kv_cache_blocks=10)
 
 
 @pytest.fixture(scope="session")

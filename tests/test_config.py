@@ -7,34 +7,33 @@ import torch
 from checkpoints import random_llm
 from wrong_values import NAN
 
-from nanovllm.config import EngineConfig
-from nanovllm.llm import engine_config
+from nanovllm import LLM
+from nanovllm.config import RENAMED, WITHOUT_EFFECT, EngineConfig, engine_config
 
 OPTIONS = [
     ({"max_num_seq": 4}, TypeError, "'max_num_seqs'"),
-    ({"blocksize": 4}, TypeError, "kvcache_block_size"),
-    ({"block_size": 4.0}, TypeError, "kvcache_block_size must be an int, not 4.0"),
-    ({"block_size": 4, "kvcache_block_size": 16}, ValueError, "=16 are two names of one option"),
-    ({"kvcache_block_size": 16, "block_size": 4}, ValueError, "block_size=4 and kvcache_block_s"),
+    ({"blocksize": 4}, TypeError, "'blocksize'; did you mean 'block_size'"),
+    ({"block_size": 4.0}, TypeError, "block_size must be an int, not 4.0"),
+    ({"block_size": 4, "kvcache_block_size": 16}, ValueError, "=16 sets block_size, which is 4"),
     ({"max_logprobs": -2}, ValueError, "max_logprobs must be at least -1"),
     ({"max_logprobs": 2.0}, TypeError, "max_logprobs must be an int"),
     ({"max_num_seqs": 0}, ValueError, "max_num_seqs"),
     ({"max_num_seqs": 2.0}, TypeError, "max_num_seqs"),
     ({"max_num_batched_tokens": 0}, ValueError, "max_num_batched_tokens"),
-    ({"kvcache_block_size": -1}, ValueError, "kvcache_block_size"),
+    ({"block_size": -1}, ValueError, "block_size"),
     ({"max_model_len": 513}, ValueError, "512"),
     ({"max_model_len": 0}, ValueError, "max_model_len"),
-    ({"num_kvcache_blocks": 0}, ValueError, "num_kvcache_blocks"),
-    ({"kv_cache_memory_bytes": 10**6}, ValueError, "num_kvcache_blocks=64 and kv_.*; give one of"),
+    ({"num_kv_cache_blocks": 0}, ValueError, "num_kv_cache_blocks"),
+    ({"kv_cache_memory_bytes": 10**6}, ValueError, "num_kv_cache_blocks=64 and kv_.*; give one of"),
     (
-        {"kv_cache_memory_bytes": 100, "num_kvcache_blocks": None},
+        {"kv_cache_memory_bytes": 100, "num_kv_cache_blocks": None},
         ValueError,
         "no room for one block",
     ),
     (
-        {"kv_cache_memory_bytes": 10**16, "num_kvcache_blocks": None},
+        {"kv_cache_memory_bytes": 10**16, "num_kv_cache_blocks": None},
         ValueError,
-        "lower num_kvcache",
+        "lower num_kv_cache",
     ),
     ({"swap_space": -1}, ValueError, "swap_space must be at least 0, not -1"),
     ({"swap_space": "4GiB"}, TypeError, "swap_space must be a number"),
@@ -43,9 +42,8 @@ OPTIONS = [
     ({"swap_space": 1, "enable_prefix_caching": False}, ValueError, "needs the prefix cache"),
     ({"num_state_slots": 4, "enable_prefix_caching": False}, ValueError, "in the prefix cache"),
     ({"num_state_slots": 4}, ValueError, "Qwen3ForCausalLM has none; leave it out"),
-    ({"swap_space": 1, "kv_offloading_size": 2}, ValueError, "are two names of one option"),
+    ({"swap_space": 1, "kv_offloading_size": 2}, ValueError, "sets swap_space, which is 1 already"),
     ({"kv_offloading_size": True}, TypeError, "swap_space must be a number, not True"),
-    ({"kv_offloading_backend": "lmcache"}, ValueError, "kv_offloading_backend='lmcache' is not"),
     ({"gpu_memory_utilization": 1.5}, ValueError, "gpu_memory_utilization"),
     ({"gpu_memory_utilization": NAN}, ValueError, "gpu_memory_utilization"),
     ({"gpu_memory_utilization": "all"}, TypeError, "gpu_memory_utilization"),
@@ -58,13 +56,18 @@ OPTIONS = [
     ({"tensor_parallel_size": 2}, ValueError, "WORLD_SIZE is 1; .* torchrun --nproc-per-node 2 "),
     ({"tensor_parallel_size": 0}, ValueError, "tensor_parallel_size must be at least 1, not 0"),
     ({"load_format": "pickle"}, ValueError, "dummy"),
+    (
+        {"language_model_only": False},
+        ValueError,
+        "the engine works as with language_model_only=True",
+    ),
     ({"enforce_eager": "yes"}, TypeError, "enforce_eager"),
     ({"async_scheduling": 2}, TypeError, "async_scheduling"),
-    ({"seed": None}, TypeError, "seed"),
+    ({"seed": "1"}, TypeError, "seed"),
     ({"tokenizer": 3}, TypeError, "tokenizer"),
     ({"skip_tokenizer_init": False}, ValueError, "skip_tokenizer_init=True"),  # it has none
-    ({"trust_remote_code": True}, ValueError, "trust_remote_code=True is not supported: .*never"),
-    ({"quantization": "int3"}, ValueError, "must be one of int8, int4, not 'int3'"),
+    ({"trust_remote_code": True}, ValueError, "trust_remote_code=True is not supported; .*=False"),
+    ({"quantization": "int3"}, ValueError, "must be one of int8, int4, fp8, .*not 'int3'"),
     ({"tensor_parallel_sise": 1}, TypeError, "did you mean 'tensor_parallel_size'"),
     ({"lora_dtype": "auto"}, TypeError, "unknown option .*; known: model, device, dtype"),
 ]
@@ -76,12 +79,45 @@ def test_options(path: Path, options: dict, error: type[Exception], word: str) -
         random_llm(path, **options)
 
 
-def test_block_size_is_another_name() -> None:
-    for options in ({"block_size": 4}, {"block_size": 4, "kvcache_block_size": 4}):
-        assert engine_config(options) == EngineConfig(kvcache_block_size=4)
+def test_other_names() -> None:
+    for options in ({"kvcache_block_size": 4}, {"block_size": 4, "kvcache_block_size": 4}):
+        assert engine_config(options) == EngineConfig(block_size=4)
+    assert engine_config({"num_kvcache_blocks": 9}) == EngineConfig(num_kv_cache_blocks=9)
+    assert engine_config({"num_gpu_blocks_override": 9}) == EngineConfig(num_kv_cache_blocks=9)
+    assert engine_config({"kv_offloading_size": 2.5}) == EngineConfig(swap_space=2.5)
     options = {"kvcache_block_size": 4, "block_size": None}
-    assert engine_config(options).kvcache_block_size == 4
-    assert options.keys() == {"kvcache_block_size", "block_size"}
+    assert engine_config(options).block_size == 4
+    assert options == {"kvcache_block_size": 4, "block_size": None}
+    for other, name in RENAMED.items():
+        assert name in EngineConfig.__dataclass_fields__
+        assert other not in EngineConfig.__dataclass_fields__
+
+
+def test_none_is_the_default_of_every_option() -> None:
+    """As in vLLM, whose defaults are None for some of them."""
+    names = [*EngineConfig.__dataclass_fields__, *RENAMED, *WITHOUT_EFFECT]
+    assert engine_config(dict.fromkeys(names[1:])) == EngineConfig()
+    with pytest.raises(TypeError, match="model must be a directory or a name, not None"):
+        LLM(None)  # as in LLM(os.environ.get("MODEL"))
+    with pytest.raises(TypeError, match="'max_num_seq'; did you mean 'max_num_seqs'"):
+        engine_config({"max_num_seq": None})
+
+
+def test_options_that_say_what_happens_anyway() -> None:
+    for name, values in WITHOUT_EFFECT.items():
+        for value in values:
+            assert engine_config({name: value}) == EngineConfig()
+        with pytest.raises(ValueError, match=f"{name}='other' is not supported"):
+            engine_config({name: "other"})
+    assert not WITHOUT_EFFECT.keys() & EngineConfig.__dataclass_fields__.keys()
+
+
+def test_load_format_safetensors(path: Path) -> None:
+    tokens = [
+        random_llm(path, load_format=name).generate([5, 6], use_tqdm=False)[0]["token_ids"]
+        for name in ("auto", "safetensors")
+    ]
+    assert tokens[0] == tokens[1]
 
 
 def test_names_of_dtypes() -> None:

@@ -5,7 +5,6 @@ import pytest
 import torch
 from checkpoints import VOCAB
 from engines import still_serves
-from wrong_values import NAN
 
 from nanovllm import LLM, SamplingParams, TextPrompt, TokensPrompt
 
@@ -30,30 +29,24 @@ def test_token_ids_of_tokenizers_numpy_and_torch(embedded: LLM) -> None:
     texts = ["What is 3 + 4?\n", "Spell cat\n"]
     one, two = rows = [tokenizer.encode(text) for text in texts]
     brief = SamplingParams(temperature=0, max_tokens=1)
-    tokenizer.padding_side = "left"
-    padded = tokenizer(texts, padding=True, return_tensors="pt")
-    assert 0 in padded["attention_mask"]
-    first = tokenizer(texts[0], return_tensors="pt")
     for prompts, want in (
         (np.array(one), [one]),
         (torch.tensor(one), [one]),
         (list(torch.tensor(one)), [one]),
         (torch.tensor([one, one], dtype=torch.int32), [one, one]),
         (list(map(np.array, rows)), [one, two]),
-        (tokenizer(texts[0]), [one]),
-        (first, [one]),
-        (first["input_ids"], [one]),
-        ([first, tokenizer(texts[1])], [one, two]),
-        (tokenizer(texts), [one, two]),
-        (padded, [one, two]),
+        (list(np.array(one)), [one]),
+        ([np.array(one), two, texts[0]], [one, two, one]),
+        (list(np.array(texts)), [one, two]),
+        (np.array(texts), [one, two]),
+        (tokenizer(texts)["input_ids"], [one, two]),
+        (tokenizer(texts[0], return_tensors="pt")["input_ids"], [one]),
         ({"prompt_token_ids": np.array(one)}, [one]),
     ):
         outs = embedded.generate(prompts, brief, use_tqdm=False)
         assert [o.prompt_token_ids for o in outs] == want
         assert all(type(token) is int for token in outs[0].prompt_token_ids)
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
-    assert embedded.generate(chat, brief, use_tqdm=False)[0].prompt_token_ids == chat["input_ids"]
-    embedded.engine.add_request(first, brief)
+    embedded.engine.add_request(np.array(one), brief)
     assert embedded.engine.step()[0].prompt_token_ids == one
 
 
@@ -66,20 +59,6 @@ def test_vllms_dicts_of_prompts(embedded: LLM) -> None:
     assert [out["text"] for out in outs] == ["c-a-t"] * 2
 
 
-def test_attention_masks(embedded: LLM) -> None:
-    rows, mask = [[5, 6, 7], [8, 9, 10]], [[1, 1, 0], [0, 1, 1]]
-    for ids in (rows, np.array(rows), torch.tensor(rows), [np.array(row) for row in rows]):
-        for m in (mask, np.array(mask), torch.tensor(mask).bool(), np.array(mask, np.float32)):
-            outs = embedded.generate(
-                {"input_ids": ids, "attention_mask": m}, GREEDY, use_tqdm=False
-            )
-            assert [out.prompt_token_ids for out in outs] == [[5, 6], [9, 10]]
-    ragged = {"input_ids": [[5, 6, 7], [8]], "attention_mask": [[1, 0, 0], [1]]}
-    outs = embedded.generate(ragged, GREEDY, use_tqdm=False)
-    assert [out.prompt_token_ids for out in outs] == [[5], [8]]
-
-
-META = torch.ones(2, dtype=torch.int64, device="meta")  # has no numbers
 PROMPTS = [
     ("hello", ValueError, "token ids"),  # this engine has no tokenizer
     ([[]], ValueError, "empty"),
@@ -102,19 +81,14 @@ PROMPTS = [
     (np.array([1.0]), TypeError, "must be an int, not 1.0"),
     (np.array([[1], [2]]) > 1, TypeError, r"prompts\[0\]: .*must be an int, not False"),
     (torch.ones(2, 3), TypeError, "must be an int, not 1.0"),
-    (torch.ones(1, 2, 2, dtype=torch.int64), ValueError, r"one dimension, .* not \(1, 2, 2\)"),
-    (np.array([], dtype=int), ValueError, "empty"),
+    (torch.ones(1, 2, 2, dtype=torch.int64), TypeError, r"must be an int, not \[1, 1\]"),
+    ([np.array([], dtype=int)], ValueError, "empty"),
     (np.int64(5), TypeError, "prompts"),
-    (META, TypeError, "cannot be read from Tensor .*meta.*give a list or a dense tensor"),
-    (META[None], TypeError, "give a list or a dense tensor"),
-    ([META, [1]], TypeError, r"prompts\[0\]: .*give a list or a dense tensor"),
-    (list(META), TypeError, "token id must be an int, not tensor.*meta"),
-    ({"prompt_token_ids": META}, TypeError, "give a list or a dense tensor"),
-    ({"input_ids": [[1, 2]], "attention_mask": META[None]}, TypeError, "give a list or a dense"),
-    ({"input_ids": [1, 2], "attention_mask": list(META)}, TypeError, "give a list or a dense"),
-    (torch.ones(3, dtype=torch.int64).to_sparse(), TypeError, "give a list or a dense tensor"),
-    ({"input_ids": [1], "pixel_values": 0}, ValueError, "remove pixel_values"),
-    ({"input_ids": [1, 1], "attention_mask": [0, 0]}, ValueError, "empty"),
+    (
+        {"input_ids": [1], "attention_mask": [1]},
+        ValueError,
+        "; pass the input_ids of a tokenizer's",
+    ),
     ([None], TypeError, "None"),
     ([1] * 160, ValueError, "max_model_len=160"),
 ]
@@ -131,41 +105,6 @@ def test_keys_of_a_prompt_that_are_none(small_llm: LLM) -> None:
 @pytest.mark.parametrize(("prompt", "error", "word"), PROMPTS, ids=lambda x: str(x)[:30])
 def test_prompts(small_llm: LLM, prompt: object, error: type[Exception], word: str) -> None:
     with pytest.raises(error, match=word):
-        small_llm.generate(prompt, SamplingParams(max_tokens=2), use_tqdm=False)
-    still_serves(small_llm)
-
-
-MASKS = [
-    ([5, 6], [1]),
-    ([5, 6], [1, 0, 1]),
-    ([5, 6], [[1, 1]]),
-    ([5, 6], torch.ones(1, 2)),
-    ([5, 6], 1),
-    ([5, 6], "11"),
-    ([[5, 6], [7, 8]], [1, 1]),
-    ([[5, 6], [7, 8]], [[1, 1]]),
-    ([[5, 6], [7, 8]], [[1, 1], [1]]),
-    (np.array([[5, 6], [7, 8]]), np.ones((2, 3), int)),
-    (torch.tensor([5, 6]), torch.ones(3)),
-    ([[5, 6], [7]], [[1, 1], [1, 0]]),
-    (None, [1]),
-]
-
-
-@pytest.mark.parametrize(("ids", "mask"), MASKS, ids=str)
-def test_masks_of_another_shape(small_llm: LLM, ids: object, mask: object) -> None:
-    """They removed tokens without a word, or raised an error of itertools."""
-    prompt = {"input_ids": ids, "attention_mask": mask}
-    for prompts in (prompt, [prompt, [5]]):
-        with pytest.raises(ValueError, match="attention_mask must have the shape of input_ids"):
-            small_llm.generate(prompts, SamplingParams(max_tokens=2), use_tqdm=False)
-    still_serves(small_llm)
-
-
-@pytest.mark.parametrize("value", [2, -1, 0.5, NAN, None, "1"])
-def test_masks_of_other_values(small_llm: LLM, value: object) -> None:
-    prompt = {"input_ids": [[5, 6]], "attention_mask": [[1, value]]}
-    with pytest.raises(ValueError, match=f"attention_mask must hold 1, or 0 .* not {value!r}"):
         small_llm.generate(prompt, SamplingParams(max_tokens=2), use_tqdm=False)
     still_serves(small_llm)
 

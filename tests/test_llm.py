@@ -2,6 +2,11 @@
 
 import dataclasses
 import gc
+import itertools
+import os
+import re
+import subprocess
+import sys
 import threading
 import typing
 import weakref
@@ -14,6 +19,7 @@ from checkpoints import random_llm
 from engines import is_idle, still_serves
 from tqdm import tqdm
 
+import nanovllm
 from nanovllm import LLM, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -42,6 +48,27 @@ def test_progress_bar(embedded: LLM, capsys: pytest.CaptureFixture[str]) -> None
     assert "tok/s" in shown
     embedded.generate("1 + 1\n", GREEDY, use_tqdm=False)
     assert capsys.readouterr().err == ""
+
+
+def test_progress_bar_counts_its_own_requests(path: Path, capsys, monkeypatch) -> None:
+    llm = random_llm(path)
+    # A clock that counts how often it is read, in milliseconds, so that the rates are large.
+    monkeypatch.setattr("nanovllm.llm.time.monotonic", itertools.count(0, 1e-3).__next__)
+    other = llm.engine.add_request([9] * 100, SamplingParams(max_tokens=400, ignore_eos=True))
+    llm.generate([1, 2, 3, 4], GREEDY)
+    shown = capsys.readouterr().err.splitlines()[-1]
+    prompt, output = (
+        float(re.search(rf"{name} ([\d,]+) tok/s", shown)[1].replace(",", ""))
+        for name in ("prompt", "output")
+    )
+    assert "1/1" in shown
+    assert output / prompt == pytest.approx(8 / 4, rel=0.1)
+    llm.engine.abort_request(other)
+
+
+def test_no_progress_bar_without_stderr(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)  # closed, as `2>&-` does
+    assert embedded.generate("1 + 1\n", GREEDY)[0]["text"]
 
 
 def test_generate_in_another_thread(llm: LLM) -> None:
@@ -86,6 +113,25 @@ def test_torch_defaults_are_left_alone(path: Path) -> None:
     assert torch.empty(1).device.type == "cpu"
 
 
+@pytest.mark.parametrize("backend", ["sdpa", "numba"])
+def test_torch_defaults_of_the_program_change_nothing(path: Path, backend: str) -> None:
+    if backend == "numba":
+        pytest.importorskip("numba")
+    prompt, outputs = list(range(1, 9)), []
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=2, repetition_penalty=1.1)
+    try:
+        for dtype, device in ((torch.float32, "cpu"), (torch.bfloat16, "meta")):
+            torch.set_default_dtype(dtype)
+            torch.set_default_device(device)
+            llm = random_llm(path, attention_backend=backend)
+            outputs.append(llm.generate(prompt, params, use_tqdm=False)[0].outputs[0])
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert outputs[0].token_ids == outputs[1].token_ids
+    assert outputs[0].cumulative_logprob == outputs[1].cumulative_logprob
+
+
 def test_types_of_methods_can_be_read() -> None:
     for method in (LLM.generate, LLM.chat, LLM.stream, LLM.stats, LLM.reset_prefix_cache):
         assert "return" in typing.get_type_hints(method)
@@ -124,7 +170,7 @@ def test_a_stream_checks_its_prompts_before_the_loop(llm: LLM) -> None:
 @pytest.mark.slow
 def test_n_samples(path: Path) -> None:
     """Distinct, in order of index, each what its seed gives; one greedy answer n times."""
-    llm = random_llm(path, num_kvcache_blocks=200)
+    llm = random_llm(path, num_kv_cache_blocks=200)
     params = SamplingParams(n=5, temperature=1.0, seed=3, max_tokens=12, ignore_eos=True)
     out = llm.generate([[1] * 21, [2] * 40], params, use_tqdm=False)
     for o in out:
@@ -143,7 +189,7 @@ def test_n_samples(path: Path) -> None:
         {"max_num_seqs": 2},
         {"async_scheduling": True},
         {"enable_prefix_caching": False},
-        {"num_kvcache_blocks": 4},
+        {"num_kv_cache_blocks": 4},
     ):
         other = random_llm(path, **options)
         many = SamplingParams(n=4, temperature=0, max_tokens=12, ignore_eos=True)
@@ -259,3 +305,47 @@ def test_streams_share_an_engine(embedded: LLM) -> None:
     assert text + "".join(p.text for p in pieces) == want[0]
     assert pieces[-1].finish_reason == "stop"
     assert not embedded.engine.has_unfinished_requests()
+
+
+@pytest.mark.slow
+@pytest.mark.extra
+def test_type_checkers_see_the_names(tmp_path: Path) -> None:
+    """mypy --strict accepts what exists and refuses every other name."""
+    pytest.importorskip("mypy")
+    good = """from pathlib import Path
+from nanovllm import LLM, SamplingParams, TextPrompt, TokensPrompt
+from nanovllm.engine.llm_engine import LLMEngine
+llm = LLM()
+other = LLM(model=Path("a"), max_num_seqs=4, async_scheduling=None)
+engine: LLMEngine = llm.llm_engine
+prompts = [TokensPrompt(prompt_token_ids=[1, 2])]
+outputs = llm.generate(prompts, SamplingParams())
+text: str = outputs[0].outputs[0].text
+llm.generate([TextPrompt(prompt="a")], use_tqdm=False)
+llm.chat([{"role": "user", "content": "a"}])
+params: SamplingParams = SamplingParams.from_optional(n=None).clone()
+engine.abort_request(["0"])
+"""
+    bad = """from nanovllm import LLM, EngineArgs
+llm = LLM()
+llm.encode
+llm.generate("a", use_tqmd=False)
+llm.generate("a", priority=3)
+LLM(max_num_seq=4)
+LLM("a", "cpu")
+LLM(max_num_seqs="4")
+"""
+    (tmp_path / "mypy.ini").write_text(
+        "[mypy]\nstrict = True\nfollow_imports = silent\n"
+        "[mypy-torch.*,transformers.*,numpy.*,numba.*,tqdm.*]\nfollow_imports = skip\n"
+    )
+    for name, code in (("good.py", good), ("bad.py", bad)):
+        (tmp_path / name).write_text(code)
+    command = [sys.executable, "-m", "mypy", "good.py", "bad.py"]
+    environment = os.environ | {"MYPYPATH": str(Path(nanovllm.__file__).parent.parent)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    found = re.findall(r"^(\S+):(\d+): error", done.stdout, re.MULTILINE)
+    assert found == [("bad.py", line) for line in "1345678"], done.stdout
+    assert done.returncode == 1, done.stdout

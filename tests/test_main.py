@@ -3,11 +3,11 @@
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import fresh
 import pytest
 
+import nanovllm
 import nanovllm.__main__ as program
 
 
@@ -26,23 +26,20 @@ def test_the_program_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> N
     assert program.main([]) == 0
     shown = capsys.readouterr().out
     assert all(f"nanovllm {command}" in shown for command in program.COMMANDS)
+    assert program.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"nanovllm {nanovllm.__version__}\n"
     assert program.main(["run_batch"]) == 2
     assert "unknown command 'run_batch'; did you mean 'run-batch'?" in capsys.readouterr().err
     assert program.main(["serve"]) == 2
     assert "unknown command 'serve'; known: chat, convert" in capsys.readouterr().err
 
 
-def test_help_of_a_command_whose_package_is_missing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.delitem(sys.modules, "nanovllm.cli.jobs.lm_eval", raising=False)
-    assert program.main(["lm-eval", "--help"]) == 0
-    shown = capsys.readouterr()
-    assert "nanovllm lm-eval run --model nanovllm" in shown.out
-    assert "pip install -e '.[eval]'" in shown.err
-    assert program.main(["lm-eval", "run"]) == 1
-    assert not capsys.readouterr().out
+def test_a_command_whose_package_is_missing() -> None:
+    code = "import sys; sys.modules['lm_eval'] = None\n" + fresh.module("nanovllm", "lm-eval")
+    done = fresh.run(code)
+    assert done.returncode == 1
+    assert done.stderr.startswith("nanovllm lm-eval: ")
+    assert "pip install -e '.[eval]'" in done.stderr
 
 
 def test_ctrl_c_during_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,18 +63,19 @@ def test_a_reader_that_has_ended(unbuffered: str) -> None:
     assert (done.returncode, done.stderr) == (1, b"")
 
 
-def test_streams_that_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def command(_arguments: list[str]) -> None:
-        print("text", file=sys.stdout)
-        assert not sys.stdin.read()
-        assert not sys.stdout.isatty()
-        assert not sys.stderr.isatty()
-
-    module = SimpleNamespace(main=command)
-    monkeypatch.setattr(program.importlib, "import_module", lambda _name: module)
-    for name in ("stdin", "stdout", "stderr"):
-        monkeypatch.setattr(sys, name, None)
-    assert program.main(["chat"]) == 0
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "nanovllm", "--help"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            cwd=fresh.ROOT,
+            check=False,
+            text=True,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "nanovllm: [Errno 28] No space left on device\n"
 
 
 # They take seconds. A fresh process has imported torch, so it is hidden.

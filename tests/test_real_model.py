@@ -91,7 +91,7 @@ def test_greedy_tokens(reference: Any, real: LLM, case: str) -> None:
         chats = [[{"role": "system", "content": SYSTEM}, *chat] for chat in CHATS]
         llm.chat(chats[0], SamplingParams(max_tokens=1), use_tqdm=False)
     else:
-        llm = make_llm(num_kvcache_blocks=60, max_model_len=960)
+        llm = make_llm(num_kv_cache_blocks=60, max_model_len=960)
     outputs = llm.chat(chats, GREEDY, use_tqdm=False)
     assert sum(len(output.outputs[0].token_ids) for output in outputs) > 600
     assert check_greedy(reference, outputs) <= 2

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -61,6 +61,7 @@ def unpack(packed: Tensor) -> Tensor:
 class Int4Weight:
     """A quantized weight [O, I], which is loaded, split and indexed like a tensor."""
 
+    takes_int4: ClassVar = True  # `copy_` accepts a QuantizedWeight
     values: Tensor  # [O, G, 4] int32
     scale: Tensor  # [O, G] float16
     inputs: int  # I

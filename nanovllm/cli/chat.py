@@ -4,8 +4,8 @@
   nanovllm chat --model Qwen/Qwen3-0.6B --system "Answer in one sentence." --set dtype=bfloat16
 
 Ctrl-C ends an answer. /new begins a new conversation. Ctrl-D, /quit or /exit ends the program, and
-/help shows this. The exit status is 1 if the model cannot be loaded, or if a question fails that is
-read from a file or a pipe.
+/help shows this. A question that begins with "/" needs a space before it. The exit status is 1 if
+the model cannot be loaded, or if a question fails that is read from a file or a pipe.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from typing import Any
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli.jobs.run_batch import option
 from nanovllm.config import EMBEDDED
+from nanovllm.utils.checks import unknown_name
 
 HELP = """Ctrl-C ends an answer.
 /new             begins a new conversation
 /quit or /exit   ends the chat, as Ctrl-D does
 /help            shows this text"""
+COMMANDS = ("/new", "/quit", "/exit", "/help")
 
 
 class Conversation:
@@ -107,21 +109,26 @@ def main(argv: list[str] | None = None) -> int:
     failed = False
     while True:
         try:
-            question = input("> " if terminal else "").strip()
+            question = input("> " if terminal else "").rstrip()
         except EOFError:
             return int(failed)
         except KeyboardInterrupt:
             print()
             continue
-        if question in ("/quit", "/exit"):
+        command = question.lower()
+        if command in ("/quit", "/exit"):
             return int(failed)
-        if question == "/new":
+        if command == "/new":
             chat.restart()
-        elif question == "/help":
+        elif command == "/help":
             print(HELP)
-        elif question:
+        elif command.startswith("/"):
+            message = unknown_name("command", question, COMMANDS)
+            print(f"{message}; a question may begin with a space", file=sys.stderr)
+            failed = not terminal
+        elif command.strip():
             try:
-                chat.answer(question)
+                chat.answer(question.strip())
             except ValueError as error:
                 print(f"error: {error}; /new begins a new conversation", file=sys.stderr)
                 failed = not terminal

@@ -4,7 +4,8 @@
   nanovllm chat --model smollm2/
 
 The package gguf (pip install gguf) dequantizes the weights. They are stored in bfloat16 by default,
-in files of about 1 GiB. OUT appears when it is complete. Its default is greedy sampling.
+in files of about 1 GiB. OUT is renamed into place when it is complete. Its generation_config.json
+selects greedy sampling.
 """
 
 import argparse
@@ -12,7 +13,6 @@ import sys
 from pathlib import Path
 
 from nanovllm.config import DTYPES
-from nanovllm.loading.optional import load_optional
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -29,7 +29,8 @@ def main(argv: list[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     try:
         # Not for --help, because torch takes seconds.
-        convert = load_optional("features.formats.gguf.convert", "nanovllm convert").convert
+        from nanovllm.features.formats.gguf.convert import convert
+
         convert(args.source, args.target, args.dtype)
     except (OSError, ValueError) as error:
         print(f"nanovllm convert: {error}", file=sys.stderr)

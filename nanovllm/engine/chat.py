@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
+from nanovllm.engine.detokenizer import Tokenizer
 from nanovllm.utils.checks import check_scalar
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase as Tokenizer
-
 Message = dict[str, Any]
-# Arguments of apply_chat_template that `apply` sets itself.
-RESERVED = {"self", "conversation", "conversations", "messages", "tokenize"}
 
 
 def as_conversations(
@@ -40,20 +36,16 @@ def template_variables(
 
     overrides: the argument chat_template_kwargs of a call. It overrides `variables`, as in vLLM.
     """
-    overrides = {} if overrides is None else overrides
-    check_scalar("chat_template_kwargs", overrides, dict)
-    for name in overrides:
-        if not isinstance(name, str) or name in RESERVED:
+    if overrides is not None:
+        check_scalar("chat_template_kwargs", overrides, dict)
+        variables = variables | overrides
+    if (template := variables.get("chat_template")) is not None:
+        check_scalar("chat_template", template, str)
+        if os.path.isfile(template):
             raise ValueError(
-                f"chat_template_kwargs has {name!r:.80}, which cannot be a variable of a chat "
-                "template; remove it"
+                f"chat_template={template!r} is a file; pass its text: "
+                f"Path({template!r}).read_text()"
             )
-    variables = variables | overrides
-    if variables.get("continue_final_message") and variables.get("add_generation_prompt"):
-        raise ValueError(
-            "continue_final_message=True continues the last message, add_generation_prompt=True "
-            "begins a new one; set add_generation_prompt=False"
-        )
     return variables
 
 
@@ -61,15 +53,8 @@ def render(conversation: Iterable[Message], tokenizer: Tokenizer, variables: dic
     """Return the text of a conversation. `variables` come from `template_variables`."""
     template = variables.get("chat_template")
     messages = plain_messages(conversation, tokenizer, template)
-    with explain_template_error(template):
-        return apply(tokenizer, messages, variables)
-
-
-@contextmanager
-def explain_template_error(template: str | None) -> Iterator[None]:
-    """Raise ValueError for an error in the `with` block. None: the template of the tokenizer."""
     try:
-        yield
+        return apply(tokenizer, messages, variables)
     except Exception as error:  # A template can raise any error, such as ZeroDivisionError.
         shown = "the tokenizer's" if template is None else f"{template!r:.80}"
         raise ValueError(
@@ -115,23 +100,19 @@ def plain_messages(
 def parsed_tool_call(call: Any) -> Any:
     """Return a tool call whose arguments are a dict, as chat templates expect.
 
-    In OpenAI's format they are a string in JSON, which may be empty. Any other call is returned
-    unchanged. Raises ValueError if the string is not an object in JSON.
+    In OpenAI's format they are a string in JSON, which may be empty. Raises ValueError if it is not
+    JSON. Any other call is returned unchanged.
     """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments", ""), str | None):
         return call
     text = function.get("arguments") or "{}"
     try:
-        arguments = json.loads(text)
-    except ValueError:
-        arguments = None
-    if not isinstance(arguments, dict):
+        return call | {"function": function | {"arguments": json.loads(text)}}
+    except ValueError as error:
         raise ValueError(
-            f"the arguments of the tool call {function.get('name')!r:.80} must be a dict, or an "
-            f'object in JSON like \'{{"city": "Paris"}}\', not {text!r:.200}'
-        )
-    return call | {"function": function | {"arguments": arguments}}
+            f"the arguments of a tool call are a dict, or an object in JSON, not {text!r:.200}"
+        ) from error
 
 
 def part_text(part: Any) -> str:

@@ -5,24 +5,21 @@
         get_output = runner.run(step.plan)            # launches the step: changes KV cache and rows
         scheduler.commit(step, get_output().token_ids)  # appends tokens to sequences
 
-LLMEngine adds the requests, and turns.py chooses the thread that runs a step. This folder imports
-no torch.
+LLMEngine adds the requests, and threads.py lets one thread run a step. This folder imports no
+torch.
 """
-
-import threading
-from collections.abc import Iterable
-from functools import partial
 
 from nanovllm.engine.observer import NO_OBSERVER
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import InFlightStep, Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.turns import Turns
+from nanovllm.engine.task import Ending
+from nanovllm.engine.threads import SharedEngine, hold_interrupt, run_by_one_thread
 from nanovllm.plan import Runner, StepOutput
 
 
-class EngineCore:
+class EngineCore(SharedEngine):
     def __init__(
         self,
         scheduler: Scheduler,
@@ -31,14 +28,14 @@ class EngineCore:
         async_scheduling: bool,
     ) -> None:
         """async_scheduling: plan and launch a step before the previous one is committed."""
+        super().__init__()
         self.scheduler = scheduler
         self.runner = runner
         self.output_processor = output_processor
         self.async_scheduling = async_scheduling
         self.observer = NO_OBSERVER  # see nanovllm/cli/trace/trace.py
-        # A bound method as the argument would form a cycle and delay the release of the memory.
-        self._turns = Turns(partial(abort_request, scheduler, output_processor))
 
+    @run_by_one_thread
     def run_step(self) -> None:
         """Plan and launch one step, and commit the steps whose results are due.
 
@@ -46,21 +43,17 @@ class EngineCore:
         the new step. If no step can be launched, the results of all steps in flight are due.
 
         If another thread is running a step, this method only waits until that step ends. If a step
-        fails, the error is raised, the running sequences return to the waiting queue, and the
-        engine remains usable. Ctrl-C takes effect when the step is complete. A second
-        Ctrl-C interrupts the runner.
+        fails or Ctrl-C interrupts it, the error is raised, the running sequences return to the
+        waiting queue, and the engine remains usable.
         """
-        in_flight = self.scheduler.in_flight
-        with self._turns.claim(on_error=self._revert) as turn:
-            if turn is None:
-                return  # another thread has run a step
-            step = self._schedule()
-            if step is not None:
-                step.get_output = turn.interruptible(self.runner.run, step.plan)
-            num_left = 1 if step is not None and self.async_scheduling else 0
-            while len(in_flight) > num_left:
-                assert in_flight[0].get_output is not None
-                self._commit(in_flight[0], turn.interruptible(in_flight[0].get_output))
+        step = self._schedule()
+        if step is not None:
+            step.get_output = self.runner.run(step.plan)
+        num_left = 1 if step is not None and self.async_scheduling else 0
+        while len(self.scheduler.in_flight) > num_left:
+            oldest = self.scheduler.in_flight[0]
+            assert oldest.get_output is not None
+            self._commit(oldest, oldest.get_output())
 
     def _schedule(self) -> InFlightStep | None:
         """Plan a step. This changes queues and blocks."""
@@ -77,49 +70,34 @@ class EngineCore:
 
     def _commit(self, step: InFlightStep, output: StepOutput) -> None:
         """Process the results of a step. This changes sequences and the prefix cache."""
-        with self.lock:
+        with hold_interrupt(), self.lock:
             self.observer.begin()
             updated = self.scheduler.commit(step, output.token_ids)
-            self.output_processor.process(step, output, updated)
-            for request in self.output_processor.failed:
-                if request.task.changes_queues and request.error is not None:
-                    # The error interrupted a change of the queues. They may be inconsistent.
-                    self._revert(request.error)
-                    return
-            self.output_processor.collect_finished([*updated, *self._finish_ended()])
+            endings = self.output_processor.process(step, output, updated)
+            if self.output_processor.queue_error is not None:
+                # The queues may be inconsistent.
+                self._revert(self.output_processor.queue_error)
+                return
+            self._finish(endings)
+            self.output_processor.collect_finished([*updated, *endings])
             self.observer.committed(step, updated, output)
 
-    def _finish_ended(self) -> list[Sequence]:
-        """Finish the sequences that end with the results of the last step, and return them."""
-        endings = self.output_processor.endings()
+    def _finish(self, endings: dict[Sequence, Ending]) -> None:
         for seq, ending in endings.items():
             self.scheduler.finish(seq, ending.finish_reason, ending.stop_reason)
-        return list(endings)
 
     def _revert(self, error: BaseException) -> None:
         """Restore a state from which all requests can continue. Any line may have failed."""
         self.scheduler.revert_in_flight(self.output_processor.rewind())
-        self._finish_ended()  # in case the failed commit has not done this
+        self._finish(self.output_processor.endings)  # in case the failed commit has not done this
         requests = self.output_processor.requests.values()
         self.output_processor.collect_finished([seq for r in requests for seq in r.seqs])
         self.observer.reverted(error)
 
-    @property
-    def lock(self) -> "threading.RLock":
-        """The lock of scheduler, requests and results. It is not held while the runner works."""
-        return self._turns.lock
-
-    def abort(self, requests: Iterable[Request]) -> None:
-        """End the requests that have not finished. Does not block; see `Turns.abort`."""
-        self._turns.abort(requests)
-
-
-def abort_request(
-    scheduler: Scheduler, output_processor: OutputProcessor, request: Request
-) -> None:
-    """End a request in any state, unless it has ended."""
-    if output_processor.requests.get(request.request_id) is request:
-        for seq in request.seqs:
-            scheduler.abort(seq)
-        request.returned_by_step = False
-        output_processor.collect_finished(request.seqs)
+    def _abort_request(self, request: Request) -> None:
+        """End a request in any state, unless it has ended."""
+        if self.output_processor.requests.get(request.request_id) is request:
+            for seq in request.seqs:
+                self.scheduler.abort(seq)
+            request.returned_by_step = False
+            self.output_processor.collect_finished(request.seqs)

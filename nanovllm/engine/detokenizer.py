@@ -1,66 +1,80 @@
-"""Detokenizer: converts a stream of tokens to text while the tokens are generated.
+"""Detokenizer: converts the output tokens of a sequence to text while they are generated.
 
-It stores the tokens whose text is not final. A tokenizer decodes an incomplete character as U+FFFD,
-so a U+FFFD at the end is not returned until it is known to be final. The concatenated parts are the
-text of all tokens.
+The text of a token depends on the tokens before it. A character of several tokens is complete with
+the last of them, and tokenizers of SentencePiece's kind remove a space only at the start of a text.
+DecodeStream of the package tokenizers handles both. vLLM uses it too and gives the same text.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from tokenizers.decoders import DecodeStream
+
 # Other files use this type too. transformers is only imported when a tokenizer is loaded.
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerFast
 
-    Tokenizer: TypeAlias = PreTrainedTokenizerBase
+    Tokenizer: TypeAlias = PreTrainedTokenizerFast
 else:
     Tokenizer = Any
 
-# The window is shortened when it has more tokens than this. Only invalid bytes make it so long.
-WINDOW = 32
+CONTEXT = 4  # tokens that a character has at most
+MAX_CONTEXT = 24  # tokens of a prompt that are tried
 
 
 class Detokenizer:
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
-        self.tokenizer = tokenizer
+    """Decodes the output of one sequence, whose prompt ends with `prompt_ids`."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: list[int], skip_special_tokens: bool = True
+    ) -> None:
+        self.tokenizer = tokenizer.backend_tokenizer
         self.skip_special_tokens = skip_special_tokens
-        self.window: list[int] = []  # tokens since the last complete character
-        self.num_returned = 0  # returned characters of the window's text
+        self.stream = DecodeStream(self._context(prompt_ids), skip_special_tokens)
+
+    def _context(self, prompt_ids: list[int]) -> list[int]:
+        """Return the last tokens of the prompt, or none if the prompt ends within a character.
+
+        A stream that begins with a part of a character would return the text of the prompt.
+        """
+        for length in range(CONTEXT, MAX_CONTEXT):
+            context = prompt_ids[-length:]
+            text = self.tokenizer.decode(context, skip_special_tokens=self.skip_special_tokens)
+            if not text.endswith("\ufffd"):
+                return context
+        return []
 
     def add(self, token_ids: list[int]) -> str:
-        """Add tokens and return the text that has become final. Amortized O(1) per token."""
-        self.window += token_ids
-        text = self.decode(self.window)
-        clean = not text.endswith("\ufffd")
-        new = text[self.num_returned :] if clean else text[self.num_returned : -1]
-        self.num_returned += len(new)
-        if clean:
-            self.window, self.num_returned = [], 0
-        elif len(self.window) > WINDOW:
-            self._shorten(text)
-        return new
+        """Add output tokens and return the text that is final, without an incomplete character."""
+        return "".join(map(self._add_token, token_ids))
 
-    def flush(self) -> str:
-        """Return the remaining text. An incomplete character is returned as U+FFFD."""
-        new = self.decode(self.window)[self.num_returned :]
-        self.window, self.num_returned = [], 0
-        return new
+    def _add_token(self, token: int) -> str:
+        try:
+            text = self.stream.step(self.tokenizer, token)
+        except Exception as error:
+            # After invalid bytes, some decoders change text that was already returned. As in vLLM,
+            # the text then continues with this token.
+            if not str(error).startswith("Invalid prefix"):
+                raise
+            self.stream = DecodeStream([], self.skip_special_tokens)
+            text = self.stream.step(self.tokenizer, token)
+        return text or ""
 
-    def _shorten(self, text: str) -> None:
-        """Drop a returned part of the window if the text is the same when decoded in two parts."""
-        for cut in range(len(self.window) - 1, 0, -1):
-            head = self.decode(self.window[:cut])
-            if len(head) <= self.num_returned and head + self.decode(self.window[cut:]) == text:
-                self.window = self.window[cut:]
-                self.num_returned -= len(head)
-                return
 
-    def decode(self, token_ids: list[int]) -> str:
-        return str(
-            self.tokenizer.decode(
-                token_ids,
-                skip_special_tokens=self.skip_special_tokens,
-                clean_up_tokenization_spaces=False,
-            )
-        )
+def decode_token(tokenizer: Tokenizer, token: int, before: list[int]) -> str:
+    """Return the text of one token after the tokens `before`, as vLLM's `decoded_token`.
+
+    The text of a token that completes a character is the whole character, and the text of the
+    other tokens of the character is empty. A decoder removes the space at the start of a text;
+    it is inserted again here.
+    """
+    rules = tokenizer.backend_tokenizer
+    context = before[-CONTEXT:]
+    for start in range(len(context), -1, -1):
+        text: str = rules.decode([*context[start:], token], skip_special_tokens=False)
+        if not text.endswith("\ufffd"):
+            piece = rules.id_to_token([*context[start:], token][0]) or ""
+            num_spaces = len(piece) - len(piece.lstrip("▁"))
+            return " " * (num_spaces - len(text) + len(text.lstrip(" "))) + text
+    return ""

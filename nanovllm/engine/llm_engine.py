@@ -10,24 +10,21 @@ It inherits the loop from EngineCore.
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
+from nanovllm.engine.detokenizer import Tokenizer
 from nanovllm.engine.input_processor import CheckedPrompt, InputProcessor
-from nanovllm.engine.interrupt import defer_interrupt
 from nanovllm.engine.output_processor import Output, OutputProcessor
 from nanovllm.engine.request import Progress, Request
-from nanovllm.engine.sampling import Sampling
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.task import Task, TaskFactory
-from nanovllm.engine.turns import HANDOVER, REQUESTS_AT_ONCE
+from nanovllm.engine.threads import hold_interrupt
 from nanovllm.inputs import Prompt
 from nanovllm.outputs import RequestMetrics
 from nanovllm.plan import Runner
-from nanovllm.sampling_params import SamplingParams
 
 
 class LLMEngine(EngineCore):
@@ -36,17 +33,15 @@ class LLMEngine(EngineCore):
         config: EngineConfig,
         runner: Runner,
         input_processor: InputProcessor,
-        task_factories: Mapping[type, TaskFactory] | None = None,
         block_manager: BlockManager | None = None,
     ) -> None:
         """Make the scheduler and the output processor for `runner`.
 
-        task_factories: class of parameters -> factory of their task. None: only sampling.
         block_manager: manages the blocks of the runner. None: a new BlockManager.
         """
         if block_manager is None:
             block_manager = BlockManager(
-                runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching
+                runner.num_blocks, config.block_size, config.enable_prefix_caching
             )
         scheduler = Scheduler(
             block_manager,
@@ -59,8 +54,6 @@ class LLMEngine(EngineCore):
             async_scheduling = runner.async_scheduling
         super().__init__(scheduler, runner, OutputProcessor(), async_scheduling)
         self.input_processor = input_processor
-        self.tokenizer = input_processor.tokenizer
-        self.task_factories = task_factories or {SamplingParams: Sampling}
         self.num_requests = 0
 
     def __reduce__(self) -> NoReturn:
@@ -69,22 +62,17 @@ class LLMEngine(EngineCore):
             "make another LLM, or use this one from several threads"
         )
 
-    # ---- requests ----
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.input_processor.tokenizer
 
-    def make_task(self, params: Any) -> Task:
-        """Check `params` and return their task. None: the checkpoint's sampling parameters."""
-        params = self.input_processor.default_sampling_params if params is None else params
-        for kind, factory in self.task_factories.items():
-            if isinstance(params, kind):
-                return factory(self, params)
-        known = " or ".join(kind.__name__ for kind in self.task_factories)
-        raise TypeError(f"sampling_params must be a {known}, not {params!r}")
+    # ---- requests ----
 
     def add_request(
         self, prompt: Prompt, sampling_params: Any = None, request_id: str | None = None
     ) -> str:
         """Queue a request and return its id. Raises ValueError or TypeError if it can never run."""
-        if isinstance(request_id, tuple(self.task_factories)):
+        if isinstance(request_id, tuple(self.input_processor.task_factories)):
             raise TypeError("call add_request(prompt, sampling_params, request_id) in this order")
         request = self.submit(prompt, sampling_params, request_id=request_id, returned_by_step=True)
         return request.request_id
@@ -98,17 +86,9 @@ class LLMEngine(EngineCore):
         returned_by_step: bool = False,
     ) -> Request:
         """Queue a request. The caller reads its `output` at the end, or its stream at any time."""
-        [checked] = self.check([(prompt, sampling_params)])
-        with defer_interrupt(), self.lock:
+        [checked] = self.input_processor.check([(prompt, sampling_params)])
+        with hold_interrupt(), self.lock:
             return self._add(checked, stream, None, request_id, returned_by_step)
-
-    def check(self, pairs: Sequence[tuple[Prompt, Any]]) -> list[CheckedPrompt]:
-        """Check prompts and their parameters for `add`. Changes nothing in the engine.
-
-        Raises ValueError or TypeError if a request can never run. Does not hold the lock, because
-        the compilation of a grammar can take seconds.
-        """
-        return list(self.input_processor.check(pairs, self.make_task))
 
     def add(
         self,
@@ -116,18 +96,17 @@ class LLMEngine(EngineCore):
         requests: list[Request],
         progress: Progress | None = None,
         stream: bool = False,
-    ) -> Iterator[None]:
+    ) -> None:
         """Queue `prompts` and append their requests to `requests`.
 
-        Yields after each batch. The lock is free then.
+        After Ctrl-C no further prompt is queued, and KeyboardInterrupt is raised.
         """
-        for start in range(0, len(prompts), REQUESTS_AT_ONCE):
-            if start:
-                time.sleep(HANDOVER)
-            with defer_interrupt(), self.lock:
-                for prompt in prompts[start : start + REQUESTS_AT_ONCE]:
+        with hold_interrupt() as pressed:
+            for prompt in prompts:
+                if pressed:
+                    break
+                with self.lock:
                     requests.append(self._add(prompt, stream, progress))
-            yield
 
     def _add(
         self,
@@ -179,7 +158,7 @@ class LLMEngine(EngineCore):
 
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` has requests left to run or outputs to return."""
-        self._turns.run_pending_aborts()
+        self.run_pending_aborts()
         return bool(self.output_processor.requests or self.output_processor.finished)
 
     # ---- running requests ----
@@ -202,7 +181,7 @@ class LLMEngine(EngineCore):
             with self.lock:
                 finished, processor.finished = processor.finished, {}
             return list(finished.values())
-        except BaseException:  # a signal handler can raise between any two lines
+        except BaseException:  # Ctrl-C between any two lines
             with self.lock:
                 processor.finished = finished | processor.finished
             raise
@@ -211,25 +190,24 @@ class LLMEngine(EngineCore):
 
     def reset_prefix_cache(self) -> bool:
         """See `LLM.reset_prefix_cache`."""
-        with defer_interrupt(), self.lock:
+        with hold_interrupt(), self.lock:
             return self.scheduler.block_manager.reset_prefix_cache()
 
     def stats(self) -> dict[str, int | float]:
-        """See `LLM.stats`."""
+        """See `LLM.stats`. Does not wait for the lock: a step may change counters meanwhile."""
         scheduler = self.scheduler
         blocks = scheduler.block_manager
-        self._turns.run_pending_aborts()
-        with self.lock:
-            return {
-                "running": len(scheduler.running),
-                "waiting": scheduler.num_unfinished - len(scheduler.running),
-                "blocks_in_use": blocks.num_blocks - blocks.num_available,
-                "blocks_evictable": len(blocks.evictable),
-                "blocks_free": len(blocks.free),
-                "prefix_hit_rate": scheduler.cached_tokens / max(1, scheduler.prompt_tokens),
-                "preemptions": scheduler.preemptions,
-                "evictions": blocks.evictions,
-                "recomputed_tokens": scheduler.recomputed_tokens,
-                "prompt_tokens": self.output_processor.progress.num_prompt_tokens,
-                "output_tokens": self.output_processor.progress.num_output_tokens,
-            } | blocks.stats()
+        self.run_pending_aborts()
+        return {
+            "running": len(scheduler.running),
+            "waiting": scheduler.num_unfinished - len(scheduler.running),
+            "blocks_in_use": blocks.num_blocks - blocks.num_available,
+            "blocks_evictable": len(blocks.evictable),
+            "blocks_free": len(blocks.free),
+            "prefix_hit_rate": scheduler.cached_tokens / max(1, scheduler.prompt_tokens),
+            "preemptions": scheduler.preemptions,
+            "evictions": blocks.evictions,
+            "recomputed_tokens": scheduler.recomputed_tokens,
+            "prompt_tokens": self.output_processor.progress.num_prompt_tokens,
+            "output_tokens": self.output_processor.progress.num_output_tokens,
+        } | blocks.stats()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.detokenizer import CONTEXT, MAX_CONTEXT, Detokenizer, decode_token
 from nanovllm.engine.request import NO_IDS, Request, Sample, first_sequence, fork_sequence
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.task import Ending, Task
@@ -14,16 +15,28 @@ from nanovllm.plan import FILTERS, ResultKind, RowResult, RowSampling, TokenLogp
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm.engine.llm_engine import LLMEngine
+    from nanovllm.engine.input_processor import InputProcessor
+    from nanovllm.plan import LogitRules
+
+MakeRules: TypeAlias = (
+    "Callable[[SamplingParams, InputProcessor, frozenset[int]], LogitRules | None]"
+)
 
 
 class Sampling(Task):
     params: SamplingParams
     result_kind = ResultKind.TOKEN
 
-    def __init__(self, engine: LLMEngine, params: SamplingParams) -> None:
-        """Check the parameters and compile any grammar. Raises TypeError or ValueError."""
-        input_processor = engine.input_processor
+    def __init__(
+        self,
+        input_processor: InputProcessor,
+        params: SamplingParams,
+        make_rules: MakeRules = lambda params, input_processor, stop_token_ids: None,
+    ) -> None:
+        """Check the parameters and compile any grammar. Raises TypeError or ValueError.
+
+        make_rules: returns the logit rules that the parameters request, or None.
+        """
         input_processor.check_head()
         input_processor.check_vocabulary("stop_token_ids has", params.stop_token_ids)
         if (params.stop or params.bad_words) and input_processor.tokenizer is None:
@@ -39,7 +52,7 @@ class Sampling(Task):
         if not 0 < params.top_k < input_processor.vocab_size:
             filters["top_k"] = FILTERS["top_k"]
         self.filters = tuple(filters.values())
-        self.rules = input_processor.logit_rules(self.params, self.stop_token_ids)
+        self.rules = make_rules(self.params, input_processor, self.stop_token_ids)
         # The first sample computes the prompt's log-probabilities for all samples.
         self.fork_rules = self.rules and replace(self.rules, prompt_logprobs=None)
 
@@ -65,10 +78,15 @@ class Sampling(Task):
             request.samples += map(Sample, first.forks)
         needs_text = self.tokenizer is not None and bool(request.stream or params.stop)
         request.is_watched = request.stream or needs_text or params.logprobs is not None
-        if needs_text and self.tokenizer is not None:
+        if needs_text:
             for sample in request.samples:
-                sample.detokenizer = Detokenizer(self.tokenizer, params.skip_special_tokens)
+                sample.detokenizer = self._detokenizer(sample.seq)
         return first
+
+    def _detokenizer(self, seq: Sequence) -> Detokenizer:
+        assert self.tokenizer is not None
+        prompt_ids = seq.token_ids[max(0, seq.num_prompt - MAX_CONTEXT) : seq.num_prompt]
+        return Detokenizer(self.tokenizer, prompt_ids, self.params.skip_special_tokens)
 
     def _fork(self, first: Sequence, index: int) -> Sequence:
         """Return the sequence of another sample, with another seed."""
@@ -97,8 +115,6 @@ class Sampling(Task):
         start = len(sample.text)
         sample.text += detokenizer.add(self.text_ids(seq)[sample.num_detokenized :])
         sample.num_detokenized = seq.num_output
-        if seq.status is Status.FINISHED:
-            sample.text += detokenizer.flush()
         if params.min_tokens and seq.num_output <= params.min_tokens:
             return None
         # The text ends at the stop string that is complete first, as if characters were added one
@@ -129,20 +145,13 @@ class Sampling(Task):
     ) -> dict[int, Logprob]:
         """Return the log-probabilities at a position of the prompt or of the output."""
         first = seq.num_prompt if position >= seq.num_prompt else 0
-        # Up to 4 tokens are enough, because a UTF-8 character has at most 4 bytes.
-        before = seq.token_ids[max(first, position - 4) : position]
-        return {token: Logprob(p, rank, self._decode(token, before)) for token, p, rank in entry}
+        before = seq.token_ids[max(first, position - CONTEXT) : position]
 
-    def _decode(self, token: int, before: list[int]) -> str | None:
-        """Return the text of a token after the tokens `before`.
+        def text(token: int) -> str | None:
+            tokenizer = self.tokenizer
+            return None if tokenizer is None else decode_token(tokenizer, token, before)
 
-        As in vLLM, the text of a token that completes a character is the whole character.
-        """
-        if self.tokenizer is None:
-            return None
-        decode = Detokenizer(self.tokenizer, skip_special_tokens=False).decode
-        texts = (decode([*before[n:], token]) for n in range(len(before), -1, -1))
-        return next((text for text in texts if not text.endswith("\ufffd")), "")
+        return {token: Logprob(p, rank, text(token)) for token, p, rank in entry}
 
     def rewind(self, request: Request) -> list[Sequence]:
         if request.is_watched:
@@ -164,6 +173,10 @@ class Sampling(Task):
         if received < seq.num_output:
             del seq.token_ids[seq.num_prompt + received :]
             del sample.logprobs[received:]
+            if sample.detokenizer is not None:  # it may have read the removed tokens
+                sample.detokenizer = self._detokenizer(seq)
+                sample.text = sample.detokenizer.add(seq.output_ids)
+                sample.num_detokenized = received
             seq.status = Status.UNQUEUED
             rules = self.fork_rules if seq.index else self.rules  # `finish` has removed them
             seq.sampling = replace(seq.sampling, rules=rules)
@@ -171,9 +184,6 @@ class Sampling(Task):
     # ---- outputs ----
 
     def output(self, request: Request) -> RequestOutput:
-        for sample in request.samples:
-            if sample.seq.finish_reason == "abort" and sample.detokenizer is not None:
-                sample.text += sample.detokenizer.flush()
         outputs = [self._completion(sample) for sample in request.samples]
         return self._make_output(request, outputs)
 
@@ -199,8 +209,7 @@ class Sampling(Task):
     def _completion(self, sample: Sample) -> CompletionOutput:
         seq, text = sample.seq, sample.text
         if sample.detokenizer is None and self.tokenizer is not None:
-            detokenizer = Detokenizer(self.tokenizer, self.params.skip_special_tokens)
-            text = detokenizer.decode(self.text_ids(seq))
+            text = self._detokenizer(seq).add(self.text_ids(seq))
         logprobs = total = None
         if self.params.logprobs is not None:
             logprobs = sample.logprobs

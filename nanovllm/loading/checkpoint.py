@@ -8,18 +8,18 @@ from __future__ import annotations
 import math
 import os
 import shlex
-import stat
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from functools import cached_property
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from nanovllm.config import EMBEDDED
-from nanovllm.loading.optional import find_optional, load_optional
-from nanovllm.models.config import (
+from nanovllm.models.model_config import (
     FEATURES,
     Fields,
     ModelConfig,
@@ -29,14 +29,21 @@ from nanovllm.models.config import (
     unreadable,
     with_text_config,
 )
-from nanovllm.models.weights import HEAD
+from nanovllm.models.weights import EMBEDDINGS, HEAD
 from nanovllm.plan import FILTERS
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import scalar_fields, similar
 
+if TYPE_CHECKING:
+    from nanovllm.features.formats.quantized_checkpoint import WeightFormat
+
 # Names in generation_config.json -> names in SamplingParams.
 SAMPLING_FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"} | {
-    name: name for name in ("temperature", *FILTERS, "repetition_penalty")
+    name: name
+    for name in (
+        *("temperature", *FILTERS),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    )
 }
 OTHER_FIELDS: Fields = {"do_sample": (bool, ())}  # of generation_config.json
 
@@ -50,6 +57,8 @@ def find_checkpoint(
 
     Raises ValueError with a remedy. Weights are fetched from the hub only if `weights` is true.
     """
+    from nanovllm.features.formats.gguf.named import find_named
+
     if not isinstance(model, str | os.PathLike):
         raise TypeError(f"model must be a directory or a name, not {model!r}")
     name = os.fspath(model)
@@ -59,14 +68,8 @@ def find_checkpoint(
     path = Path(os.path.expanduser(name))
     if name == EMBEDDED:
         path = Path(__file__).with_name(EMBEDDED)
-        if not path.is_dir():
-            raise ValueError(
-                f"{path} is not a directory; pip install the package, do not import it from a zip "
-                "file"
-            )
     # os.path returns False if a parent directory is not accessible; Path can raise an error.
     if os.path.isdir(path):
-        check_files(path, patterns)
         if weights and not list(path.glob("*.safetensors")) and (gguf := list(path.glob("*.gguf"))):
             raise ValueError(f"{name} has no *.safetensors; {convert_command(gguf[0])}")
         return path
@@ -75,38 +78,21 @@ def find_checkpoint(
         if name.endswith(".gguf"):
             remedy = convert_command(path)
         raise ValueError(f"{name} is a file; {remedy}")
-    named_models = find_optional("features.formats.gguf.named")
-    if named_models is not None and (found := named_models.find_named(name)) is not None:
+    if (found := find_named(name)) is not None:
         return found
     if name.startswith((".", "/", "~")) or name.count("/") != 1 or name.endswith("/"):
-        needed = ", which needs nanovllm/features/formats/gguf/named.py" * (named_models is None)
         remedy = (
             "give a local directory, a hub id like 'Qwen/Qwen3-0.6B', "
-            f"{EMBEDDED!r} for the embedded model, or 'smollm2-135m'{needed}"
+            f"{EMBEDDED!r} for the embedded model, or 'smollm2-135m'"
         )
-        near = similar(name, [EMBEDDED, *["smollm2-135m"] * (named_models is not None)])
+        near = similar(name, [EMBEDDED, "smollm2-135m"])
         raise ValueError(f"there is no directory {name!r}; {near or remedy}")
-    path = _download(name, revision, patterns)
-    check_files(path, patterns)
-    return path
+    return _download(name, revision, patterns)
 
 
 def convert_command(gguf: Path) -> str:
     name, target = shlex.quote(str(gguf)), shlex.quote(gguf.stem)
     return f"convert {gguf.name}: pip install gguf && nanovllm convert {name} {target}"
-
-
-def check_files(directory: Path, patterns: list[str]) -> None:
-    """Raise ValueError for a file that cannot be read. A FIFO is not opened: that would block."""
-    for path in sorted(path for pattern in patterns for path in directory.glob(pattern)):
-        try:
-            if not stat.S_ISREG(path.stat().st_mode):
-                raise OSError("it is not a regular file")
-            path.open("rb").close()
-        except OSError as error:  # a dangling link, a loop of links, no permission
-            raise ValueError(
-                f"{path} cannot be read ({error.strerror or error}); replace or remove it"
-            ) from None
 
 
 def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
@@ -130,73 +116,40 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
         ) from error
 
 
+def config_class(architectures: Any) -> type[ModelConfig]:
+    """Return the class that reads the config.json of a model with these architectures."""
+    names = architectures if isinstance(architectures, list) else []
+    match next((FEATURES[name] for name in names if name in FEATURES), ""):
+        case "hybrid":
+            from nanovllm.features.models.hybrid.hybrid_config import HybridConfig
+
+            return HybridConfig
+        case "hybrid_moe":
+            from nanovllm.features.models.hybrid_moe.hybrid_moe_config import HybridMoeConfig
+
+            return HybridMoeConfig
+        case "moe":
+            from nanovllm.features.models.moe.moe_config import MoeConfig
+
+            return MoeConfig
+    return ModelConfig
+
+
 class Checkpoint:
-    """A model in Hugging Face layout. Each file is opened once, when it is first needed."""
+    """A model in Hugging Face layout: the fields of its config.json, and where its weights are."""
 
-    def __init__(
-        self,
-        directory: Path,
-        has_weights: bool = True,
-        overrides: Mapping[str, Any] | None = None,
-        keeps_int4: bool = False,
-    ) -> None:
-        """`has_weights` is false if no weights are read, as with load_format="dummy".
+    def __init__(self, directory: Path, overrides: Mapping[str, Any] | None = None) -> None:
+        """Read config.json. `overrides` replace its fields.
 
-        `overrides` replace fields of config.json. keeps_int4: see formats/quantized_checkpoint.py.
+        Raises ValueError for a model, or a format of its weights, that is not supported.
         """
-        self.directory, self.has_weights = directory, has_weights
-        self.keeps_int4 = keeps_int4
-        self.overrides = overrides or {}
-        self.config_path = directory / "config.json"
-        # Set with `model_config`:
-        self.weight_format: Any = None  # of quantized weights
-        self.select_tensors: Callable[[dict[Path, Any]], dict[Path, Any]] = dict
-        self.open_files = ExitStack()  # a context manager that closes the weight files
-
-    @cached_property
-    def config(self) -> dict[str, Any]:
-        """The fields of config.json."""
-        if not self.config_path.is_file():
-            raise ValueError(
-                f"{self.directory} has no config.json; it is not a model in Hugging Face layout"
-            )
-        raw: dict[str, Any] = with_text_config(read_json(self.config_path))
-        if self.overrides:
-            raw = load_optional("features.formats.hf_overrides", "hf_overrides").override(
-                raw, self.overrides
-            )
-        return raw
-
-    @cached_property
-    def model_config(self) -> ModelConfig:
-        suffix = " with hf_overrides" if self.overrides else ""  # for messages
-        path = Path(f"{self.config_path}{suffix}")
-        names = self.config.get("architectures")
-        config_class: type[ModelConfig] = ModelConfig
-        for name in names if isinstance(names, list) else ():
-            if name in FEATURES:
-                option = f"the architecture {name!r}"
-                config_class = load_optional(
-                    f"features.models.{FEATURES[name]}.config", option
-                ).CONFIG
-        model_config = config_class.from_json(self.config, path)
-        self.weight_format = self.find_weight_format(path)
-        self.select_tensors = model_config.select_tensors
-        return model_config
-
-    def find_weight_format(self, path: Path) -> Any:
-        """Return the WeightFormat of features/formats/quantized_checkpoint.py, or None.
-
-        Raises ValueError if the weights are quantized in a format that is not supported.
-        """
-        config = self.config.get("quantization_config") or {}
-        # If only the KV cache has a scheme, the weights are not quantized; see models/fp8.py.
-        if not config or (config.get("kv_cache_scheme") and not config.get("config_groups")):
-            return None
-        method = config.get("quant_method")
-        option = f"a checkpoint with the quant_method {method!r}"
-        module = load_optional("features.formats.quantized_checkpoint", option)
-        return module.WeightFormat.from_config(config, path)
+        self.directory = directory
+        # As messages name it.
+        self.config_path = directory / ("config.json" + " with hf_overrides" * bool(overrides))
+        self.config = read_config(directory, overrides or {})
+        config_type = config_class(self.config.get("architectures"))
+        self.model_config = config_type.from_json(self.config, self.config_path)
+        self.weight_format = find_weight_format(self.config, self.config_path)
 
     def generation_defaults(self) -> tuple[frozenset[int], SamplingParams]:
         """Return the end-of-sequence tokens and the sampling parameters of generation_config.json.
@@ -222,58 +175,116 @@ class Checkpoint:
             sampling = SamplingParams(**fields)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from None
-        # In transformers, do_sample is false by default, which means greedy sampling.
-        if has_file and not raw.get("do_sample"):
+        # Without do_sample, transformers is greedy. As in vLLM, the temperature of the file counts.
+        if raw.get("do_sample") is False:
             sampling.temperature = 0.0
         return frozenset(eos_ids), sampling
 
-    @cached_property
-    def has_head(self) -> bool:
-        """Whether the model has a head, which may be the embedding table."""
-        if self.model_config.tie_word_embeddings:
-            return True
-        if not self.has_weights:
-            return self.model_config.architecture.endswith("ForCausalLM")
-        return any(HEAD in file.keys() for file in self.files.values())  # noqa: SIM118
+    @contextmanager
+    def open_weights(self, has_weights: bool = True) -> Iterator[dict[Path, Any]]:
+        """Open the safetensors files, without the tensors that the model does not have.
 
-    @cached_property
-    def files(self) -> dict[Path, Any]:
-        """The open safetensors files. They are memory-mapped: a tensor is read when it is used."""
-        files = {}
-        for path in self.weight_files() if self.has_weights else []:
-            try:
-                files[path] = self.open_files.enter_context(safe_open(path, framework="pt"))
-            except Exception as error:  # the error types of safetensors are not public
-                raise unreadable(path, "a readable safetensors file", error) from None
-        files = self.select_tensors(files)
-        if files and self.weight_format is not None:
-            return dict(self.weight_format.decoded(files, self.keeps_int4))
-        return files
+        They are memory-mapped: a tensor is read, and decoded if it is quantized, when it is used.
+        There are no files if `has_weights` is false, as with load_format="dummy".
+        """
+        with ExitStack() as stack:
+            files: dict[Path, Any] = {}
+            for path in weight_files(self.directory) if has_weights else []:
+                try:
+                    files[path] = stack.enter_context(safe_open(path, framework="pt"))
+                except Exception as error:  # the error types of safetensors are not public
+                    raise unreadable(path, "a readable safetensors file", error) from None
+            files = self.model_config.select_tensors(files)
+            if files and self.weight_format is not None:
+                files = dict(self.weight_format.decoded(files))
+            yield files
 
-    def weight_files(self) -> list[Path]:
-        """Return the safetensors files, from the index if any. Raises ValueError if none exist."""
-        directory = self.directory
-        index = directory / "model.safetensors.index.json"
-        if index.is_file():
-            weight_map = read_json(index).get("weight_map")
-            names = list(weight_map.values()) if isinstance(weight_map, dict) else []
-            if not names or not all(isinstance(n, str) and n == os.path.basename(n) for n in names):
-                raise ValueError(
-                    f"{index} needs a 'weight_map' from tensor names to names of files in the same "
-                    f"directory, not {weight_map!r:.200}"
-                )
-            names = sorted(set(names))
-            # Path.is_file would raise OSError for a name that is too long.
-            missing = [name for name in names if not os.path.isfile(directory / name)]
-            if missing:
-                raise ValueError(f"{index} names missing files: {', '.join(missing):.200}")
-            return [directory / name for name in names]
-        single = directory / "model.safetensors"
-        files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
-        if not files:
+
+def read_config(directory: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of config.json, with `overrides`."""
+    adapter, path = directory / "adapter_config.json", directory / "config.json"
+    if adapter.is_file() and not list(directory.glob("model*.safetensors")):
+        base = read_json(adapter).get("base_model_name_or_path")
+        raise ValueError(
+            f"{directory} is an adapter of {base!r:.200}, which is not supported by itself; merge "
+            "it with merge_and_unload() and save_pretrained() of peft, and load the directory that "
+            "this makes"
+        )
+    if not path.is_file():
+        raise ValueError(
+            f"{directory} has no config.json; it is not a model in Hugging Face layout"
+        )
+    raw = with_text_config(read_json(path))
+    if overrides:
+        from nanovllm.features.formats.hf_overrides import override
+
+        raw = override(raw, overrides)
+    return raw
+
+
+def find_weight_format(config: Mapping[str, Any], path: Path) -> WeightFormat | None:
+    """Return the format of quantized weights, or None.
+
+    Raises ValueError if the weights are quantized in a format that is not supported.
+    """
+    # MLX has `quantization`, and in new versions also the same as quantization_config.
+    fields = config.get("quantization_config") or config.get("quantization") or {}
+    # If only the KV cache has a scheme, the weights are not quantized.
+    if not fields or (fields.get("kv_cache_scheme") and not fields.get("config_groups")):
+        return None
+    from nanovllm.features.formats.quantized_checkpoint import WeightFormat
+
+    return WeightFormat.from_config(fields, path)
+
+
+def match_head(config: ModelConfig, files: Mapping[Path, Any]) -> tuple[ModelConfig, bool]:
+    """Return the config of the model that `files` contain, and whether it has a head.
+
+    A head in the files is used whatever tie_word_embeddings says, as in transformers. If it equals
+    the embeddings, or if there is none, the model has one tensor for both. Without files, config
+    decides.
+    """
+    names = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118
+    if HEAD in names:
+        head = names[HEAD].get_tensor(HEAD)
+        tables = [names[name].get_tensor(name) for name in EMBEDDINGS if name in names]
+        is_tied, has_head = any(are_equal(head, table) for table in tables), True
+    else:
+        is_whole = not files and not config.architecture.endswith("Model")
+        has_head = config.tie_word_embeddings or is_whole
+        is_tied = config.tie_word_embeddings or not has_head
+    return replace(config, tie_word_embeddings=is_tied), has_head
+
+
+def are_equal(a: Tensor, b: Tensor) -> bool:
+    """Compare tensors in parts, so that nearly nothing is read of two that differ."""
+    parts = zip(a.split(1024), b.split(1024), strict=False)
+    return a.shape == b.shape and a.dtype == b.dtype and all(torch.equal(x, y) for x, y in parts)
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files, from the index if any. Raises ValueError if none exist."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+        if not names or not all(isinstance(n, str) and n == os.path.basename(n) for n in names):
             raise ValueError(
-                f"{directory} has no *.safetensors weights. Pickled weights (*.bin, *.pt) can run "
-                "code and are not read: convert them with model.save_pretrained of transformers. "
-                "load_format='dummy' makes random weights and needs config.json only"
+                f"{index} needs a 'weight_map' from tensor names to names of files in the same "
+                f"directory, not {weight_map!r:.200}"
             )
-        return files
+        names = sorted(set(names))
+        # Path.is_file would raise OSError for a name that is too long.
+        missing = [name for name in names if not os.path.isfile(directory / name)]
+        if missing:
+            raise ValueError(f"{index} names missing files: {', '.join(missing):.200}")
+        return [directory / name for name in names]
+    single = directory / "model.safetensors"
+    files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ValueError(
+            f"{directory} has no *.safetensors weights. Pickled weights (*.bin, *.pt) can run "
+            "code and are not read: convert them with model.save_pretrained of transformers. "
+            "load_format='dummy' makes random weights and needs config.json only"
+        )
+    return files

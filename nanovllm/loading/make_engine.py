@@ -3,34 +3,42 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.config import EngineConfig
+from nanovllm.config import FORMATS, EngineConfig
+from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sampling import Sampling
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.task import TaskFactory
-from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
+from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint, match_head
 from nanovllm.loading.make_runner import make_runner
-from nanovllm.loading.optional import find_optional, load_optional
 from nanovllm.loading.tokenizer import load_tokenizer
 from nanovllm.runner.single_rank import SingleRank
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.utils.log import logger
+
+if TYPE_CHECKING:
+    from nanovllm.features.requests.embeddings.pooling import PoolingSettings
 
 
 def make_engine(config: EngineConfig) -> LLMEngine:
     """Find and load the checkpoint and its tokenizer, and build the engine."""
     ranks = SingleRank()
     if config.tensor_parallel_size > 1:  # one device does not need torch.distributed
-        module = load_optional("features.memory.tensor_parallel.ranks", "tensor_parallel_size")
-        ranks = module.Ranks(config)
+        from nanovllm.features.memory.tensor_parallel.ranks import Ranks
+
+        ranks = Ranks(config)
     with ranks.leave_if_it_fails():
         with ranks.rank_0_first():  # rank 0 downloads the files
             checkpoint, tokenizer_dir = find_files(config)
-        with checkpoint.open_files:
-            engine = load_engine(config, checkpoint, tokenizer_dir, ranks)
+        with checkpoint.open_weights(config.load_format != "dummy") as files:
+            engine = load_engine(config, checkpoint, files, tokenizer_dir, ranks)
     # This also runs at exit. Otherwise, a thread of Gloo may end the process with SIGABRT.
     weakref.finalize(engine, ranks.leave)
     return engine
@@ -38,23 +46,29 @@ def make_engine(config: EngineConfig) -> LLMEngine:
 
 def find_files(config: EngineConfig) -> tuple[Checkpoint, Path]:
     """Return the checkpoint and the directory of the tokenizer."""
-    has_weights = config.load_format != "dummy"
-    directory = find_checkpoint(config.model, config.revision, weights=has_weights)
+    needs_weights = config.load_format != "dummy"
+    directory = find_checkpoint(config.model, config.revision, weights=needs_weights)
     tokenizer_dir = directory
     if config.tokenizer is not None and not config.skip_tokenizer_init:
         tokenizer_dir = find_checkpoint(config.tokenizer, weights=False)
-    keeps_int4 = config.quantization == "int4"
-    return Checkpoint(directory, has_weights, config.hf_overrides, keeps_int4), tokenizer_dir
+    return Checkpoint(directory, config.hf_overrides), tokenizer_dir
 
 
 def load_engine(
-    config: EngineConfig, checkpoint: Checkpoint, tokenizer_dir: Path, ranks: SingleRank
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    files: Mapping[Path, Any],
+    tokenizer_dir: Path,
+    ranks: SingleRank,
 ) -> LLMEngine:
-    """Load the checkpoint and the tokenizer in `tokenizer_dir`, and build the engine."""
-    host_cache = None
-    if config.swap_space:
-        host_cache = load_optional("features.memory.host_cache.blocks", "swap_space")
-    model_config = checkpoint.model_config
+    """Load the weights in `files` and the tokenizer in `tokenizer_dir`, and build the engine."""
+    from nanovllm.features.requests.embeddings.sentence_transformers import read_pooling_settings
+    from nanovllm.features.requests.structured import GrammarCompiler
+
+    model_config, has_head = match_head(checkpoint.model_config, files)
+    if config.quantization in FORMATS:
+        check_format(config.quantization, checkpoint)
+        config = replace(config, quantization=None)
     max_model_len = longest_request(config, checkpoint)
     tokenizer = None
     if not config.skip_tokenizer_init:
@@ -68,9 +82,8 @@ def load_engine(
             f"{model_config.vocab_size} and are ignored"
         )
         eos_token_ids -= beyond
-    if not checkpoint.has_head:  # a tied head takes no memory, and it is never used
-        model_config = replace(model_config, tie_word_embeddings=True)
-    runner = make_runner(config, model_config, checkpoint, max_model_len, ranks)
+    name = checkpoint.directory.name
+    runner = make_runner(config, model_config, files, name, max_model_len, ranks)
     input_processor = InputProcessor(
         tokenizer,
         model_config.vocab_size,
@@ -78,41 +91,54 @@ def load_engine(
         eos_token_ids,
         default_params,
         config.seed,
-        has_head=checkpoint.has_head,
+        has_head=has_head,
         max_logprobs=config.max_logprobs,
+        grammars=GrammarCompiler(tokenizer, model_config.vocab_size, eos_token_ids),
     )
-    if (templates := find_optional("features.chat_template")) is not None:
-        input_processor.render_with_limits = templates.render_with_limits
-    if (rules := find_optional("features.requests.logit_rules.params")) is not None:
-        input_processor.make_rules = rules.make_rules
-    if (structured := find_optional("features.requests.structured")) is not None:
-        compiler = structured.GrammarCompiler(tokenizer, model_config.vocab_size, eos_token_ids)
-        input_processor.grammars = compiler
-    embeddings = find_optional("features.requests.embeddings.sentence_transformers")
-    if embeddings is not None:
-        directory, size = checkpoint.directory, model_config.hidden_size
-        input_processor.pooling = embeddings.read_pooling_settings(directory, size)
-    block_manager = None
-    if host_cache is not None:
-        sizes = runner.num_blocks, config.kvcache_block_size, runner.host_pool.num_blocks
-        block_manager = host_cache.HostCacheBlockManager(*sizes)
+    block_manager: BlockManager | None = None
+    if runner.host_pool is not None:
+        from nanovllm.features.memory.host_cache.blocks import HostCacheBlockManager
+
+        sizes = runner.num_blocks, config.block_size, runner.host_pool.num_blocks
+        block_manager = HostCacheBlockManager(*sizes)
     if runner.states is not None:
-        states = load_optional("features.models.hybrid.state_blocks", "the model")
+        from nanovllm.features.models.hybrid.state_blocks import StateBlockManager
+
         config = replace(config, max_num_seqs=runner.rows.num_rows)
-        block_manager = states.StateBlockManager(
-            *(runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching),
+        block_manager = StateBlockManager(
+            *(runner.num_blocks, config.block_size, config.enable_prefix_caching),
             *(config.max_num_seqs, runner.states.num_states),
         )
-    return LLMEngine(config, ranks.agreeing(runner), input_processor, find_tasks(), block_manager)
+    engine = LLMEngine(config, ranks.agreeing(runner), input_processor, block_manager)
+    pooling = read_pooling_settings(checkpoint.directory, model_config.hidden_size)
+    input_processor.task_factories = all_tasks(engine.scheduler, pooling)
+    return engine
 
 
-def find_tasks() -> dict[type, TaskFactory]:
-    """Return the task of each type of parameters, for all installed kinds of requests."""
-    tasks: dict[type, TaskFactory] = {SamplingParams: Sampling}
-    for name in ("beam_search", "embeddings.pooling", "loglikelihood"):
-        if (module := find_optional(f"features.requests.{name}")) is not None:
-            tasks |= module.TASKS
-    return tasks
+def check_format(quantization: str, checkpoint: Checkpoint) -> None:
+    """Raise ValueError if the weights of the checkpoint do not have the format `quantization`."""
+    found = checkpoint.weight_format and checkpoint.weight_format.method
+    if found != quantization.removesuffix("_marlin"):
+        raise ValueError(
+            f"quantization={quantization!r} is a format of checkpoints, and the format of "
+            f"{checkpoint.directory} is {found!r}; leave it out, or use 'int8' or 'int4' to "
+            "quantize the weights while they are loaded"
+        )
+
+
+def all_tasks(scheduler: Scheduler, pooling: PoolingSettings) -> dict[type, TaskFactory]:
+    """Return the functions that make the task of a request, by the class of its parameters."""
+    from nanovllm.features.requests.beam_search import BeamSearch
+    from nanovllm.features.requests.embeddings.pooling import Embedding, PoolingParams
+    from nanovllm.features.requests.logit_rules.params import make_rules
+    from nanovllm.features.requests.loglikelihood import Scoring, ScoringParams
+
+    return {
+        SamplingParams: partial(Sampling, make_rules=make_rules),
+        BeamSearchParams: partial(BeamSearch, scheduler=scheduler),
+        PoolingParams: partial(Embedding, settings=pooling),
+        ScoringParams: Scoring,
+    }
 
 
 def longest_request(config: EngineConfig, checkpoint: Checkpoint) -> int:

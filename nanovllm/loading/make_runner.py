@@ -7,21 +7,22 @@ come last, because they read the KV cache.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import cast
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.loading import memory
-from nanovllm.loading.checkpoint import Checkpoint
-from nanovllm.loading.optional import find_optional, load_optional
+from nanovllm.loading.memory import MemoryBudget
 from nanovllm.loading.select_backend import pick_backend, pick_device, pick_dtype
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.backend import Backend
-from nanovllm.models.config import ModelConfig
-from nanovllm.models.fp8 import FP8, Scales, read_fp8_scales
+from nanovllm.models.fp8 import FP8, Scales
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.weights import load_weights, random_weights
 from nanovllm.plan import StepPlan
@@ -35,89 +36,102 @@ from nanovllm.utils.log import logger
 def make_runner(
     config: EngineConfig,
     full_config: ModelConfig,
-    checkpoint: Checkpoint,
+    files: Mapping[Path, Any],
+    name: str,
     max_model_len: int,
     ranks: SingleRank,
 ) -> ModelRunner:
-    """Make a ModelRunner for this rank's part of the model in `checkpoint`.
+    """Make a ModelRunner for this rank's part of the model `name`, which `full_config` describes.
 
-    `full_config` describes the whole model. Requests have at most `max_model_len` tokens, or fewer
-    if memory limits them.
+    `files` are its open safetensors files, or empty for random weights. Requests have at most
+    `max_model_len` tokens, or fewer if memory limits them.
     """
+    from nanovllm.backends.cpu.openmp import check_openmp
+
     if has_states := full_config.state_bytes(1) > 0:
         # Before the model is divided among ranks, which explains only sizes that do not fit.
-        hybrid_memory = load_optional("features.models.hybrid.memory", "the model")
+        from nanovllm.features.models.hybrid import memory as hybrid_memory
+
         hybrid_memory.check_options(config, full_config)
     elif config.num_state_slots is not None:
         raise ValueError(
             f"num_state_slots={config.num_state_slots} is an option for models with linear "
             f"attention, and {full_config.architecture} has none; leave it out"
         )
-    if (openmp := find_optional("backends.cpu.openmp")) is not None:
-        openmp.check_openmp()
+    check_openmp()
     device = pick_device(config.device)
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-    remedy = "out of memory; lower max_num_seqs, max_model_len or max_num_batched_tokens"
+    remedy = (
+        "out of memory; lower max_num_seqs, max_model_len or max_num_batched_tokens, or, if they "
+        "are set, num_kv_cache_blocks, kv_cache_memory_bytes and swap_space"
+    )
     with on_device, memory.explain_out_of_memory(remedy):
         free = memory.free_memory(device, ranks.size)
         model_config = ranks.config_of_rank(full_config)
-        backend = make_backend(config, model_config, device)
+        on_meta = model_config.model_class().on_meta(model_config)
+        backend = make_backend(config, on_meta, device)
         is_fp8 = config.kv_cache_dtype != "auto"
         cache_dtype = FP8 if is_fp8 else backend.dtype
-        block_bytes = model_config.block_bytes(config.kvcache_block_size, cache_dtype.itemsize)
-        weight_bytes = memory.weight_bytes(model_class(model_config).on_meta(model_config, backend))
-        room = memory.Room(config, device, free, weight_bytes, max(1, block_bytes))
-        room.check(checkpoint.directory.name, backend.dtype, model_config.weights_note)
+        block_bytes = model_config.block_bytes(config.block_size, cache_dtype.itemsize)
+        weight_bytes = memory.weight_bytes(on_meta, backend)
+        budget = MemoryBudget(config, device, free, weight_bytes, max(1, block_bytes))
+        budget.check(name, backend.dtype, model_config.weights_note)
         if has_states:
-            sizes = config, model_config, backend.dtype.itemsize, room.max_bytes
-            num_rows, num_slots, state_bytes = hybrid_memory.num_states(*sizes)
+            num_rows, num_slots, state_bytes = hybrid_memory.num_states(
+                config,
+                model_config.state_bytes(backend.dtype.itemsize),
+                budget.cache_bytes(budget.free_after_load)[0],
+            )
             config = replace(config, max_num_seqs=num_rows)
-            room = replace(room, config=config, state_bytes=state_bytes, num_state_slots=num_slots)
+            budget = replace(
+                budget, config=config, state_bytes=state_bytes, num_state_slots=num_slots
+            )
         # The longest request that can fit limits the size of rows and rotary tables.
-        longest = room.fitted_length(max_model_len, ranks.smallest(room.max_blocks))
-        model = model_class(model_config)(model_config, longest, backend)
-        load_model(config, model, full_config, checkpoint, ranks)
+        num_blocks = budget.num_kv_blocks(max_model_len, budget.free_after_load)
+        longest = budget.fitted_length(max_model_len, ranks.smallest(num_blocks))
+        model = type(on_meta)(model_config, longest, backend)
+        load_model(config, model, full_config, files, ranks)
         runner = make_eager_runner(config, model, full_config.vocab_size, longest)
-        scales = read_fp8_scales(checkpoint.files, model_config.kv_layers) if is_fp8 else None
-        make_cache(runner, room, longest, scales, ranks)
-        runner.max_model_len = room.fitted_length(longest, runner.num_blocks)
+        scales = None
+        if is_fp8:
+            from nanovllm.features.formats.fp8_scales import read_fp8_scales
+
+            scales = read_fp8_scales(files, model_config.kv_layers)
+        make_cache(runner, budget, longest, scales, ranks)
+        runner.max_model_len = budget.fitted_length(longest, runner.num_blocks)
         make_fast_steps(config, runner, ranks)
-    log_sizes(runner, room, checkpoint.directory.name, max_model_len, ranks)
+    log_sizes(runner, budget, name, max_model_len, ranks)
     return runner
 
 
-def model_class(model_config: ModelConfig) -> type[Qwen3]:
-    """Return the class of the model that a config describes."""
-    if not model_config.feature:
-        return Qwen3
-    module = load_optional(
-        f"features.models.{model_config.feature}.model", model_config.architecture
-    )
-    return cast(type[Qwen3], module.MODEL)
-
-
-def make_backend(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> Backend:
-    dtype = pick_dtype(config.dtype, device, model_config.dtype)
-    num_weights = memory.num_weights(model_class(model_config).on_meta(model_config))
+def make_backend(config: EngineConfig, on_meta: Qwen3, device: torch.device) -> Backend:
+    """Make the backend for a model, whose sizes `on_meta` has."""
+    dtype = pick_dtype(config.dtype, device, on_meta.config.dtype)
+    num_weights = memory.num_weights(on_meta)
     backend = pick_backend(config.attention_backend, device, dtype, num_weights)
-    if config.quantization is None:
-        return backend
-    option = f"quantization={config.quantization!r}"
-    module = load_optional(f"backends.{config.quantization}", option)
-    return cast(Backend, module.quantized(backend))
+    match config.quantization:
+        case "int8":
+            from nanovllm.backends import int8
+
+            return int8.quantized(backend)
+        case "int4":
+            from nanovllm.backends import int4
+
+            return int4.quantized(backend)
+    return backend
 
 
 def load_model(
     config: EngineConfig,
     model: Qwen3,
     full_config: ModelConfig,
-    checkpoint: Checkpoint,
+    files: Mapping[Path, Any],
     ranks: SingleRank,
 ) -> None:
     """Load the weights of `model`, which is this rank's part."""
     tensors = ranks.tensors_of_rank(model.checkpoint_tensors(), full_config)
-    if checkpoint.has_weights:
-        load_weights(tensors, checkpoint.files)
+    if files:
+        load_weights(tensors, files)
     else:
         random_weights(tensors, config.seed, model.norm.device)
     for linear in model.linears():  # one at a time, to save memory
@@ -129,39 +143,41 @@ def make_eager_runner(
     config: EngineConfig, model: Qwen3, vocab_size: int, max_model_len: int
 ) -> ModelRunner:
     """Return a runner without a KV cache, and without captured or fused steps."""
-    block_size, device = config.kvcache_block_size, model.backend.device
+    from nanovllm.backends.cpu.threads import ThreadLimit
+    from nanovllm.features.requests.logit_rules.rows import RulesState
+
+    block_size, device = config.block_size, model.backend.device
     max_blocks = -(-max_model_len // block_size)
     rows = Rows(config.max_num_seqs, max_blocks, block_size, device)
-    if (rules := find_optional("features.requests.logit_rules.rows")) is not None:
-        length = max_blocks * block_size
-        rows.rules = rules.RulesState(config.max_num_seqs, length, vocab_size, device)
+    rows.rules = RulesState(config.max_num_seqs, max_blocks * block_size, vocab_size, device)
     # Eager decodes use device rows too, so that they compute the same as captured decodes.
     device_rows = DeviceRows(rows, model.backend) if model.backend.captures else None
-    thread_limit = nullcontext
-    threads = find_optional("backends.cpu.threads") if device.type == "cpu" else None
-    if threads is not None:
-        thread_limit = threads.ThreadLimit()
-        model.backend.before_layer = thread_limit.adjust
+    if device.type != "cpu":
+        return ModelRunner(model, model.backend, rows, device_rows, nullcontext)
+    thread_limit = ThreadLimit()
+    model.backend.before_layer = thread_limit.adjust
     return ModelRunner(model, model.backend, rows, device_rows, thread_limit)
 
 
 def make_cache(
     runner: ModelRunner,
-    room: memory.Room,
+    budget: MemoryBudget,
     max_model_len: int,
     scales: list[Scales] | None,
     ranks: SingleRank,
 ) -> None:
     """Allocate a KV cache as large as options set or memory allows, and the host cache."""
-
     backend, model_config = runner.backend, runner.model.config
-    if room.state_bytes:
-        states = load_optional("features.models.hybrid.states", "the model")
-        num_states = room.config.max_num_seqs + 1 + room.num_state_slots
-        runner.states = states.States(model_config, num_states, backend)
+    if budget.state_bytes:
+        from nanovllm.features.models.hybrid.hybrid_config import HybridConfig
+        from nanovllm.features.models.hybrid.states import States
+
+        assert isinstance(model_config, HybridConfig)
+        num_states = budget.config.max_num_seqs + 1 + budget.num_state_slots
+        runner.states = States(model_config, num_states, backend)
 
     def make_attention(num_blocks: int) -> PlainAttention:
-        sizes = num_blocks, room.config.kvcache_block_size
+        sizes = num_blocks, budget.config.block_size
         return backend.attention_class(model_config, *sizes, backend.dtype, backend.device, scales)
 
     def profile(plan: StepPlan) -> None:
@@ -170,20 +186,21 @@ def make_cache(
         runner.attention = make_attention(1)  # everything is written to the null block
         runner.attention.copy_blocks([(0, 0)])
         runner.run(plan)
+        if runner.rows.rules is not None:
+            runner.rows.rules.reset()  # requests with rules allocate their memory again
 
-    if room.num_host_blocks:  # staging buffers first: the KV cache takes the rest
-        pools = load_optional("features.memory.host_cache.pool", "swap_space")
-        with memory.explain_out_of_memory(
-            f"swap_space={room.config.swap_space} takes more host memory than there is; lower it"
-        ):
-            runner.host_pool = pools.make_pool(room.num_host_blocks, make_attention(1).cache)
-    num = ranks.smallest(room.num_kv_blocks(max_model_len, profile))
-    with memory.explain_out_of_memory(
-        f"a KV cache of {num} blocks takes {(num + 1) * room.block_bytes:,} bytes, more than the "
-        "memory holds; lower num_kvcache_blocks or kv_cache_memory_bytes"
-    ):
-        runner.attention = make_attention(num + 1)
-    runner.num_blocks = num
+    if num_host_blocks := budget.num_host_blocks:  # staging buffers come before the KV cache
+        from nanovllm.features.memory.host_cache.pool import make_pool
+
+        runner.host_pool = make_pool(num_host_blocks, make_attention(1).cache)
+    scratch = 0
+    if backend.device.type == "cuda":
+        from nanovllm.backends.gpu.profile import scratch_bytes
+
+        scratch = scratch_bytes(profile, budget.config, max_model_len)
+    free = memory.free_memory(backend.device, ranks.size)
+    runner.num_blocks = ranks.smallest(budget.num_kv_blocks(max_model_len, free, scratch))
+    runner.attention = make_attention(runner.num_blocks + 1)
 
 
 def make_fast_steps(config: EngineConfig, runner: ModelRunner, ranks: SingleRank) -> None:
@@ -205,11 +222,11 @@ def make_fast_steps(config: EngineConfig, runner: ModelRunner, ranks: SingleRank
 
 
 def log_sizes(
-    runner: ModelRunner, room: memory.Room, name: str, max_model_len: int, ranks: SingleRank
+    runner: ModelRunner, budget: MemoryBudget, name: str, max_model_len: int, ranks: SingleRank
 ) -> None:
-    config, cache = room.config, runner.attention.cache
+    config, cache = budget.config, runner.attention.cache
     each = "" if ranks.size == 1 else f", each of {ranks.size} ranks"
-    num_tokens = runner.num_blocks * config.kvcache_block_size
+    num_tokens = runner.num_blocks * config.block_size
     in_fp8 = f" in {config.kv_cache_dtype}" if cache.dtype != runner.dtype else ""
     fitted = ""
     if runner.max_model_len < max_model_len:
@@ -217,16 +234,16 @@ def log_sizes(
         fitted = f", which limits max_model_len to {length}"
     logger.info(
         f"{name} on {runner.device}{each} in {str(runner.dtype).removeprefix('torch.')}: "
-        f"weights of {room.weight_bytes / 2**20:,.0f} MiB{runner.model.config.weights_note}, "
-        f"{runner.num_blocks} blocks of {config.kvcache_block_size} tokens, KV cache of "
+        f"weights of {budget.weight_bytes / 2**20:,.0f} MiB{runner.model.config.weights_note}, "
+        f"{runner.num_blocks} blocks of {config.block_size} tokens, KV cache of "
         f"{num_tokens:,} tokens{in_fp8} ({cache.nbytes / 2**20:,.0f} MiB){fitted}"
     )
     if runner.states is not None:
         logger.info(
             f"states of linear attention for {config.max_num_seqs} sequences and "
-            f"{room.num_state_slots} snapshots ({runner.states.nbytes / 2**20:,.0f} MiB)"
+            f"{budget.num_state_slots} snapshots ({runner.states.nbytes / 2**20:,.0f} MiB)"
         )
     if runner.host_pool is not None:
         logger.info(
-            f"host memory holds {room.num_host_blocks:,} KV blocks ({config.swap_space:g} GiB)"
+            f"host memory holds {budget.num_host_blocks:,} KV blocks ({config.swap_space:g} GiB)"
         )

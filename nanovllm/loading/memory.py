@@ -2,25 +2,23 @@
 
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
 
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.loading.optional import find_optional, load_optional
+from nanovllm.models.backend import Backend
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.plan import FILTERS, Chunk, LogitRules, NewRow, ResultKind, RowSampling, StepPlan
+from nanovllm.utils.host import available_host_memory
 
 # Parts of the messages of the RuntimeError that torch raises if an allocation on a CPU fails.
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")
-# Device memory left for graph nodes, fragmentation and workspaces of libraries. cuBLAS takes up to
-# 32 MiB for each thread that runs steps, and `num_kv_blocks` measures only one thread.
+# Device memory left for graph nodes, fragmentation, penalties and workspaces of libraries. cuBLAS
+# takes up to 32 MiB for each thread that runs steps, and the profile measures only one thread.
 CUDA_MARGIN = 512 << 20
-CPU_CACHE_BYTES = 4 << 30  # the default limit of a CPU's KV cache
+CPU_CACHE_BYTES = 4 << 30  # the default limit of a CPU's KV cache and states
 INT4 = "quantization='int4', which takes about two thirds of int8"
 INT8 = "quantization='int8', which takes about half of bfloat16"
 # Kind of weights -> what takes less memory.
@@ -37,16 +35,20 @@ def num_weights(model: Qwen3) -> int:
     return sum(math.prod(tensor.shape) for tensor in model.checkpoint_tensors())
 
 
-def weight_bytes(model: Qwen3) -> int:
-    """Return the bytes of the weights as the backend stores them before `after_load`."""
-    linears = [linear.weight for linear in model.linears()]
-    num_others = num_weights(model) - sum(math.prod(weight.shape) for weight in linears)
-    return sum(weight.nbytes for weight in linears) + num_others * model.norm.itemsize
+def weight_bytes(model: Qwen3, backend: Backend) -> int:
+    """Return the bytes of the weights as `backend` stores them before `after_load`."""
+    meta = type(backend)(torch.device("meta"), backend.dtype)
+    size, num_others = 0, num_weights(model)
+    for linear in model.linears():
+        outputs, inputs = linear.weight.shape
+        size += meta.make_weight(outputs, inputs, [*linear.projections]).nbytes
+        num_others -= outputs * inputs
+    return size + num_others * backend.dtype.itemsize
 
 
 @dataclass(frozen=True)
-class Room:
-    """The memory for weights and KV blocks, computed before any of it is allocated."""
+class MemoryBudget:
+    """The memory that weights take, and that KV cache and states of linear attention may take."""
 
     config: EngineConfig
     device: torch.device
@@ -56,51 +58,86 @@ class Room:
     state_bytes: int = 0  # of the states of linear attention, of all rows and slots
     num_state_slots: int = 0  # states for the prefix cache
 
-    @cached_property
-    def requested_blocks(self) -> int | None:
-        """The number of KV blocks for requests, or None if no option sets it."""
-        if self.config.num_kvcache_blocks is not None:
-            return self.config.num_kvcache_blocks
-        size = self.config.kv_cache_memory_bytes
-        if size is None:
-            return None
-        num = (size - self.state_bytes) // self.block_bytes - 1
-        if num < 1:
-            states = f"the states take {self.state_bytes:,} bytes, " if self.state_bytes else ""
-            raise ValueError(
-                f"kv_cache_memory_bytes={size:,} has no room for one block: {states}a block of "
-                f"{self.config.kvcache_block_size} tokens takes {self.block_bytes:,} bytes, and "
-                "the null block takes as many; raise it, or lower kvcache_block_size"
-            )
-        return num
+    @property
+    def free_after_load(self) -> int:
+        """An estimate of the bytes that are free after the weights are loaded."""
+        return self.free - self.weight_bytes
 
-    @cached_property
-    def max_bytes(self) -> int:
-        """An upper bound on the bytes of the KV cache and the states."""
-        size, requested = self.free - self.weight_bytes, self.config.kv_cache_memory_bytes
-        if requested is not None:
-            return min(size, requested)
+    def cache_bytes(self, free: int, scratch: int = 0) -> tuple[int, str]:
+        """Return the bytes that KV cache and states may take together, and what limits them.
+
+        free: bytes that are free next to the weights. scratch: bytes that the largest steps need.
+        """
+        config, gib = self.config, 2**30
+        if (size := config.kv_cache_memory_bytes) is not None:
+            return size, f"kv_cache_memory_bytes={size:,}"
         if self.device.type == "cpu":
-            size = min(size, CPU_CACHE_BYTES // self.config.tensor_parallel_size)
-        return size
+            # Half is left for activations and for other processes. The swap space is subtracted,
+            # because the system counts it as free until it is written.
+            size = (free - int(config.swap_space * gib)) // 2
+            size = max(0, min(CPU_CACHE_BYTES // config.tensor_parallel_size, size))
+            return size, f"{size / 2**20:,.0f} MiB, half of the free memory and at most 4 GiB"
+        total = torch.cuda.mem_get_info(self.device)[1]
+        weights = self.free - free  # memory that was not free at first belongs to other processes
+        utilization = config.gpu_memory_utilization
+        size = min(int(utilization * total) - weights, free - CUDA_MARGIN) - scratch
+        return max(0, size), (
+            f"{max(0, size) / gib:.2f} GiB of the GPU's {total / gib:.2f}, of which "
+            f"{free / gib:.2f} is free (weights hold {weights / gib:.2f}, the largest step needs "
+            f"{scratch / gib:.2f}, gpu_memory_utilization={utilization})"
+        )
 
-    @cached_property
-    def max_blocks(self) -> int:
-        """An upper bound on `num_kv_blocks`."""
-        num = (self.max_bytes - self.state_bytes) // self.block_bytes - 1  # and the null block
-        return self.requested_blocks or max(1, num)
+    def num_kv_blocks(self, max_model_len: int, free: int, scratch: int = 0) -> int:
+        """Return the number of KV blocks for requests; the null block is not counted.
 
-    @cached_property
+        `free` and `scratch` are as in `cache_bytes`. Raises ValueError if the shortest request does
+        not fit. On a GPU, a request of max_model_len must fit if that option is set.
+        """
+        config = self.config
+        if config.num_kv_cache_blocks is not None:
+            return config.num_kv_cache_blocks
+        size, limit = self.cache_bytes(free, scratch)
+        num = (size - self.state_bytes) // self.block_bytes - 1
+        shortest, remedy = 2, "Lower block_size, or end other programs"  # a prompt and an output
+        if config.kv_cache_memory_bytes is not None:
+            remedy = "Raise kv_cache_memory_bytes, or lower block_size"
+        elif self.device.type == "cuda":
+            shortest = config.max_model_len or shortest
+            remedy = (
+                "Lower max_model_len, block_size, max_num_batched_tokens or max_num_seqs, or raise "
+                "gpu_memory_utilization"
+            )
+        needed = -(-shortest // config.block_size)
+        if num < needed:
+            mib = (needed + 1) * self.block_bytes / 2**20
+            states = f", and states {self.state_bytes:,} bytes" if self.state_bytes else ""
+            raise ValueError(
+                f"too little memory for the KV cache: it may take {limit}; the null block and a "
+                f"request of {shortest:,} tokens need {mib:,.2f} MiB{states}. {remedy}"
+            )
+        if config.kv_cache_memory_bytes is not None:
+            return num
+        return min(num, -(-max_model_len // config.block_size) * config.max_num_seqs)
+
+    @property
+    def requested_bytes(self) -> int:
+        """The bytes of the KV cache that an option requests, or 0."""
+        if self.config.num_kv_cache_blocks is not None:
+            return (self.config.num_kv_cache_blocks + 1) * self.block_bytes
+        return self.config.kv_cache_memory_bytes or 0
+
+    @property
     def num_host_blocks(self) -> int:
         """The number of blocks in the host cache. Raises ValueError if they do not fit."""
         if not self.config.swap_space:
             return 0
-        free, where = available_host_memory() // self.config.tensor_parallel_size, ""
-        if self.device.type == "cpu":
-            cache = ((self.requested_blocks or 1) + 1) * self.block_bytes
-            free, where = self.free - self.weight_bytes - cache, " next to weights and KV cache"
-        pool = load_optional("features.memory.host_cache.pool", "swap_space")
-        return int(pool.num_host_blocks(self.config, self.block_bytes, free, where))
+        from nanovllm.features.memory.host_cache.pool import num_host_blocks
+
+        cache = max(self.requested_bytes, 2 * self.block_bytes)
+        is_cpu = self.device.type == "cpu"
+        return num_host_blocks(
+            self.config, self.block_bytes, self.free_after_load - cache if is_cpu else None
+        )
 
     def check(self, name: str, dtype: torch.dtype, note: str = "") -> None:
         """Raise ValueError if the weights of `name`, or a cache of a requested size, do not fit.
@@ -115,11 +152,10 @@ class Room:
                 f"and {self.free / 2**30:,.2f} GiB of memory are free on {self.device}; "
                 f"end other programs{smaller}, or use a smaller model"
             )
-        size = ((self.requested_blocks or 0) + 1) * self.block_bytes
-        if self.requested_blocks is not None and size > self.free:
+        if self.requested_bytes > self.free:
             raise ValueError(
-                f"a KV cache of {size:,} bytes does not fit in the {self.free:,} bytes that are "
-                f"free on {self.device}; lower num_kvcache_blocks, kvcache_block_size or "
+                f"a KV cache of {self.requested_bytes:,} bytes does not fit in the {self.free:,} "
+                f"bytes that are free on {self.device}; lower num_kv_cache_blocks, block_size or "
                 "kv_cache_memory_bytes"
             )
         _ = self.num_host_blocks  # raises ValueError if they do not fit
@@ -129,13 +165,13 @@ class Room:
 
         Raises ValueError if the option max_model_len is set to more.
         """
-        config, num_tokens = self.config, num_blocks * self.config.kvcache_block_size
+        config, num_tokens = self.config, num_blocks * self.config.block_size
         if config.max_model_len is not None and config.max_model_len > num_tokens:
-            needed = -(-config.max_model_len // config.kvcache_block_size)
+            needed = -(-config.max_model_len // config.block_size)
             num_bytes = (needed + 1) * self.block_bytes + self.state_bytes
             option, value, more = "kv_cache_memory_bytes", config.kv_cache_memory_bytes, num_bytes
-            if config.num_kvcache_blocks is not None:
-                option, value, more = "num_kvcache_blocks", config.num_kvcache_blocks, needed
+            if config.num_kv_cache_blocks is not None:
+                option, value, more = "num_kv_cache_blocks", config.num_kv_cache_blocks, needed
             given = f" with {option}={value:,}" if value else ""
             is_sized_by_gpu = not value and self.device.type == "cuda"
             remedy = " (or raise gpu_memory_utilization)" * is_sized_by_gpu
@@ -146,84 +182,6 @@ class Room:
             )
         return min(max_model_len, num_tokens)
 
-    def num_kv_blocks(self, max_model_len: int, run: Callable[[StepPlan], None]) -> int:
-        """Return the number of KV blocks for requests. Call it after the weights are loaded.
-
-        On a GPU, the largest steps are run to measure their scratch memory. The sum over the steps
-        is reserved, because graphs use a separate memory pool. Raises ValueError if the shortest
-        request does not fit. On a GPU, a request of max_model_len must fit if that option is set.
-        """
-        config, block_bytes = self.config, self.block_bytes
-        scratch = 0
-        if self.device.type == "cuda":
-            plans = largest_plans(config, max_model_len)
-            scratch = sum(_scratch_bytes(run, plan) for plan in plans)
-        if self.requested_blocks is not None:
-            return self.requested_blocks
-        shortest = 2  # a prompt and an output have at least one token each
-        if self.device.type == "cuda":
-            size, where = _cuda_room(self, scratch)
-            shortest = config.max_model_len or shortest
-            remedy = (
-                "Lower max_model_len, kvcache_block_size, max_num_batched_tokens or max_num_seqs, "
-                "or raise gpu_memory_utilization"
-            )
-        else:
-            # Half is left for activations and for other processes. The swap space of all ranks is
-            # subtracted, because the system counts it as free until it is written.
-            swap = int(config.swap_space * 2**30) * config.tensor_parallel_size
-            size = min(CPU_CACHE_BYTES, (available_host_memory() - swap) // 2)
-            size = size // config.tensor_parallel_size - self.state_bytes
-            where = f"{size / 2**20:,.0f} MiB of memory, half of what is free and at most 4 GiB"
-            remedy = "Lower kvcache_block_size, or end other programs"
-        num = size // block_bytes - 1
-        needed = -(-shortest // config.kvcache_block_size)
-        if num < needed:
-            raise ValueError(
-                f"too little memory for the KV cache: it may take {where}; the null block and a "
-                f"request of {shortest:,} tokens need {(needed + 1) * block_bytes / 2**20:,.0f} "
-                f"MiB. {remedy}"
-            )
-        return min(num, -(-max_model_len // config.kvcache_block_size) * config.max_num_seqs)
-
-
-def largest_plans(config: EngineConfig, max_model_len: int) -> Iterator[StepPlan]:
-    """Yield the plans that need the most memory and together use every kernel variant.
-
-    The first plan decodes all rows with rules, and the second decodes one row. The third computes
-    as many tokens in as many rows as possible, and scores all of them. It is last, because a row
-    may be full after it, and a decode needs a free position.
-    """
-    num_seqs, budget = config.max_num_seqs, config.max_num_batched_tokens
-    num_rows = min(num_seqs, budget)
-    length = min(budget // num_rows, max_model_len)
-    table = [0] * -(-length // config.kvcache_block_size)
-
-    def new_rows(num: int, rules: LogitRules | None) -> list[NewRow]:
-        filters = tuple(1 if isinstance(off, int) else 0.5 for off in FILTERS.values())
-        sampling = RowSampling(temperature=1.0, seed=0, filters=filters, rules=rules)
-        return [NewRow(row, table, sampling, prompt=[0]) for row in range(num)]
-
-    rules = None
-    if find_optional("features.requests.logit_rules.rows") is not None:
-        rules = LogitRules(
-            repetition_penalty=2.0, logit_bias=((0, 1.0),), allowed_token_ids=(0,), logprobs=1
-        )
-    yield StepPlan(new_rows(num_seqs, rules), decode_rows=list(range(num_seqs)))
-    yield StepPlan(new_rows(num_seqs, None), decode_rows=[0])
-    tokens = [0] * length
-    yield StepPlan(
-        chunks=[Chunk(row, 0, tokens, ResultKind.TOKEN, tokens) for row in range(num_rows)]
-    )
-
-
-def _scratch_bytes(run: Callable[[StepPlan], None], plan: StepPlan) -> int:
-    """Return the scratch memory of a step, in bytes. This runs it and compiles its kernels."""
-    torch.cuda.reset_peak_memory_stats()
-    allocated = torch.cuda.memory_allocated()
-    run(plan)
-    return torch.cuda.max_memory_allocated() - allocated
-
 
 def free_memory(device: torch.device, ranks: int = 1) -> int:
     """Return the free bytes of a device. `ranks` processes share the memory of a CPU."""
@@ -233,20 +191,6 @@ def free_memory(device: torch.device, ranks: int = 1) -> int:
     gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
-
-
-def _cuda_room(room: Room, scratch: int) -> tuple[int, str]:
-    """Return (bytes that the KV cache may take, explanation). Call it after loading the weights."""
-    free, total = free_memory(room.device), torch.cuda.mem_get_info(room.device)[1]
-    weights = room.free - free  # memory that was not free at first belongs to other processes
-    utilization = room.config.gpu_memory_utilization
-    size = max(0, min(int(utilization * total) - weights, free - CUDA_MARGIN) - scratch)
-    gib = 2**30
-    return size, (
-        f"{size / gib:.2f} GiB of the GPU's {total / gib:.2f}, of which {free / gib:.2f} "
-        f"is free (weights hold {weights / gib:.2f}, the largest step needs {scratch / gib:.2f}, "
-        f"gpu_memory_utilization={utilization})"
-    )
 
 
 @contextmanager
@@ -260,17 +204,3 @@ def explain_out_of_memory(message: str) -> Iterator[None]:
         if not any(words in str(error) for words in OUT_OF_MEMORY):
             raise
         raise ValueError(message) from error
-
-
-def available_host_memory() -> int:
-    """Return the bytes that can be allocated without swapping, within the container's limit."""
-    info = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(info["MemAvailable:"]) * 1024
-    group = Path("/sys/fs/cgroup")
-    limit = group / "memory.max"
-    if limit.is_file() and limit.read_text().strip() != "max":
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        # Inactive file pages belong to the page cache, which the kernel reclaims.
-        used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
-        available = min(available, int(limit.read_text()) - used)
-    return max(0, available)

@@ -1,24 +1,20 @@
 """Selects the device, the dtype and the backend.
 
-    device and dtype                     attention_backend="auto"
-    a GPU                                gpu.backend   ("triton"), from compute capability 7.5
-    a CPU, float32 or bfloat16           cpu.backend   ("numba"), if Numba is installed and, for
-                                         a small model, its kernels are compiled
-    anything else                        models.backend     ("sdpa")
-
-The selected folder, gpu/ or cpu/, is imported here by name.
+device and dtype                     attention_backend="auto"
+a GPU                                gpu.backend   ("triton"), from compute capability 7.5
+a CPU, float32 or bfloat16           cpu.backend   ("numba"), if Numba is installed and, for
+                                     a small model, its kernels are compiled
+anything else                        models.backend     ("sdpa")
 """
 
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from nanovllm.loading.optional import find_optional, load_optional
 from nanovllm.models.backend import Backend
 from nanovllm.utils.log import logger
 
-FOLDERS = {"triton": "gpu", "numba": "cpu"}
 # With fewer weights, plain torch answers before the kernels of the CPU would be compiled.
 SMALL_MODEL = 100_000_000
 
@@ -33,16 +29,14 @@ def pick_backend(name: str, device: torch.device, dtype: torch.dtype, num_weight
             name = "sdpa"
     if name == "sdpa":
         return Backend(device, dtype)
-    may_be_plain = is_auto and name == "numba" and num_weights < SMALL_MODEL
-    kernel_files = find_optional("backends.cpu.kernel_files") if may_be_plain else None
-    if kernel_files is not None and not kernel_files.is_ready(dtype):
-        # An engine keeps its backend: with another one, its tokens could change.
-        return Backend(device, dtype)
+    if is_auto and name == "numba" and num_weights < SMALL_MODEL:
+        from nanovllm.backends.cpu.kernel_files import is_ready
+
+        if not is_ready(dtype):
+            # An engine keeps its backend: with another one, its tokens could change.
+            return Backend(device, dtype)
     try:
-        path = f"backends.{FOLDERS[name]}.backend"
-        module = load_optional(path, f"attention_backend={name!r}")
-        backend: Backend = module.make_backend(device, dtype)
-        return backend
+        return load_backend(name)(device, dtype)
     except (ImportError, ValueError) as error:
         if is_auto:
             logger.warning(f"attention runs in plain torch, which is slower: {error}")
@@ -55,19 +49,15 @@ def pick_backend(name: str, device: torch.device, dtype: torch.dtype, num_weight
         ) from error
 
 
-def import_backend(name: str, device: str) -> None:
-    """Import the modules of the backend that these options probably select.
+def load_backend(name: str) -> Callable[[torch.device, torch.dtype], Backend]:
+    """Import "triton" or "numba", and return the function that makes the backend."""
+    if name == "triton":
+        from nanovllm.backends.gpu.backend import make_backend
 
-    Errors are left to `pick_backend`. On a CPU without compiled kernels nothing is imported.
-    """
-    if name == "auto":
-        name = "triton" if device != "cpu" and torch.cuda.is_available() else "numba"
-        kernel_files = find_optional("backends.cpu.kernel_files") if name == "numba" else None
-        if kernel_files is not None and not kernel_files.has_kernels():
-            return
-    if name in FOLDERS:
-        with suppress(ImportError):
-            find_optional(f"backends.{FOLDERS[name]}.backend")
+        return make_backend
+    from nanovllm.backends.cpu.backend import make_backend as make_cpu_backend
+
+    return make_cpu_backend
 
 
 def pick_device(name: str) -> torch.device:

@@ -1,53 +1,58 @@
-"""Loads tokenizers: by features/plain_tokenizer.py where that is the same, else by transformers."""
+"""Loads the tokenizer of a checkpoint."""
 
 from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import cast
 
+from nanovllm.config import EMBEDDED
 from nanovllm.engine.detokenizer import Tokenizer
-from nanovllm.loading.optional import find_optional
-from nanovllm.models.config import read_json
+from nanovllm.models.model_config import read_json
 
 # Held while transformers loads a tokenizer. It imports its modules on first use, and two threads
 # that import the same module there at the same time can fail with ImportError.
 LOCK = threading.Lock()
 
 
-def load_full(directory: Path) -> Tokenizer:
-    """Load the tokenizer of transformers."""
-    with LOCK:
-        from transformers import AutoTokenizer
-
-        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    return tokenizer
-
-
 def load_tokenizer(directory: Path) -> Tokenizer:
     """Load the tokenizer in `directory`. Raises ValueError if it cannot be used."""
+    if directory == Path(__file__).with_name(EMBEDDED):
+        from nanovllm.features.formats.embedded_tokenizer import EmbeddedTokenizer
+
+        return cast("Tokenizer", EmbeddedTokenizer(directory, load_full))
     names = ("tokenizer.json", "vocab.json", "tokenizer.model")
     if not any((directory / name).is_file() for name in names):
         raise ValueError(
             f"{directory} has no tokenizer files; name one with tokenizer=..., or set "
             "skip_tokenizer_init=True to work with token ids"
         )
-    config = directory / "tokenizer_config.json"
-    raw = read_json(config) if config.is_file() else {}
-    kind, length = raw.get("tokenizer_class"), raw.get("model_max_length")
-    if not isinstance(length, int | float | None):
-        raise ValueError(f"{config}: model_max_length must be a number, not {length!r:.80}")
     try:
-        plain = find_optional("features.plain_tokenizer")
-        if plain is not None and (found := plain.find_plain(directory, raw, load_full)) is not None:
-            return found
-        loaded = load_full(directory)
-        loaded.decode(loaded.encode("a"))  # A class that does not match may fail only here.
-        return loaded
+        tokenizer = load_full(directory)
+        tokenizer.decode(tokenizer.encode("a"))  # A class that does not match may fail only here.
+        return tokenizer
     except Exception as error:  # transformers and tokenizers raise errors of many types
-        for path in sorted(directory.glob("*.json")):
-            read_json(path)  # raises ValueError with the name of a broken file
+        config = directory / "tokenizer_config.json"
+        kind = read_json(config).get("tokenizer_class") if config.is_file() else None
         raise ValueError(
             f"tokenizer.json or tokenizer_config.json in {directory} cannot be used "
             f"with the tokenizer_class {kind!r:.80} ({type(error).__name__}: {error}); fetch them "
             "again, or name another tokenizer with tokenizer=..."
         ) from error
+
+
+def load_full(directory: Path) -> Tokenizer:
+    """Load the tokenizer of transformers. Raises errors of many types."""
+    with LOCK:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+        # By default, the package mistral-common is used where it is installed. Its tokenizer reads
+        # special tokens in a text letter by letter.
+        tokenizer = AutoTokenizer.from_pretrained(
+            directory, trust_remote_code=False, mistral_format=False
+        )
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ValueError(
+            f"it is a {type(tokenizer).__name__}, which does not use the package tokenizers"
+        )
+    return tokenizer

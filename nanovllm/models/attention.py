@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nanovllm.models.batch import ForwardBatch
-from nanovllm.models.config import ModelConfig
 from nanovllm.models.fp8 import FP8, Scales, to_fp8
 from nanovllm.models.layers import Norms, Rope, rms_norm, rotate
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.transfers import to_device
 
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.backend import Backend
 from nanovllm.models.batch import ForwardBatch
-from nanovllm.models.config import ModelConfig
 from nanovllm.models.layers import Linear, Norms, Rope, RotaryEmbedding
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.weights import CheckpointTensor
 
 
@@ -130,11 +130,9 @@ class Qwen3:
         return MLP(self.config.hidden_size, self.config.intermediate_size, self.backend)
 
     @classmethod
-    def on_meta(cls, config: ModelConfig, backend: Backend | None = None) -> Qwen3:
+    def on_meta(cls, config: ModelConfig) -> Qwen3:
         """Return a model on the meta device: its weights have sizes and take no memory."""
-        meta = torch.device("meta")
-        backend = backend or Backend(meta, torch.bfloat16)
-        return cls(config, 1, type(backend)(meta, backend.dtype))
+        return cls(config, 1, Backend(torch.device("meta"), torch.bfloat16))
 
     def forward(self, batch: ForwardBatch, attention: PlainAttention) -> Tensor:
         """Return the hidden states [T, E] of the step's tokens, after the last norm."""

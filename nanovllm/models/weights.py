@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.models.fp8 import KV_SCALE
 from nanovllm.utils.log import progress_bar
 
 HEAD = "lm_head.weight"
-# The ends of names that are skipped: tables that the config implies, and a tied head.
-IGNORED = ("rotary_emb.inv_freq", HEAD)
+EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight")
+# The ends of names that are skipped: tables that the config implies, a tied head, and scales of an
+# fp8 KV cache, which features/formats/fp8_scales.py reads if the cache is in fp8.
+IGNORED = ("rotary_emb.inv_freq", HEAD, "k_scale", "v_scale")
 PREFIX = "model."  # of all other names; a model without a head may lack it
 # Stored dtypes that can be converted to the dtype of the model.
 DTYPES = ("BF16", "F16", "F32", "F64")
@@ -31,11 +32,20 @@ class CheckpointTensor:
     shape: tuple[int, ...]  # of the tensor in the checkpoint
     store: Callable[[Tensor], object]  # converts dtype and device
     slices: tuple[slice, ...] = (slice(None),)
+    # Whether `store` accepts a QuantizedWeight of features/formats/quantized_checkpoint.py.
+    takes_int4: bool = False
 
     @classmethod
     def of(cls, name: str, weight: Tensor) -> "CheckpointTensor":
         """Return a checkpoint tensor that is copied to `weight` without slicing it."""
-        return cls(name, tuple(weight.shape), weight.copy_)
+        takes_int4 = getattr(weight, "takes_int4", False)
+        return cls(name, tuple(weight.shape), weight.copy_, takes_int4=takes_int4)
+
+    def load(self, file: Any) -> None:
+        """Store the slice of this tensor in an open file."""
+        get_int4 = getattr(file, "get_int4", None) if self.takes_int4 else None
+        weight = None if get_int4 is None else get_int4(self.name)
+        self.store((file.get_tensor(self.name) if weight is None else weight)[self.slices])
 
 
 def load_weights(tensors: Iterable[CheckpointTensor], files: Mapping[Path, Any]) -> None:
@@ -51,8 +61,7 @@ def load_weights(tensors: Iterable[CheckpointTensor], files: Mapping[Path, Any])
     with progress_bar("Loading weights", "tensor", total=len(known)) as bar:
         for file in files.values():
             for name in filter(known.get, file.keys()):
-                tensor = known[name]
-                tensor.store(file.get_tensor(name)[tensor.slices])
+                known[name].load(file)
                 bar.update()
 
 
@@ -64,8 +73,7 @@ def check_headers(known: dict[str, CheckpointTensor], files: Mapping[Path, Any])
         for name in file.keys():  # noqa: SIM118 (not a dict)
             tensor = known.get(name)
             if tensor is None:
-                # models/fp8.py reads scales, if the KV cache is in fp8.
-                if not (name.endswith(IGNORED) or KV_SCALE.fullmatch(name)):
+                if not name.endswith(IGNORED):
                     unexpected.append(name)
             elif name in found:
                 repeated.append(f"{name} in {path.name}")

@@ -6,7 +6,7 @@ memory/tensor_parallel/ranks.py extends it to one rank of a model that is split 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.weights import CheckpointTensor
 from nanovllm.plan import Runner

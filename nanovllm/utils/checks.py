@@ -11,9 +11,9 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias
 
 KINDS = {
     int: "an int",
@@ -23,7 +23,6 @@ KINDS = {
     list: "a list",
     dict: "an object",
 }
-T = TypeVar("T")
 Positive: TypeAlias = Annotated[int, 1, math.inf]
 Seed: TypeAlias = Annotated[int, -(2**63), 2**64 - 1]
 
@@ -55,22 +54,25 @@ def check_scalars(thing: Any) -> None:
     cls: Any = type(thing)
     for name, (kind, limits, optional) in scalar_fields(cls).items():
         value = getattr(thing, name)
-        if getattr(value, "shape", None) == () and hasattr(value, "item"):
-            value = value.item()
-            object.__setattr__(thing, name, value)  # a dataclass may be frozen
         if value is not None or not optional:
-            check_scalar(name, value, kind, limits)
+            # A dataclass may be frozen.
+            object.__setattr__(thing, name, check_scalar(name, value, kind, limits))
 
 
-def check_scalar(name: str, value: Any, kind: type, limits: tuple[Any, ...] = ()) -> None:
-    """Raise TypeError or ValueError for a wrong value. The message says what is accepted."""
+def check_scalar(name: str, value: Any, kind: type, limits: tuple[Any, ...] = ()) -> Any:
+    """Return a value of the type `kind`, and a scalar of NumPy or torch as the number it holds.
+
+    Raises TypeError or ValueError for a wrong value. The message says what is accepted.
+    """
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
     accepted: Any = (int, float) if kind is float else kind
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         raise TypeError(f"{name} must be {KINDS[kind]}, not {value!r:.200}")
     if kind in (str, list, dict):
         if limits and value not in limits:
             raise ValueError(f"{name} must be one of {', '.join(limits)}, not {value!r}")
-        return
+        return value
     low, high = limits or (-math.inf, math.inf)
     if not (low <= value <= high and abs(value) < 1e30):  # NaN fails too
         if math.isfinite(high):
@@ -80,6 +82,15 @@ def check_scalar(name: str, value: Any, kind: type, limits: tuple[Any, ...] = ()
         else:
             bound = f"at least {low}" + ", and less than 1e+30" * (value >= low)
         raise ValueError(f"{name} must be {bound}, not {value}")
+    return value
+
+
+def check_names(kind: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Raise TypeError for a name that is not known. `kind` says what the names are."""
+    known = list(known)
+    for name in names:
+        if name not in known:
+            raise TypeError(unknown_name(kind, name, known))
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
@@ -92,46 +103,6 @@ def similar(name: str, known: Iterable[str]) -> str:
     """Return "did you mean ...?" with the most similar known name; empty if there is none."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     return f"did you mean {near[0]!r}?" if near else ""
-
-
-def refuse_unknown_fields(
-    kind: str, elsewhere: Mapping[str, str] | None = None
-) -> Callable[[type[T]], type[T]]:
-    """Return a decorator that makes a dataclass suggest a similar field for an unknown one.
-
-    The decorated class raises TypeError for an unknown argument, and AttributeError when an unknown
-    attribute is set.
-
-    kind: what the messages call a field.
-    elsewhere: name -> what to use instead.
-    """
-
-    def explain(cls: Any, name: str) -> str:
-        if elsewhere and name in elsewhere:
-            return f"there is no {kind} {name!r}; {elsewhere[name]}"
-        return unknown_name(kind, name, cls.__dataclass_fields__)
-
-    def decorate(cls: Any) -> Any:
-        dataclass_init = cls.__init__
-
-        @functools.wraps(dataclass_init)
-        def checked_init(self: Any, *args: Any, **given: Any) -> None:
-            for name in given:
-                if name not in cls.__dataclass_fields__:
-                    raise TypeError(explain(cls, name))
-            dataclass_init(self, *args, **given)
-
-        def set_field(self: Any, name: str, value: object) -> None:
-            if name not in self.__dataclass_fields__:
-                raise AttributeError(explain(cls, name))
-            object.__setattr__(self, name, value)
-
-        cls.__init__ = checked_init
-        if not cls.__dataclass_params__.frozen:
-            cls.__setattr__ = set_field
-        return cls
-
-    return decorate
 
 
 @contextmanager

@@ -206,7 +206,7 @@ def test_greedy_tokens_are_the_same(tmp_path: Path, family: str, tie: bool, back
     llm = make()
     wanted = [tokens(llm, [prompt])[0] for prompt in prompts]
     assert tokens(llm, prompts) == wanted
-    for options in ({"max_num_batched_tokens": 7}, {"num_kvcache_blocks": 6}):
+    for options in ({"max_num_batched_tokens": 7}, {"num_kv_cache_blocks": 6}):
         llm = make(**options)
         assert tokens(llm, prompts) == wanted
     assert llm.stats()["preemptions"] > 0
@@ -234,8 +234,7 @@ def test_what_an_engine_stores(tmp_path: Path, tie: bool) -> None:
         assert torch.equal(weight[every], wanted.bfloat16()), name
     layers = [linear.weight.nbytes for linear in runner.model.linears()]
     others = [weight.nbytes for weight in stored.values() if isinstance(weight, torch.Tensor)]
-    on_meta = Qwen3.on_meta(runner.model.config, runner.backend)
-    assert abs(sum(layers) + sum(others) - weight_bytes(on_meta)) <= 0
+    assert abs(sum(layers) + sum(others) - weight_bytes(runner.model, runner.backend)) <= 0
 
 
 def test_sizes_of_known_shapes(tmp_path: Path) -> None:
@@ -244,7 +243,7 @@ def test_sizes_of_known_shapes(tmp_path: Path) -> None:
         config = Checkpoint(workloads.write_shape(shape, tmp_path)).model_config
         plain = Backend(CPU, torch.bfloat16)
         backends = [plain, quantized(plain)]
-        found = [weight_bytes(Qwen3.on_meta(config, backend)) / 1e9 for backend in backends]
+        found = [weight_bytes(Qwen3.on_meta(config), backend) / 1e9 for backend in backends]
         assert found == pytest.approx(wanted, abs=2e-3)
 
 
@@ -253,7 +252,7 @@ def test_sizes_of_known_shapes(tmp_path: Path) -> None:
     [
         ({"dtype": "float16"}, "'float16'; set dtype='bfloat16'"),
         ({"dtype": "float16", "attention_backend": "sdpa"}, "set dtype='bfloat16'"),
-        ({"quantization": "int5"}, "quantization must be one of int8, int4, not 'int5'"),
+        ({"quantization": "int5"}, "quantization must be one of int8, int4, .*not 'int5'"),
     ],
     ids=str,
 )

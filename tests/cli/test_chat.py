@@ -12,6 +12,7 @@ from typing import Any
 import fresh
 import pytest
 
+import nanovllm.__main__ as program
 from nanovllm import LLM, StreamOutput
 from nanovllm.cli import chat
 
@@ -63,6 +64,38 @@ def test_commands(
         assert (status, prompts) == (0, [])
         shown = capsys.readouterr().out
         assert all(command in shown for command in ("/new", "/quit", "/exit", "Ctrl-D"))
+
+
+def test_a_mistyped_command_is_no_question(
+    embedded: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, prompts = talk(monkeypatch, embedded, "/quti\n/clear\n /etc\n/QUIT\nSpell garden\n")
+    assert (status, prompts) == (1, [["/etc"]])
+    said = capsys.readouterr().err
+    assert "unknown command '/quti'; did you mean '/quit'?; a question may begin" in said
+    assert "unknown command '/clear'; known: /new, /quit" in said
+
+
+def test_a_terminal_without_the_characters(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = [StreamOutput(0, 0, "Größe", [], "stop")]
+    monkeypatch.setattr(embedded, "stream", lambda *_: (new for new in answer), raising=False)
+    monkeypatch.setattr("nanovllm.cli.chat.LLM", lambda *_, **__: embedded)
+    shown = io.BytesIO()
+    question = io.BytesIO("你好\n".encode())
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(question, encoding="ascii"))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    assert program.main(["chat"]) == 0
+    assert shown.getvalue() == b"Gr??e\n"
+
+
+def test_stderr_that_is_closed(
+    embedded: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("nanovllm.cli.chat.LLM", lambda *_, **__: embedded)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("What is 12 + 30?\n"))
+    monkeypatch.setattr(sys, "stderr", None)
+    assert program.main(["chat", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == "12 + 30 = 42\n"
 
 
 def test_an_answer_that_is_cut_is_marked(

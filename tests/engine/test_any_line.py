@@ -1,4 +1,4 @@
-"""An error or a signal at any line of a step: no request is lost, and no other one is affected."""
+"""An error or Ctrl-C at any line of a step: no request is lost, and no other one is affected."""
 
 import contextlib
 import functools
@@ -29,10 +29,11 @@ PROMPT = "What is 12 + 30?\n"
 
 # ---- an error ----
 
-# What runs for each request. turns.py and run_step run for a step.
+# What runs for each request and each step.
 FILES = (
     *(f"engine/{name}.py" for name in ("scheduler", "block_manager", "request", "sampling")),
     *(
+        "engine/core.py",
         "engine/output_processor.py",
         "engine/detokenizer.py",
         "features/memory/host_cache/blocks.py",
@@ -117,8 +118,8 @@ def small(asynchronous: bool) -> LLM:
         device="cpu",
         async_scheduling=asynchronous,
         attention_backend="sdpa",
-        num_kvcache_blocks=11,
-        kvcache_block_size=4,
+        num_kv_cache_blocks=11,
+        block_size=4,
         max_model_len=40,
         swap_space=0.01,
     )
@@ -206,26 +207,22 @@ def test_an_error_at_any_line(kind: str, asynchronous: bool, all_but_few: bool) 
     assert same([result(request) for request in requests], want)
 
 
-# ---- a signal whose handler raises ----
+# ---- Ctrl-C ----
 
 
-class Alarm(Exception):
-    pass
-
-
-def ring(number: int, frame: object) -> None:
-    raise Alarm
+def press() -> None:
+    signal.raise_signal(signal.SIGINT)
 
 
 def loop(llm: LLM) -> list[Any]:
     """Add requests and run steps, also if a call raises. Returns each result once, by its id."""
     outputs: list[Any] = []
     for prompt in ([1, 2, 3], [4, 5], [6, 7, 8]):
-        with contextlib.suppress(Alarm):
+        with contextlib.suppress(KeyboardInterrupt):
             llm.engine.add_request(prompt, PLAIN)
     is_busy = True
     while is_busy:
-        with contextlib.suppress(Alarm):
+        with contextlib.suppress(KeyboardInterrupt):
             outputs += llm.engine.step()
             is_busy = llm.engine.has_unfinished_requests()
     return [output["token_ids"] for output in outputs]
@@ -247,53 +244,48 @@ CALLS: dict[str, Callable[[LLM], Any]] = {
     ],
     "loop": loop,
 }
-# Also the files of a step in the runner. A second Ctrl-C may come at any of their lines.
 STEP = ("engine/", "llm.py", "features/requests/beam_search.py", "runner/")
 # Without backends/cpu/threads.py, whose lines depend on the time.
-CPU = ("attention", "backend", "fused_decode", "parallel", "pointwise", "sampler")
+CPU = (
+    "attention",
+    "backend",
+    "kernels/fused_decode",
+    "kernels/parallel",
+    "kernels/pointwise",
+    "kernels/sampler",
+)
 RUNNER = ("runner/", "models/", *(f"backends/cpu/{name}.py" for name in CPU))
 
 
 @pytest.mark.parametrize("how", CALLS)
 @pytest.mark.parametrize("all_but_few", ALL_BUT_FEW)
-def test_a_signal_at_any_line(path: Path, how: str, all_but_few: bool) -> None:
-    """Its handler raises before a step or after it, and nothing is left behind."""
-    options = dict(kvcache_block_size=4, enable_prefix_caching=False, attention_backend="sdpa")
-    llm = random_llm(path, num_kvcache_blocks=6, **options)
+def test_ctrl_c_at_any_line(path: Path, how: str, all_but_few: bool) -> None:
+    """It ends a call or one step, and nothing is left behind."""
+    options = dict(block_size=4, enable_prefix_caching=False, attention_backend="sdpa")
+    llm = random_llm(path, num_kv_cache_blocks=6, **options)
     del llm.engine.runner.model.layers[1:]
     action = functools.partial(CALLS[how], llm)
-    want, before = action(), signal.signal(signal.SIGALRM, ring)
-    try:
-        lines, others = faults.run(action, STEP), []
-        if how != "embed":
-            others = faults.run(lambda: CALLS["embed"](llm), STEP)
-        for at in selected(lines, others, list(CALLS).index(how), len(CALLS), all_but_few):
-            got: list[Any] = []
-            with contextlib.suppress(Alarm):
-                faults.run(
-                    lambda got=got: got.append(action()),
-                    STEP,
-                    at,
-                    lambda: signal.raise_signal(signal.SIGALRM),
-                )
-            assert is_idle(llm.engine), lines[at]
-            assert not llm.engine.lock._is_owned(), lines[at]
-            assert signal.getsignal(signal.SIGALRM) is ring, lines[at]
-            assert how != "loop" or len(got[0]) in (2, 3), lines[at]
-            assert same(action(), want), lines[at]
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    want, lines, others = action(), faults.run(action, STEP), []
+    if how != "embed":
+        others = faults.run(lambda: CALLS["embed"](llm), STEP)
+    for at in selected(lines, others, list(CALLS).index(how), len(CALLS), all_but_few):
+        got: list[Any] = []
+        with contextlib.suppress(KeyboardInterrupt):
+            faults.run(lambda got=got: got.append(action()), STEP, at, press)
+        assert is_idle(llm.engine), lines[at]
+        assert not llm.engine.lock.locked(), lines[at]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, lines[at]
+        assert how != "loop" or len(got[0]) in (2, 3), lines[at]
+        assert same(action(), want), lines[at]
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "numba"])
 @pytest.mark.parametrize("all_but_few", ALL_BUT_FEW)
-def test_a_second_ctrl_c_at_any_line_of_the_runner(
-    path: Path, backend: str, all_but_few: bool
-) -> None:
+def test_ctrl_c_at_any_line_of_the_runner(path: Path, backend: str, all_but_few: bool) -> None:
     """It leaves a step half done. What the same engine computes next is right."""
     if backend == "numba":
         pytest.importorskip("numba")
-    llm = random_llm(path, attention_backend=backend, kvcache_block_size=4, num_kvcache_blocks=20)
+    llm = random_llm(path, attention_backend=backend, block_size=4, num_kv_cache_blocks=20)
     fields = dict(temperature=0.8, seed=3, max_tokens=4, ignore_eos=True)
     ruled = SamplingParams(**fields, repetition_penalty=1.3, min_tokens=2)
     params = [PLAIN, ruled, SamplingParams(**fields, top_k=5, logprobs=2)]
@@ -302,14 +294,10 @@ def test_a_second_ctrl_c_at_any_line_of_the_runner(
         prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]]
         return [out["token_ids"] for out in llm.generate(prompts, params, use_tqdm=False)]
 
-    def press_twice() -> None:
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-
     want, lines = action(), faults.run(action, RUNNER)
     for at in selected(lines, [], 0, 1, all_but_few):
         with pytest.raises(KeyboardInterrupt):
-            faults.run(action, RUNNER, at, press_twice)
+            faults.run(action, RUNNER, at, press)
         assert is_idle(llm.engine), lines[at]
         assert action() == want, lines[at]
         assert llm.generate([4, 5], ruled, use_tqdm=False)[0]["token_ids"] == want[1], lines[at]

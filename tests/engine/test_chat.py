@@ -1,8 +1,8 @@
-"""Chats, and those that are refused."""
+"""Chats, and messages that are refused."""
 
-import numpy as np
+from pathlib import Path
+
 import pytest
-import torch
 from engines import still_serves
 
 from nanovllm import LLM, SamplingParams
@@ -39,11 +39,14 @@ def test_chat_template_kwargs_overrule_the_arguments(embedded: LLM) -> None:
     assert prompt(more).endswith("Well")
     more = {"tools": [tool, tool], "chat_template": template, "tokenizer": "!"}
     assert prompt(more, tools=[tool], chat_template="{{ 1 }}") == "2Hi!"
-    with pytest.raises(ValueError, match="set add_generation_prompt=False"):
+    with pytest.raises(ValueError, match="add_generation_prompt are not compatible"):
         prompt({}, continue_final_message=True)
-    for name in ("conversation", "messages", "tokenize", "self", 5):
-        with pytest.raises(ValueError, match=f"chat_template_kwargs has {name!r}.*remove it"):
+    for name in ("messages", "tokenize"):
+        with pytest.raises(ValueError, match="cannot render these messages .TypeError: "):
             prompt({name: True})
+    for value in (False, 0, None, ""):  # they are variables like any others
+        more = {"x": value, "chat_template": "{{ x }}, {{ x is defined }}"}
+        assert prompt(more) == f"{value}, True"
     with pytest.raises(TypeError, match="chat_template_kwargs must be an object, not 5"):
         prompt(5)
 
@@ -96,9 +99,8 @@ def test_arguments_of_tool_calls_are_parsed(embedded: LLM) -> None:
         assert chat == call_of(arguments)  # the messages of the caller are unchanged
     [out] = embedded.chat(call_of('{"x": 1}'), GREEDY, use_tqdm=False, chat_template=shown + "!")
     assert out.prompt == "x=1;!"
-    for arguments in ("{x: 1}", "[1]", "5", "null"):
-        with pytest.raises(ValueError, match="tool call 'weather' must be a dict, or an object in"):
-            embedded.chat(call_of(arguments), use_tqdm=False)
+    with pytest.raises(ValueError, match="are a dict, or an object in JSON, not '{x: 1}'"):
+        embedded.chat(call_of("{x: 1}"), use_tqdm=False)
     for calls in ([], 5, [5], [{"function": 5}], [{"name": "f", "arguments": "{}"}]):
         chat = [{"role": "user", "content": "hi", "tool_calls": calls}]
         shown = render(chat, tokenizer, {"chat_template": "{{ messages[0].tool_calls }}"})
@@ -135,11 +137,20 @@ def test_chats(embedded: LLM) -> None:
     still_serves(embedded)
 
 
-def test_a_broken_chat_template_and_token_ids_of_three_dimensions(embedded: LLM) -> None:
+def test_a_broken_chat_template(embedded: LLM) -> None:
     chat = [{"role": "user", "content": "hi"}]
     for template in ("{% if %}", "{{ raise_exception('no such role') }}"):
         with pytest.raises(ValueError, match="the chat template cannot render.*chat_template="):
             embedded.chat(chat, chat_template=template, use_tqdm=False)
-    for ids in (np.zeros((1, 1, 3), int), torch.zeros(2, 2, 3, dtype=torch.int64)):
-        with pytest.raises(ValueError, match=r"token ids have one dimension.*\(\d, \d, 3\)"):
-            embedded.generate(ids, use_tqdm=False)
+
+
+def test_chat_templates_of_another_type(embedded: LLM, tmp_path: Path) -> None:
+    """A path is a common mistake, and would be the text of every prompt."""
+    chat = [{"role": "user", "content": "hi"}]
+    for template in (5, b"{{ 1 }}", Path("a.jinja"), ["{{ 1 }}"]):
+        with pytest.raises(TypeError, match="chat_template must be a string"):
+            embedded.chat(chat, chat_template=template, use_tqdm=False)
+    path = tmp_path / "a.jinja"
+    path.write_text("{{ messages[0].content }}")
+    with pytest.raises(ValueError, match=r"a.jinja' is a file; pass its text: Path\('.*read_text"):
+        embedded.chat(chat, chat_template=str(path), use_tqdm=False)

@@ -70,8 +70,7 @@ FAULTS = [
     (RowRules, "apply", dict(logits_processors=[lambda output_ids, logits: logits])),
     (PenaltyState, "add_row", PENALIZED),
     (Detokenizer, "add", dict(stop=["never"])),
-    (Detokenizer, "flush", dict(stop=["never"])),
-    (Detokenizer, "decode", {}),
+    (Detokenizer, "add", {}),
     (Sampling, "decode_logprobs", dict(logprobs=2)),
     (Sampling, "decode_logprobs", dict(prompt_logprobs=2)),
 ]
@@ -125,6 +124,36 @@ def test_a_fault_in_one_requests_own_data(
     else:
         assert (faulty.error, reasons) == (None, {"length"})
     assert is_idle(engine)
+
+
+def test_a_failing_logits_processor_ends_its_own_request_only(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The thread that runs the step, which may be another's, goes on."""
+    llm = random_llm(path)
+
+    def fails(output_ids, logits):
+        if len(output_ids) == 2:
+            raise KeyError("not yours")
+
+    params = SamplingParams(temperature=0, max_tokens=8, logits_processors=[fails])
+    want = llm.generate([1, 2, 3], GREEDY, use_tqdm=False)[0]["token_ids"]
+    with pytest.raises(KeyError, match="not yours"):
+        llm.generate([1, 2], params, use_tqdm=False)
+    with pytest.raises(KeyError, match="not yours"):
+        list(llm.stream([1, 2], params))
+    other = llm.engine.submit([1, 2], params)  # as if by another thread
+    llm.engine.add_request([1, 2], params, request_id="by step")
+    assert llm.generate([1, 2, 3], GREEDY, use_tqdm=False)[0]["token_ids"] == want
+    assert isinstance(other.error, KeyError)
+    assert other.output is not None
+    assert other.output.outputs[0].finish_reason == "error"
+    assert len(other.output["token_ids"]) == 2
+    assert [(o.request_id, o.outputs[0].finish_reason) for o in llm.engine.step()] == [
+        ("by step", "error")
+    ]
+    assert "request by step failed" in caplog.text
+    assert "not yours" in caplog.text
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

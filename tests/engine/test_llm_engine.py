@@ -123,7 +123,7 @@ def test_a_request_without_a_token_to_sample_ends_with_an_error(
     path: Path, asynchronous: bool
 ) -> None:
     """Its token is not in the output, the others go on, and the engine remains usable."""
-    llm = random_llm(path, num_kvcache_blocks=64, async_scheduling=asynchronous)
+    llm = random_llm(path, num_kv_cache_blocks=64, async_scheduling=asynchronous)
 
     def fails(value: float) -> Callable:
         def processor(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -154,7 +154,7 @@ def test_a_request_without_a_token_to_sample_ends_with_an_error(
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_results_are_kept_if_a_logits_processor_raises(path: Path, asynchronous: bool) -> None:
     """The error has them; requests that had not finished have their output so far."""
-    llm = random_llm(path, num_kvcache_blocks=64, async_scheduling=asynchronous, max_num_seqs=3)
+    llm = random_llm(path, num_kv_cache_blocks=64, async_scheduling=asynchronous, max_num_seqs=3)
 
     def raises(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         if len(ids) == 3:
@@ -183,7 +183,7 @@ def test_results_are_kept_if_a_logits_processor_raises(path: Path, asynchronous:
 @pytest.mark.parametrize("swap", [{}, dict(swap_space=0.01)], ids=["", "swap"])
 def test_a_reset_of_the_prefix_cache(path: Path, swap: dict) -> None:
     """It is refused while a request runs. After it, nothing is shared with earlier requests."""
-    options = dict(num_kvcache_blocks=12, kvcache_block_size=16, attention_backend="sdpa")
+    options = dict(num_kv_cache_blocks=12, block_size=16, attention_backend="sdpa")
     llm = random_llm(path, **options, **swap)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     prompt = [i % 90 + 1 for i in range(40)]

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoints import VOCAB
+from engines import is_idle
+from tokenizers import Tokenizer, decoders, models
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.engine.input_processor import InputProcessor
@@ -106,10 +108,12 @@ def test_stop_strings_in_one_token(stop: list[str], text: str, reason: str) -> N
     """The choice depends on the text alone, whether it comes in one token or in several."""
     for pieces in (["xabcd"], ["x", "a", "b", "c", "d"], ["xa", "bcd"]):
         for include in (False, True):
-            tokenizer = FakeTokenizer(pieces)
+            rules = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, ""))
+            rules.decoder = decoders.Fuse()
+            tokenizer = SimpleNamespace(backend_tokenizer=rules)
             inputs = InputProcessor(tokenizer, 99, 99, frozenset(), SamplingParams(), 0)
             params = SamplingParams(stop=stop, include_stop_str_in_output=include)
-            task = Sampling(SimpleNamespace(input_processor=inputs), params)
+            task = Sampling(inputs, params)
             request = Request("0", 0, task, None, RequestMetrics(0.0), False, True)
             seq = task.start(request, [0], 99)
             streamed, found = "", None
@@ -122,16 +126,6 @@ def test_stop_strings_in_one_token(stop: list[str], text: str, reason: str) -> N
                     break
             assert found == reason
             assert streamed == request.samples[0].text == text + reason * include
-
-
-class FakeTokenizer:
-    """Token i is pieces[i]."""
-
-    def __init__(self, pieces: list[str]) -> None:
-        self.pieces = pieces
-
-    def decode(self, ids: list[int], **_: object) -> str:
-        return "".join(self.pieces[i] for i in ids)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -150,7 +144,7 @@ def test_the_text_of_a_stop_token(embedded: LLM, asynchronous: bool) -> None:
 
     llm = embedded
     if asynchronous:
-        llm = LLM(dtype="float32", device="cpu", async_scheduling=True, num_kvcache_blocks=64)
+        llm = LLM(dtype="float32", device="cpu", async_scheduling=True, num_kv_cache_blocks=64)
     for include, stop in ((False, ()), (True, ()), (False, "zebra"), (True, "zebra")):
         params = SamplingParams(
             temperature=0,
@@ -160,7 +154,7 @@ def test_the_text_of_a_stop_token(embedded: LLM, asynchronous: bool) -> None:
             logits_processors=[follow],
         )
         out = llm.generate([[1]], params, use_tqdm=False)[0].outputs[0]
-        assert out.text == "cat\ufffd" + seven * include
+        assert out.text == "cat" + ("\ufffd" + seven) * include
         assert (out.token_ids, out.finish_reason, out.stop_reason) == (script, "stop", 7)
         pieces = list(llm.stream([[1]], params))
         assert "".join(piece.text for piece in pieces) == out.text
@@ -200,3 +194,24 @@ def test_bad_words_and_text_options(embedded: LLM) -> None:
         out = embedded.chat(chat, params, use_tqdm=False)[0].outputs[0]
         assert out.text == text
         assert next(iter(out.logprobs[0].values())).decoded_token == first
+
+
+def test_text_of_an_aborted_request(embedded: LLM) -> None:
+    """Text that was held back, because it may begin a stop string, is part of the result."""
+
+    def abort_after_ten(output_ids, logits):
+        if len(output_ids) == 10:
+            embedded.shutdown()
+        return logits
+
+    prompt = embedded.get_tokenizer().encode("Count from 1 to 9\n")
+    params = SamplingParams(
+        temperature=0, stop=["9, and a long end"], logits_processors=[abort_after_ten]
+    )
+    out = embedded.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+    parts = list(embedded.stream(prompt, params))
+    text = embedded.get_tokenizer().decode(out.token_ids)
+    assert out.finish_reason == parts[-1].finish_reason == "abort"
+    assert out.text == "".join(part.text for part in parts) == text
+    assert len(out.token_ids) == 10
+    assert is_idle(embedded.engine)

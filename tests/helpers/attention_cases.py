@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from nanovllm.backends.cpu.attention import NumbaAttention
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.batch import ForwardBatch
-from nanovllm.models.config import ModelConfig
 from nanovllm.models.fp8 import Scales, to_fp8
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.rope import RopeConfig
 
 NAN = float("nan")

@@ -80,7 +80,7 @@ def weights_of(llm: LLM) -> dict[str, torch.Tensor]:
 
 
 def random_llm(path: Path, **options: object) -> LLM:
-    settings = dict(dtype="float32", device="cpu", skip_tokenizer_init=True, num_kvcache_blocks=64)
+    settings = dict(dtype="float32", device="cpu", skip_tokenizer_init=True, num_kv_cache_blocks=64)
     return LLM(str(path), **(settings | options))
 
 

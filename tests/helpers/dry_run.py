@@ -13,7 +13,6 @@ could still use, and no launch may use its memory before it has ended.
 Triton specializes each launch for its real arguments; a plain reference computes the result.
 """
 
-import ast
 import contextlib
 import gc
 import itertools
@@ -48,9 +47,9 @@ import references
 import nanovllm.backends.int4
 import nanovllm.backends.int8
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.backends.gpu import graphs
+from nanovllm.backends.gpu import chunk_graphs, graphs, profile
 from nanovllm.backends.gpu.attention import TritonAttention
-from nanovllm.backends.gpu.few_rows import FusedLayers
+from nanovllm.backends.gpu.decode_inputs import decode_inputs
 from nanovllm.backends.gpu.kernels import attention, pointwise
 from nanovllm.features.memory.host_cache import pool as host_pool
 from nanovllm.features.memory.tensor_parallel import ranks as tensor_parallel
@@ -61,7 +60,6 @@ from nanovllm.loading import memory as runner_memory
 from nanovllm.models import layers, sampler
 from nanovllm.models.backend import Backend
 from nanovllm.models.batch import SamplingBatch
-from nanovllm.models.decode_inputs import decode_inputs
 from nanovllm.models.qwen3 import DecoderLayer, Qwen3
 
 ROOT = f"{Path(__file__).parents[2]}/"
@@ -358,8 +356,6 @@ class Gpu(TorchDispatchMode):
         if not (0 < x < 2**31 and 0 < y < 2**16 and 0 < z < 2**16):
             raise RuntimeError(f"{kernel.__name__} cannot have the grid {grid} at {site()}")
         variant = compile_kernels.Variant(kernel, TARGET, args, kwargs)
-        if kwargs.get("launch_pdl") and not waits(kernel, variant.arguments):
-            raise RuntimeError(f"{kernel.__name__} does not wait for the last launch at {site()}")
         if variant.key not in self.variants:
             self.variants[variant.key] = variant.text
             self.all_variants.add(variant.text)
@@ -376,15 +372,6 @@ class Gpu(TorchDispatchMode):
             call(**unwrap(variant.arguments))
         self.launch(call, (), dict(variant.arguments), [])
         return variant.key
-
-
-def waits(kernel: JITFunction, arguments: dict[str, Any]) -> bool:
-    """Whether every program calls gdc_wait: in `if PDL`, which is in no other branch."""
-    [function] = kernel.parse().body
-    branches = [ast.unparse(x) for x in function.body if isinstance(x, ast.If)]
-    return bool(arguments.get("PDL")) and any(
-        x.startswith("if PDL:\n    gdc_wait()") for x in branches
-    )
 
 
 class Compiled:
@@ -546,26 +533,6 @@ def read_rows(a: Any) -> None:
     a.out_seeds.copy_(found.seeds)
 
 
-def few_rows_linear(a: Any) -> None:
-    # The reference of _few_rows_attend does not split.
-    x = a.x[:, :, 0].flatten(1).to(a.out.dtype) if a.SPLITS else a.x
-    x = layers.rms_norm(x, a.norm, a.eps) if a.NORM else x
-    weight = a.weight * a.scale[:, None] if a.weight.dtype == torch.int8 else a.weight
-    y = F.linear(x.float(), weight.float()).to(a.out.dtype)
-    y = layers.silu_and_mul(y) if a.SILU else y
-    a.out.copy_(a.out + y if a.ADD else y)
-
-
-def few_rows_attend(a: Any) -> None:
-    cache = a.k_cache, a.v_cache
-    q = references.norm_rope_store(
-        a.qkv, a.q_norm, a.k_norm, a.eps, a.cos, a.sin, a.slot_mapping, *cache, a.k_scale, a.v_scale
-    )
-    starts, k_scale = torch.arange(len(q) + 1), a.scale * a.D**0.5 / attention.LOG2E
-    step = starts, a.context_lens, a.block_tables
-    a.split_out[:, :, 0] = references.attend(q, *cache, *step, k_scale, a.v_scale)
-
-
 def draw(a: Any) -> None:
     filters = {"top_k": a.top_ks, "top_p": a.top_ps, "min_p": a.min_ps}
     batch = SamplingBatch(a.temperatures, a.seeds, a.positions, filters)
@@ -636,8 +603,6 @@ REFERENCES: dict[str, Callable[[Any], Any]] = {
     "_int8_linear": int8_linear,
     "_attend": attend_chunks,
     "_attend_decode": attend_decode,
-    "_few_rows_attend": few_rows_attend,
-    "_few_rows_linear": few_rows_linear,
     "_merge_splits": lambda a: None,  # the reference of _attend_decode does not split
     "_norm_rope_store": norm_rope_store,
     "_add_rms_norm": add_rms_norm,
@@ -701,7 +666,7 @@ def replace_device() -> None:
 
 # ---- scenarios ----
 
-OPTIONS: dict[str, Any] = dict(skip_tokenizer_init=True, num_kvcache_blocks=99)
+OPTIONS: dict[str, Any] = dict(skip_tokenizer_init=True, num_kv_cache_blocks=99)
 # (enforce_eager, async_scheduling, blocks): 5 blocks are hardly enough for one request.
 Run = tuple[bool, bool, int]
 RUNS: tuple[Run, ...] = ((True, True, 5), (False, True, 99), (True, False, 99), (False, False, 5))
@@ -810,7 +775,7 @@ def serve(
     results = []
     for eager, overlap, blocks in runs:
         options = dict(enforce_eager=eager, async_scheduling=overlap)
-        options["num_kvcache_blocks"] = blocks
+        options["num_kv_cache_blocks"] = blocks
         GPU.variants.clear()
         GPU.reset()
         with GPU:
@@ -874,7 +839,7 @@ def decode(directory: str) -> Any:
         patch.object(graphs, "batch_sizes", lambda num: [num]),  # the others would not be replayed
     ):
         options = dict(max_num_seqs=256, max_num_batched_tokens=4096, max_model_len=64)
-        options |= dict(num_kvcache_blocks=999, skip_tokenizer_init=True)
+        options |= dict(num_kv_cache_blocks=999, skip_tokenizer_init=True)
         llm = LLM(directory, device="cuda", dtype="bfloat16", **options)
         for name, fields in rules.items():
             params = SamplingParams(top_k=20, max_tokens=30, ignore_eos=True, **fields)
@@ -915,37 +880,7 @@ def decode(directory: str) -> Any:
         llm.engine.abort_all()
     in_layers = per_layer[256] * len(llm.engine.runner.model.layers)
     found["per layer"] = per_layer[256]
-    found["few rows"] = few_rows(directory, options)
     found["outside the layers"] = found["plain"]["launches"] - in_layers
-    return found
-
-
-def few_rows(directory: str, options: dict[str, Any]) -> Any:
-    """Launches of steady decode steps of 4 sequences, with weights in bfloat16 and in int8."""
-    found, counts = [], list[int]()
-    call = FusedLayers.decode_layer
-
-    def counted(*args: Any) -> None:
-        before = GPU.launches
-        call(*args)
-        counts.append(GPU.launches - before)
-
-    for quantization in (None, "int8"):
-        counts.clear()
-        with GPU, patch.object(FusedLayers, "decode_layer", counted):
-            few = dict(dtype="bfloat16", max_num_seqs=4, quantization=quantization)
-            llm = LLM(directory, device="cuda", **options | few)
-            params = SamplingParams(top_k=20, max_tokens=30, ignore_eos=True)
-            for i in range(4):
-                llm.engine.add_request([i + 1] * 10, params)
-            for _ in range(4):
-                llm.engine.step()
-            GPU.reset()
-            llm.engine.step()
-            launches = GPU.launches
-            llm.engine.abort_all()
-        outside = launches - 5 * len(llm.engine.runner.model.layers)
-        found.append({"per layer": sorted(set(counts)), "outside the layers": outside})
     return found
 
 
@@ -966,13 +901,14 @@ def memory(directory: str) -> Any:
         lengths.append(length)
         return read(state, rows, positions, length)
 
-    for scratch in (runner_memory._scratch_bytes, lambda *_: 0):
+    for scratch in (profile.scratch_bytes, lambda *_: 0):
         gc.collect()
         GPU.pool, GPU.memory = 0, GPU.allocated + (18 << 20)
         with (
             GPU,
-            patch.object(runner_memory, "CUDA_MARGIN", 0),
-            patch.object(runner_memory, "_scratch_bytes", scratch),
+            patch.object(runner_memory, "CUDA_MARGIN", 1 << 18),  # for penalties
+            patch.object(chunk_graphs, "MIN_FREE_BYTES", 0),
+            patch.object(profile, "scratch_bytes", scratch),
         ):
             options = dict(max_num_seqs=8, max_num_batched_tokens=64, skip_tokenizer_init=True)
             with patch.object(penalties.PenaltyState, "read", recorded):
@@ -1069,8 +1005,6 @@ def faults(directory: str) -> Any:
             run = pointwise._silu_and_mul[grid]
             fault = partial(run, host[None], host[None], F=1)
             pairs.append((f"cannot have the grid {grid}", attempt(fault)))
-        fault = partial(pointwise._silu_and_mul[1, 1, 1], x[None], x[None], F=1, launch_pdl=True)
-        pairs.append(("_silu_and_mul does not wait for the last launch", attempt(fault)))
 
     # Faults of the host cache: a stream that does not wait for an event of the other.
     for what, of_stream in (("a launch may still", False), ("another stream still", True)):
@@ -1094,7 +1028,7 @@ def faults(directory: str) -> Any:
 
 def structured(directory: str) -> Any:
     """Structured outputs: whether the texts are a CPU's, and the waits. The model is embedded."""
-    base = dict(dtype="float32", max_num_seqs=6, max_model_len=120, num_kvcache_blocks=60)
+    base = dict(dtype="float32", max_num_seqs=6, max_model_len=120, num_kv_cache_blocks=60)
     digits = {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 6}
     grammars: list[dict[str, Any]] = [
         {"json": digits},

@@ -63,7 +63,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(loading, "make_runner", FakeRunner)
 
     def llm(asynchronous: bool, **options: object) -> LLM:
-        settings = dict(kvcache_block_size=4, max_num_seqs=8, skip_tokenizer_init=True)
+        settings = dict(block_size=4, max_num_seqs=8, skip_tokenizer_init=True)
         settings |= dict(load_format="dummy", async_scheduling=asynchronous) | options
         made = LLM(str(tmp_path), **settings)
         engine = made.engine

@@ -153,6 +153,11 @@ def fp8(
     return tensors, exact(q, torch.zeros(()), full)
 
 
+def plain(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """A layer that is not quantized."""
+    return {"weight": weight}, weight
+
+
 def scheme(layout: str, bits: int = 8, kind: str = "int", **weights: Any) -> dict[str, Any]:
     weights = {"num_bits": bits, "type": kind, "symmetric": True, "observer": "minmax"} | weights
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
@@ -161,6 +166,14 @@ def scheme(layout: str, bits: int = 8, kind: str = "int", **weights: Any) -> dic
 
 W4 = {"strategy": "group", "group_size": 32}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+AUTO_ROUND = {
+    "quant_method": "auto-round",
+    "bits": 4,
+    "group_size": 32,
+    "data_type": "int",
+    "packing_format": "auto_round:auto_gptq",
+    "extra_config": {"model.layers.0.mlp.gate": {"bits": 16, "data_type": "float"}},
+}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
 FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [32, 16], "activation_scheme": "dynamic"}
 FORMATS: dict[str, tuple[dict[str, Any], Callable[..., tuple[Tensors, torch.Tensor]]]] = {
@@ -208,6 +221,12 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[..., tuple[Tensors, torch.Tens
         lambda w: gptq(w, bits=8, group=-1),
     ),
     "gptq symmetric": (GPTQ | {"sym": True}, lambda w: gptq(w, symmetric=True)),
+    "gptq dynamic": (
+        GPTQ | {"dynamic": {"-:.*self_attn.*": {}, "-:.*head": {}}},
+        lambda w: gptq(w) if w.shape[1] == 96 else plain(w),
+    ),
+    "auto-round gptq": (AUTO_ROUND, lambda w: gptq(w, symmetric=True)),
+    "auto-round awq": (AUTO_ROUND | {"packing_format": "auto_round:auto_awq"}, awq),
     "gptq_v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, lambda w: gptq(w, v2=True)),
 }
 
@@ -222,14 +241,15 @@ def quantize_layers(
     config: dict[str, Any],
     encode: Callable[..., tuple[Tensors, torch.Tensor]],
     shards: int = 1,
+    suffixes: tuple[str, ...] = ("_proj.weight",),
 ) -> Tensors:
-    """Quantize the linear layers of a checkpoint, except the head. Returns the decoded weights."""
+    """Quantize the tensors with these names. Returns the decoded weights."""
     torch.manual_seed(1)
     stored: Tensors = {}
     decoded: Tensors = {}
     files = sorted(path.glob("*.safetensors"))
     for key, tensor in [item for file in files for item in load_file(file).items()]:
-        if key.endswith("_proj.weight"):
+        if key.endswith(suffixes):
             parts, decoded[key] = encode(tensor.float())
             stored |= {f"{key.removesuffix('weight')}{part}": x for part, x in parts.items()}
         else:

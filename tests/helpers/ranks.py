@@ -28,7 +28,8 @@ from transformers import PreTrainedTokenizerFast  # noqa: F401 (imported once)
 
 from nanovllm import LLM, SamplingParams, Trace
 from nanovllm.features.requests.beam_search import BeamSearchParams
-from nanovllm.loading import make_engine, memory
+from nanovllm.loading import make_engine
+from nanovllm.loading.memory import MemoryBudget
 
 with suppress(ImportError):  # without Numba
     import nanovllm.backends.cpu.backend  # noqa: F401
@@ -43,7 +44,7 @@ def make(path: str, **options: Any) -> LLM:
     """An engine with as many ranks as there are processes, and a pool that is too small."""
     size = int(os.environ["WORLD_SIZE"])
     settings = dict(device="cpu", dtype="float32", attention_backend="sdpa", max_num_seqs=8)
-    settings |= dict(kvcache_block_size=4, num_kvcache_blocks=24, max_num_batched_tokens=24)
+    settings |= dict(block_size=4, num_kv_cache_blocks=24, max_num_batched_tokens=24)
     return LLM(
         path, **settings | {"skip_tokenizer_init": True, "tensor_parallel_size": size} | options
     )
@@ -121,7 +122,7 @@ def with_graphs(path: str) -> dict[str, Any]:
 
 def text(**options: Any) -> list[tuple[str, str | None]]:
     """The embedded model, with its tokenizer and stop strings."""
-    llm = make("qwen3-nano", skip_tokenizer_init=False, num_kvcache_blocks=100, **options)
+    llm = make("qwen3-nano", skip_tokenizer_init=False, num_kv_cache_blocks=100, **options)
     questions = ["What is 12 + 30?", "Sort: 5 3 9", "What is a KV block?", "Count from 1 to 12."]
     chats = [[{"role": "user", "content": question}] for question in questions]
     params = SamplingParams(temperature=0, max_tokens=40, stop=[", 7", "block"])
@@ -368,15 +369,15 @@ def groups_at_exit(path: str, destroyed: bool) -> tuple[int, int]:
 
 def fewest_blocks(path: str) -> int:
     """Each rank finds room for another number."""
-    found = memory.Room.num_kv_blocks
-    memory.Room.num_kv_blocks = lambda *args: found(*args) - 10 * rank()  # type: ignore[method-assign]
-    llm = make(path, num_kvcache_blocks=None, kv_cache_memory_bytes=10**6)
+    found = MemoryBudget.num_kv_blocks
+    MemoryBudget.num_kv_blocks = lambda *args: found(*args) - 10 * rank()  # type: ignore[method-assign]
+    llm = make(path, num_kv_cache_blocks=None, kv_cache_memory_bytes=10**6)
     return llm.engine.runner.num_blocks
 
 
 def two_engines(path: str) -> list[list[list[int]]]:
     """One after the other, and in turns."""
-    first, second = make(path), make(path, num_kvcache_blocks=60)
+    first, second = make(path), make(path, num_kv_cache_blocks=60)
     return [
         tokens_of(llm.generate(some_prompts(3), GREEDY, use_tqdm=False))
         for llm in (first, second, first)

@@ -98,7 +98,7 @@ def test_tables_are_aligned(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_lesson_3() -> None:
     """The same answer from blocks anywhere, and small blocks let more requests run."""
-    llm = make_llm(kvcache_block_size=4, num_kvcache_blocks=16)
+    llm = make_llm(block_size=4, num_kv_cache_blocks=16)
     assert lesson03_blocks.slots_of_a_sequence(llm) == [4, 5, 6, 7, 12, 13, 14, 15, 20, 21]
     for table in ([1, 2, 3, 4, 5], [16, 3, 9, 1, 7]):
         assert lesson03_blocks.answer_with(llm, table, 10) == "12 + 30 = 42"

@@ -78,7 +78,7 @@ def test_the_page_is_the_model() -> None:
 @torch.inference_mode()
 def test_the_page_continues_from_a_prefix() -> None:
     """`attend` may give keys of earlier tokens, which are rotated by their own positions."""
-    model, tokenizer = page.Model(), make_llm(num_kvcache_blocks=8).get_tokenizer()
+    model, tokenizer = page.Model(), make_llm(num_kv_cache_blocks=8).get_tokenizer()
     ids, kv = tokenizer.encode(page.PROMPT), dict[int, tuple[torch.Tensor, ...]]()
 
     def attend(layer: int, *qkv: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ def test_both_ways_give_the_engines_tokens(embedded: LLM) -> None:
 
 
 def test_a_key_depends_on_the_tokens_up_to_its_own() -> None:
-    llm = make_llm(attention_backend="sdpa", num_kvcache_blocks=64)
+    llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=64)
     keys = lesson02_kv_cache.key_in_texts(llm, [20, 21, 22, 23, 24], 2, [3, 5])
     later = lesson02_kv_cache.key_in_texts(llm, [20, 21, 22, 30, 31], 2, [5])
     earlier = lesson02_kv_cache.key_in_texts(llm, [20, 30, 22, 23, 24], 2, [5])

@@ -43,7 +43,7 @@ def test_batching():
 @pytest.mark.slow
 def test_prefix_sharing():
     printed = run_lesson("6")
-    llm = make_llm(kvcache_block_size=4, num_kvcache_blocks=32)
+    llm = make_llm(block_size=4, num_kv_cache_blocks=32)
     assert str(sharing.trace_samples(llm, 4)[1]) == sharing.QUESTIONS[1].answer
     assert "same 6 tokens" in printed
     assert [row(printed, str(block)) for block in range(1, 6)] == [["2"], *[["1"]] * 4]
@@ -55,7 +55,7 @@ def test_prefix_sharing():
 
 
 def test_equal_hashes_are_equal_prefixes():
-    rows = sharing.hash_chains(make_llm(kvcache_block_size=4, num_kvcache_blocks=12))
+    rows = sharing.hash_chains(make_llm(block_size=4, num_kv_cache_blocks=12))
     _, tokens, parents, hashes = zip(*rows, strict=True)
     assert hashes[0] == hashes[3] != hashes[6]
     assert parents[1] == parents[4] == hashes[0]
@@ -159,7 +159,7 @@ def test_sampling():
 
 def test_beams():
     printed = run_lesson("9")
-    llm = make_llm(attention_backend="sdpa", kvcache_block_size=4, num_kvcache_blocks=64)
+    llm = make_llm(attention_backend="sdpa", block_size=4, num_kv_cache_blocks=64)
     greedy = ask(llm, [beams.PROMPT], max_tokens=beams.LENGTH, ignore_eos=True)[0]["token_ids"]
     assert beams.search(llm, 1)[1][0].tokens[-beams.LENGTH :] == greedy  # question 2
     assert "block tables have 6 entries and 4 different blocks" in " ".join(printed.split())

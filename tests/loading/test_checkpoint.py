@@ -2,9 +2,6 @@
 
 import json
 import os
-import re
-import signal
-import zipfile
 from pathlib import Path
 
 import fresh
@@ -14,10 +11,9 @@ from checkpoints import edited, make_checkpoint, random_llm
 from transformers import AutoTokenizer
 from wrong_values import GENERATION, POINTER, WRONG
 
-import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.features.requests.embeddings.sentence_transformers import read_pooling_settings
-from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
+from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint, weight_files
 
 
 @pytest.mark.parametrize("field", [*GENERATION, "eos_token_id"])
@@ -60,7 +56,7 @@ def test_wrong_index(tmp_path: Path, weight_map: object) -> None:
     )
     (tmp_path / "model" / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ValueError, match=r"index\.json needs a 'weight_map'"):
-        Checkpoint(tmp_path / "model").weight_files()
+        weight_files(tmp_path / "model")
 
 
 def test_names_of_files_that_are_too_long(path: Path, tmp_path: Path) -> None:
@@ -68,7 +64,7 @@ def test_names_of_files_that_are_too_long(path: Path, tmp_path: Path) -> None:
     for names in (["a" * 5000], ["a\0b"], [f"{i}.safetensors" for i in range(999)]):
         index.write_text(json.dumps({"weight_map": dict(enumerate(names))}))
         with pytest.raises(ValueError, match="names missing files: ") as error:
-            Checkpoint(tmp_path).weight_files()
+            weight_files(tmp_path)
         assert len(str(error.value)) < len(str(index)) + 300
     edited(path, tmp_path)
     index.unlink()
@@ -105,77 +101,6 @@ def test_git_lfs_pointer(path: Path, tmp_path: Path, name: str) -> None:
         random_llm(tmp_path)
 
 
-KINDS = ["directory", "dangling link", "loop of links", "FIFO", "no permission"]
-FILES = [
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", FILES)
-def test_files_that_cannot_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
-) -> None:
-    """A FIFO is not opened, which would wait for a writer."""
-    for file in find_checkpoint("qwen3-nano").iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    path, open_path = tmp_path / name, Path.open
-    path.unlink(missing_ok=True)
-    if kind == "directory":
-        path.mkdir()
-    elif kind == "dangling link":
-        path.symlink_to("nowhere")
-    elif kind == "loop of links":
-        path.symlink_to(name)
-    elif kind == "FIFO":
-        os.mkfifo(path)
-    else:
-        path.write_text("{}")
-        refusal = PermissionError(13, "Permission denied")
-
-        def refuse(opened: Path, *args: object, **kwargs: object) -> object:
-            if opened == path:
-                raise refusal
-            return open_path(opened, *args, **kwargs)
-
-        # Not by chmod, because root may read every file.
-        monkeypatch.setattr(Path, "open", refuse)
-
-    def waited(number: int, frame: object) -> None:
-        raise TimeoutError("a file was opened that never ends")
-
-    before = signal.signal(signal.SIGALRM, waited)
-    signal.alarm(60)
-    try:
-        with pytest.raises(
-            ValueError, match=rf"{name} cannot be read \(.+\); replace or remove it"
-        ):
-            LLM(str(tmp_path))
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-    if name == "model.safetensors":  # random weights do not need it
-        LLM(str(tmp_path), load_format="dummy", num_kvcache_blocks=8)
-
-
-def test_a_package_in_a_zip_file(tmp_path: Path) -> None:
-    package = Path(nanovllm.__file__).parent
-    with zipfile.ZipFile(tmp_path / "package.zip", "w") as file:
-        for path in package.rglob("*.py"):
-            file.write(path, path.relative_to(package.parent))
-    code = "import nanovllm; print(nanovllm.__file__); nanovllm.LLM()"
-    done = fresh.run(code, cwd=tmp_path, PYTHONPATH=str(tmp_path / "package.zip"))
-    assert "package.zip" in done.stdout
-    assert re.search("ValueError: .*is not a directory; pip install the package", done.stderr)
-
-
 def test_models_that_no_file_system_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a" * 5000, "/" + "a/" * 5000, "./a\0b"):
         with pytest.raises(ValueError, match="there is no directory"):
@@ -191,8 +116,9 @@ def test_models_that_no_file_system_has(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("do_sample", [True, False, None])
 def test_generation_config_is_checked_also_if_it_is_greedy(
-    tmp_path: Path, do_sample: bool | None
+    path: Path, tmp_path: Path, do_sample: bool | None
 ) -> None:
+    edited(path, tmp_path)
     for field, wrong in (
         ("repetition_penalty", 0),
         ("repetition_penalty", 1e-38),
@@ -202,6 +128,8 @@ def test_generation_config_is_checked_also_if_it_is_greedy(
         ("min_p", 2),
         ("max_new_tokens", 0),
         ("min_new_tokens", -1),
+        ("presence_penalty", 3),
+        ("frequency_penalty", -3),
     ):
         text = json.dumps({"do_sample": do_sample, field: wrong, "eos_token_id": 0})
         (tmp_path / "generation_config.json").write_text(text)
@@ -210,7 +138,7 @@ def test_generation_config_is_checked_also_if_it_is_greedy(
     fields = {"do_sample": do_sample, "temperature": 0.7, "top_k": None, "min_new_tokens": 0}
     text = json.dumps(fields | {"eos_token_id": 0})
     (tmp_path / "generation_config.json").write_text(text)
-    temperature = 0.7 if do_sample else 0.0
+    temperature = 0.0 if do_sample is False else 0.7
     _, got = Checkpoint(tmp_path).generation_defaults()
     assert got == SamplingParams(temperature=temperature)
 
@@ -270,6 +198,24 @@ def test_directories(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         random_llm(empty)
 
 
+@pytest.mark.parametrize("has_config", [False, True])
+def test_an_adapter(path: Path, tmp_path: Path, has_config: bool) -> None:
+    if has_config:
+        (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    (tmp_path / "adapter_model.safetensors").touch()
+    fields = {"base_model_name_or_path": "Qwen/Qwen3-0.6B", "peft_type": "LORA"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=r"an adapter of 'Qwen/Qwen3-0\.6B'.*merge_and_unload"):
+        LLM(str(tmp_path))
+
+
+def test_weights_in_the_format_of_mlx(path: Path, tmp_path: Path) -> None:
+    """Older versions of MLX write no quantization_config."""
+    edited(path, tmp_path, quantization={"group_size": 64, "bits": 4})
+    with pytest.raises(ValueError, match="format of MLX is not supported.* quantization='int8'"):
+        random_llm(tmp_path)
+
+
 def test_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import huggingface_hub
 
@@ -287,7 +233,14 @@ def test_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_generation_config(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     for raw, want in (
-        ({}, SamplingParams(temperature=0)),
+        ({}, SamplingParams()),
+        ({"do_sample": False, "temperature": 0.7}, SamplingParams(temperature=0)),
+        # Without do_sample, as in many base models and fine-tunes.
+        ({"temperature": 0.7, "top_k": 20}, SamplingParams(temperature=0.7, top_k=20)),
+        (
+            {"presence_penalty": 1.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1},
+            SamplingParams(presence_penalty=1.5, frequency_penalty=-0.5, repetition_penalty=1.1),
+        ),
         (
             {
                 "do_sample": True,
@@ -306,6 +259,17 @@ def test_generation_config(tmp_path: Path) -> None:
         assert llm.engine.input_processor.eos_token_ids == frozenset(raw.get("eos_token_id", [0]))
     (tmp_path / "generation_config.json").unlink()
     assert random_llm(tmp_path).get_default_sampling_params() == SamplingParams()
+
+
+def test_samples_of_a_base_model_differ(tmp_path: Path) -> None:
+    """Its generation_config.json has no do_sample, and was read as greedy."""
+    make_checkpoint(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 0}')
+    llm = random_llm(tmp_path)
+    params = llm.get_default_sampling_params()
+    params.n, params.max_tokens, params.ignore_eos = 4, 12, True
+    outputs = llm.generate([5, 6], params, use_tqdm=False)[0].outputs
+    assert len({tuple(sample.token_ids) for sample in outputs}) == 4
 
 
 def test_embedded_checkpoint_is_hugging_faces(embedded: LLM) -> None:

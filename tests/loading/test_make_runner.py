@@ -11,11 +11,11 @@ from nanovllm.loading import make_runner as start
 SIZES = [
     ({"max_num_seqs": 65_536}, "max_num_seqs must be between 1 and 65535"),
     ({"max_num_seqs": 10**20}, "max_num_seqs must be between 1 and 65535"),
-    ({"kvcache_block_size": 10**12}, "kvcache_block_size must be between 1 and 1048576"),
-    ({"kvcache_block_size": 2**20, "num_kvcache_blocks": 10**5}, "lower .*kvcache_block_size"),
-    ({"num_kvcache_blocks": 10**9}, r"a KV cache of [\d,]+ bytes .* lower num_kvcache_blocks"),
-    ({"num_kvcache_blocks": 10**20}, r"a KV cache of [\d,]+ bytes .* lower num_kvcache_blocks"),
-    ({"num_kvcache_blocks": None, "kv_cache_memory_bytes": 10**25}, "lower .*_memory_bytes"),
+    ({"block_size": 10**12}, "block_size must be between 1 and 1048576"),
+    ({"block_size": 2**20, "num_kv_cache_blocks": 10**5}, "lower .*block_size"),
+    ({"num_kv_cache_blocks": 10**9}, r"a KV cache of [\d,]+ bytes .* lower num_kv_cache_blocks"),
+    ({"num_kv_cache_blocks": 10**20}, r"a KV cache of [\d,]+ bytes .* lower num_kv_cache_blocks"),
+    ({"num_kv_cache_blocks": None, "kv_cache_memory_bytes": 10**25}, "lower .*_memory_bytes"),
     ({"device": "cuda:99999999999999999999"}, "device must be"),
 ]
 

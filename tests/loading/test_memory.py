@@ -1,6 +1,7 @@
 """What the engine reserves: the longest request that fits, and the memory of logit rules."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,13 +31,13 @@ def test_requests_as_long_as_the_memory_of_a_cpu(
 ) -> None:
     """A request without max_tokens ends there; before, it was refused."""
     caplog.set_level(logging.INFO, "nanovllm")
-    whole = random_llm(path, num_kvcache_blocks=None)
+    whole = random_llm(path, num_kv_cache_blocks=None)
     assert whole.engine.input_processor.max_model_len == POSITIONS
     assert "max_model_len" not in caplog.text
     cache = whole.engine.runner.attention.cache
     block_bytes = cache.nbytes // (whole.engine.runner.num_blocks + 1)
     monkeypatch.setattr(memory, "CPU_CACHE_BYTES", 7 * block_bytes)
-    llm = random_llm(path, num_kvcache_blocks=None)
+    llm = random_llm(path, num_kv_cache_blocks=None)
     assert llm.engine.input_processor.max_model_len == 6 * 16
     assert "KV cache of 96 tokens" in caplog.text
     assert f"which limits max_model_len to 96 of the model's {POSITIONS}" in caplog.text
@@ -51,10 +52,10 @@ def test_requests_as_long_as_the_memory_of_a_cpu(
 
 def test_requests_as_long_as_the_requested_cache(path: Path) -> None:
     """An option that the user has set is kept, or it is an error."""
-    runner = random_llm(path, num_kvcache_blocks=6).engine.runner
+    runner = random_llm(path, num_kv_cache_blocks=6).engine.runner
     block = runner.model.config.block_bytes(16, runner.dtype.itemsize)
-    by_bytes = {"num_kvcache_blocks": None, "kv_cache_memory_bytes": 7 * block}
-    for options in ({"num_kvcache_blocks": 6}, by_bytes):
+    by_bytes = {"num_kv_cache_blocks": None, "kv_cache_memory_bytes": 7 * block}
+    for options in ({"num_kv_cache_blocks": 6}, by_bytes):
         for length, limit in ((None, 96), (80, 80), (96, 96)):
             llm = random_llm(path, max_model_len=length, **options)
             assert llm.engine.input_processor.max_model_len == limit
@@ -73,12 +74,12 @@ def test_max_model_len_of_more_tokens_than_the_cache(
     block = whole.model.config.block_bytes(16, whole.dtype.itemsize)
     monkeypatch.setattr(memory, "CPU_CACHE_BYTES", 7 * block)
     for option, value, more in (
-        ("num_kvcache_blocks", 6, 7),
+        ("num_kv_cache_blocks", 6, 7),
         ("kv_cache_memory_bytes", 7 * block, 8 * block),
         ("kv_cache_memory_bytes", None, 8 * block),  # sized by the free memory
     ):
         wanted = f"max_model_len=97 is more than the .* {option} to {more:,} or more"
-        options = {"num_kvcache_blocks": None, "max_model_len": 97} | {option: value}
+        options = {"num_kv_cache_blocks": None, "max_model_len": 97} | {option: value}
         with pytest.raises(ValueError, match=wanted) as error:
             random_llm(path, **options)
         if value is not None:
@@ -88,13 +89,14 @@ def test_max_model_len_of_more_tokens_than_the_cache(
 
 def blocks_of_a_gpu(monkeypatch: pytest.MonkeyPatch, room: int, **options: int) -> int:
     """The number of blocks of 10 bytes that a GPU with `room` bytes gets; 40,960 positions."""
-    monkeypatch.setattr(memory, "_cuda_room", lambda *_: (room, "that"))
-    monkeypatch.setattr(memory, "_scratch_bytes", lambda *_: 0)
-    config = EngineConfig(**options)
+    gib = 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * gib, 4 * gib))
+    config = EngineConfig(gpu_memory_utilization=1.0, **options)
     length = config.max_model_len or 40_960
-    space = memory.Room(config, torch.device("cuda", 0), room, 0, 10)
-    num = space.num_kv_blocks(length, lambda plan: None)
-    assert space.fitted_length(length, num) == min(length, num * 16)
+    budget = memory.MemoryBudget(config, torch.device("cuda", 0), 4 * gib, gib, 10)
+    scratch = 3 * gib - memory.CUDA_MARGIN - room
+    num = budget.num_kv_blocks(length, 3 * gib, scratch)
+    assert budget.fitted_length(length, num) == min(length, num * 16)
     return num
 
 
@@ -106,46 +108,45 @@ def test_requests_as_long_as_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValueError, match="the null block and a request of 2 tokens need"):
         blocks_of_a_gpu(monkeypatch, 19)
     with pytest.raises(ValueError, match="the null block and a request of 2 tokens need"):
-        blocks_of_a_gpu(monkeypatch, 29, kvcache_block_size=1)
+        blocks_of_a_gpu(monkeypatch, 29, block_size=1)
     with pytest.raises(ValueError, match="a request of 40,960 tokens need"):
         blocks_of_a_gpu(monkeypatch, 25_600, max_model_len=40_960)
 
 
-def test_memory_of_logit_rules() -> None:
-    """At Qwen3-0.6B's sizes: 8 bytes for each known token, and all rows' logits in float32."""
-    state = RulesState(256, 40_960, 151_936, torch.device("meta"))
-    size = sum(x.nbytes for x in (state.penalties.tokens, state.penalties.counts, state.logits))
-    assert size == 256 * (40_960 * 8 + 151_936 * 4)
+def test_logit_rules_take_memory_when_requests_use_them(path: Path) -> None:
+    """Penalties take it by rows that have some, twice as many each time, and only then."""
+    llm = random_llm(path)
+    rules = llm.engine.runner.rows.rules
+    params = SamplingParams(max_tokens=5)
+    llm.generate([[1, 2, 3]], replace(params, logprobs=2), use_tqdm=False)
+    assert rules.logits is None
+    llm.generate([[1, 2, 3]] * 2, replace(params, logit_bias={3: 1.0}), use_tqdm=False)
+    assert rules.logits.shape == rules.sizes[::2]
+    assert len(rules.penalties.tokens) == 0
+    for num, size in ((1, 1), (2, 2), (3, 4), (1, 4)):
+        llm.generate([[4]] * num, replace(params, presence_penalty=1.0), use_tqdm=False)
+        assert len(rules.penalties.tokens) == len(rules.penalties.counts) == size
 
 
-def test_logit_rules_take_no_memory_after_the_cache(
+def test_too_little_memory_for_penalties_ends_only_that_request(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What they keep is there when the free memory is measured, and while requests run."""
-    num_kv_blocks, states, at_measurement = memory.Room.num_kv_blocks, [], []
+    new_empty = torch.Tensor.new_empty
 
-    class Recorded(RulesState):
-        def __init__(self, *args: object) -> None:
-            super().__init__(*args)
-            states.append(self)
+    def fail(x: torch.Tensor, *args: object) -> torch.Tensor:
+        if x.dtype == torch.int32:
+            raise torch.OutOfMemoryError
+        return new_empty(x, *args)
 
-    def measured(*args: object) -> int:
-        at_measurement.extend(address for state in states for address in addresses(state))
-        return num_kv_blocks(*args)
-
-    def addresses(state: RulesState) -> list[int]:
-        kept = (*vars(state).values(), *vars(state.penalties).values())
-        return [x.data_ptr() for x in kept if isinstance(x, torch.Tensor)]
-
-    monkeypatch.setattr("nanovllm.features.requests.logit_rules.rows.RulesState", Recorded)
-    monkeypatch.setattr(memory.Room, "num_kv_blocks", measured)
     llm = random_llm(path)
-    params = SamplingParams(max_tokens=5, presence_penalty=1.0, logit_bias={3: 1.0})
-    llm.generate([[1, 2, 3], [4]], params, use_tqdm=False)
-    (state,) = states
-    assert state is llm.engine.runner.rows.rules
-    assert addresses(state) == at_measurement
-    assert len(at_measurement) == 4
+    params = SamplingParams(max_tokens=5)
+    penalized = replace(params, presence_penalty=1.0)
+    monkeypatch.setattr(torch.Tensor, "new_empty", fail)
+    with pytest.raises(ValueError, match="penalties of 1 requests .* lower gpu_memory_util"):
+        llm.generate([[1, 2], [3]], [params, penalized], use_tqdm=False)
+    monkeypatch.undo()
+    outputs = llm.generate([[1, 2], [3]], [params, penalized], use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [5, 5]
 
 
 def test_what_penalties_read_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +166,7 @@ def test_what_penalties_read_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     for row in range(7):
         new_row = logit_rules.NewRow(row, [], None, [1] * 30, [])  # type: ignore[arg-type]
         state.penalties.add_row(row, new_row.prompt, new_row.output)
-        rows.append((row, logit_rules.RowRules(rules, new_row, size)))
+        rows.append((row, logit_rules.RowRules(rules, new_row)))
     batch, positions = logit_rules.RulesBatch(rows, state), torch.full((7,), 30)
     batch.length = 31
     batch.apply(torch.zeros(7, size), positions)
@@ -179,17 +180,17 @@ def test_advice_for_a_cache_that_does_not_fit(path: Path, monkeypatch: pytest.Mo
     with pytest.raises(
         ValueError, match="the null block and a request of 2 tokens need .* MiB. Lower"
     ) as error:
-        random_llm(path, kvcache_block_size=2**20, num_kvcache_blocks=None)
-    assert str(error.value).endswith("Lower kvcache_block_size, or end other programs")
+        random_llm(path, block_size=2**20, num_kv_cache_blocks=None)
+    assert str(error.value).endswith("Lower block_size, or end other programs")
 
 
 def test_cache_size_options(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
-    runner = random_llm(tmp_path, num_kvcache_blocks=7).engine.runner
+    runner = random_llm(tmp_path, num_kv_cache_blocks=7).engine.runner
     assert runner.num_blocks == 7
     block = runner.model.config.block_bytes(16, runner.dtype.itemsize)
     assert runner.attention.cache.nbytes == 8 * block
-    llm = random_llm(tmp_path, num_kvcache_blocks=None, kv_cache_memory_bytes=10 * block + 1)
+    llm = random_llm(tmp_path, num_kv_cache_blocks=None, kv_cache_memory_bytes=10 * block + 1)
     assert llm.engine.runner.num_blocks == 9  # and the null block
-    llm = random_llm(tmp_path, num_kvcache_blocks=None, max_num_seqs=2)
+    llm = random_llm(tmp_path, num_kv_cache_blocks=None, max_num_seqs=2)
     assert llm.engine.runner.num_blocks == 2 * 512 // 16  # no more than could ever be used

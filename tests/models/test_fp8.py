@@ -176,10 +176,10 @@ PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=
 FORKS = replace(PARAMS, temperature=0.8, n=3, seed=3)
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "block of 1": {"kvcache_block_size": 1, "num_kvcache_blocks": 999},
-    "block of 3": {"kvcache_block_size": 3, "num_kvcache_blocks": 300},
+    "block of 1": {"block_size": 1, "num_kv_cache_blocks": 999},
+    "block of 3": {"block_size": 3, "num_kv_cache_blocks": 300},
     "chunks": {"max_num_batched_tokens": 16},
-    "preemption": {"num_kvcache_blocks": 6},
+    "preemption": {"num_kv_cache_blocks": 6},
     "no prefix cache": {"enable_prefix_caching": False},
     "async": {"async_scheduling": True},
 }
@@ -233,7 +233,7 @@ def test_whole_equals_chunked(tmp_path: Path, backend: str) -> None:
     assert sorted(differences)[len(differences) * 9 // 10] < 1e-3
 
 
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 16}, {"kvcache_block_size": 3}])
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 16}, {"block_size": 3}])
 @pytest.mark.parametrize("backend", ["sdpa", "numba"])
 def test_nan_in_what_nobody_wrote(tmp_path: Path, backend: str, options: dict[str, Any]) -> None:
     make_checkpoint(tmp_path)
@@ -249,7 +249,7 @@ def test_nan_in_what_nobody_wrote(tmp_path: Path, backend: str, options: dict[st
 def test_memory_halves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Twice as many blocks in as many bytes, and the line of the log says so."""
     make_checkpoint(tmp_path)
-    options: dict[str, Any] = dict(dtype="bfloat16", num_kvcache_blocks=None)
+    options: dict[str, Any] = dict(dtype="bfloat16", num_kv_cache_blocks=None)
     options |= dict(kv_cache_memory_bytes=100 << 13, attention_backend="sdpa")
     with caplog.at_level(logging.INFO, logger="nanovllm"):
         runners = [

@@ -92,7 +92,7 @@ def test_shapes(
     tmp_path: Path, family: str, head_dim: int, kv_heads: int, group: int, tie: bool, block: int
 ) -> None:
     model = make_checkpoint(tmp_path, family, head_dim, kv_heads, group, tie)
-    llm = random_llm(tmp_path, kvcache_block_size=block, num_kvcache_blocks=4096 // block)
+    llm = random_llm(tmp_path, block_size=block, num_kv_cache_blocks=4096 // block)
     check(llm, model, prompt(37))
     check(llm, model, prompt(1, seed=1))
 
@@ -137,7 +137,7 @@ def test_every_chunk_boundary(small) -> None:
 def test_prefix_hits(small, block: int) -> None:
     """A prompt that shares 0, 1, ... blocks with an earlier one, and one that is wholly cached."""
     path, model = small
-    llm = random_llm(path, kvcache_block_size=block, num_kvcache_blocks=1024 // block)
+    llm = random_llm(path, block_size=block, num_kv_cache_blocks=1024 // block)
     first, few = prompt(48), GREEDY.clone()
     few.max_tokens = 16  # what was read wrongly shows in the first of them
     check(llm, model, first)
@@ -169,7 +169,7 @@ def test_mixed_lengths(small, options: dict, asynchronous: bool) -> None:
 def test_preemption(small) -> None:
     """In a small pool sequences are preempted and resumed, and the answers are the same."""
     path, model = small
-    llm = random_llm(path, kvcache_block_size=4, num_kvcache_blocks=40)
+    llm = random_llm(path, block_size=4, num_kv_cache_blocks=40)
     prompts = [prompt(n, seed=n) for n in (20, 30, 40, 50)]
     outs = llm.generate(prompts, GREEDY, use_tqdm=False)
     assert llm.engine.scheduler.preemptions > 0

@@ -266,7 +266,7 @@ def test_mixed_rows_equal_rows_alone() -> None:
 
 @pytest.fixture(scope="session")
 def llm(path: Path) -> LLM:
-    return random_llm(path, num_kvcache_blocks=256)
+    return random_llm(path, num_kv_cache_blocks=256)
 
 
 def test_seed_gives_the_same_tokens_in_any_batch(llm: LLM) -> None:
@@ -289,7 +289,7 @@ def test_a_batch_changes_float32_logits_by_rounding_only(tmp_path, backend: str)
     """Alone and beside others that share a prefix, in a pool that is too small for all of them."""
     make_checkpoint(tmp_path, group=8, kv_heads=1)
     options = dict(attention_backend=backend, max_num_seqs=16, max_num_batched_tokens=64)
-    llm = random_llm(tmp_path, num_kvcache_blocks=24, **options)
+    llm = random_llm(tmp_path, num_kv_cache_blocks=24, **options)
     prompts = [[7] * 40 * (i % 3 == 0) + list(range(i, i + 1 + i % 20)) for i in range(50)]
     params = [
         SamplingParams(seed=i, max_tokens=25, ignore_eos=True, logprobs=0, top_p=1 - i % 4 / 10)

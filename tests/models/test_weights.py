@@ -8,11 +8,13 @@ import fresh
 import pytest
 import torch
 from checkpoints import make_checkpoint, random_llm, weights_of
+from hybrid_checkpoints import make_hybrid_checkpoint
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from nanovllm import SamplingParams
 from nanovllm.loading import checkpoint, make_runner, memory
-from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.models.weights import CheckpointTensor, load_weights
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -72,12 +74,53 @@ def test_each_file_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert all_are_closed()
 
 
-def test_tied_head_in_the_file_is_ignored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flag", [False, True])
+@pytest.mark.parametrize("is_equal", [False, True])
+def test_a_head_in_the_file_is_used(flag: bool, is_equal: bool, tmp_path: Path) -> None:
+    """As in transformers. If it equals the embeddings, both are one tensor."""
     make_checkpoint(tmp_path, tie=True)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": flag}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     tensors = load_file(tmp_path / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, tmp_path / "model.safetensors")
-    random_llm(tmp_path)
+    head = tensors["model.embed_tokens.weight"].clone()
+    if not is_equal:
+        head[-1] *= -3  # the first rows are equal
+    save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors")
+    llm = random_llm(tmp_path, attention_backend="sdpa")
+    model = llm.engine.runner.model
+    assert torch.equal(model.lm_head.weight, head)
+    assert (model.lm_head.weight is model.embed_tokens) == is_equal
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    wanted = reference(torch.tensor([[1, 2, 3]])).logits[0, -1].log_softmax(-1)
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=20)
+    found = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0].logprobs[0]
+    for token, logprob in found.items():
+        assert logprob.logprob == pytest.approx(wanted[token].item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("flags", [(True, True), (True, False), (False, True), (None, True)])
+def test_a_tied_head_of_a_nested_config(flags: tuple[bool | None, bool], tmp_path: Path) -> None:
+    """tie_word_embeddings may stand at one level only."""
+    make_hybrid_checkpoint(tmp_path, "F", nested=True, tie_word_embeddings=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for fields, flag in zip((config, config["text_config"]), flags, strict=True):
+        fields.pop("tie_word_embeddings")
+        if flag is not None:
+            fields["tie_word_embeddings"] = flag
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    llm = random_llm(tmp_path)
+    assert llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+
+
+def test_a_missing_head(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, tie=True)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    llm = random_llm(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"no lm_head\.weight, and tie_word_embeddings .* is false"
+    ):
+        llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
 
 
 def test_several_wrong_tensors_are_all_named(tmp_path: Path) -> None:
@@ -102,8 +145,10 @@ def test_nothing_is_stored_if_a_tensor_does_not_fit(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2), "b": torch.zeros(3)}, tmp_path / "model.safetensors")
     stored: list[torch.Tensor] = []
     parts = [CheckpointTensor("a", (2,), stored.append), CheckpointTensor("b", (4,), stored.append)]
-    with pytest.raises(ValueError, match=r"misshapen: b is \(3,\) of F32"):
-        load_weights(parts, Checkpoint(tmp_path).files)
+    path = tmp_path / "model.safetensors"
+    fails = pytest.raises(ValueError, match=r"misshapen: b is \(3,\) of F32")
+    with safe_open(path, "pt") as file, fails:
+        load_weights(parts, {path: file})
     assert not stored
 
 
@@ -145,7 +190,7 @@ def test_weights_that_do_not_fit(
         random_llm(tmp_path)
     monkeypatch.setattr(memory, "available_host_memory", lambda: size)
     with pytest.raises(TypeError, match="not callable"):
-        random_llm(tmp_path, num_kvcache_blocks=1)
+        random_llm(tmp_path, num_kv_cache_blocks=1)
     monkeypatch.setattr(memory, "available_host_memory", lambda: size // 2 - 1)
     with pytest.raises(ValueError, match="in bfloat16"):
         random_llm(tmp_path, dtype="bfloat16", load_format="dummy")
@@ -181,8 +226,8 @@ torch.ones(8, 8) @ torch.ones(8, 8)
 checkpoint = Checkpoint(path)
 before = private()
 model = Qwen3(checkpoint.model_config, 512, Backend(torch.device("cpu"), dtype))
-with checkpoint.open_files:
-    load_weights(model.checkpoint_tensors(), checkpoint.files)
+with checkpoint.open_weights() as files:
+    load_weights(model.checkpoint_tensors(), files)
 size = sum(dtype.itemsize * math.prod(p.shape) for p in model.checkpoint_tensors())
 assert size > 100e6, size
 print((private() - before) / size)

@@ -12,7 +12,7 @@ from nanovllm import GenerationError, SamplingParams
 
 def test_a_model_that_computes_nan(path: Path) -> None:
     """NaN in the weights of a step ends its requests; later steps are right again."""
-    llm = random_llm(path, num_kvcache_blocks=64, attention_backend="sdpa")
+    llm = random_llm(path, num_kv_cache_blocks=64, attention_backend="sdpa")
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=4, ignore_eos=True)
     model = llm.engine.runner.model
     logits, model.logits = model.logits, lambda hidden: logits(hidden) * float("nan")

@@ -35,7 +35,7 @@ VARIANTS = [
     {"max_num_seqs": 1},
     {"max_num_seqs": 64},
     {"max_num_batched_tokens": 16},
-    {"kvcache_block_size": 256},
+    {"block_size": 256},
     {"enable_prefix_caching": False},
     {"scheduling_policy": "sjf"},
     {"async_scheduling": True},
@@ -92,7 +92,7 @@ def test_constant_preemption_changes_no_token(embedded: LLM, answered: dict) -> 
         len(tokenizer.apply_chat_template(as_chat(s), add_generation_prompt=True)["input_ids"])
         for s in answered
     )
-    llm = LLM(dtype="float32", device="cpu", num_kvcache_blocks=-(-longest // 16) + 1)
+    llm = LLM(dtype="float32", device="cpu", num_kv_cache_blocks=-(-longest // 16) + 1)
     same_answers(llm, answered)
     assert llm.engine.scheduler.preemptions > 0
 

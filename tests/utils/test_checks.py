@@ -1,4 +1,4 @@
-"""An unknown name is refused with the nearest one, and signatures list every field."""
+"""An unknown name is refused, and signatures list every field."""
 
 import copy
 import dataclasses
@@ -23,18 +23,19 @@ def test_signatures_list_every_field() -> None:
 
 
 UNKNOWN_FIELDS = [
-    (SamplingParams, {}, "max_token", "max_tokens"),
-    (BeamSearchParams, {"beam_width": 2, "max_tokens": 3}, "beam_with", "beam_width"),
-    (PoolingParams, {}, "dimension", "dimensions"),
-    (StructuredOutputsParams, {"regex": "a"}, "grammer", "grammar"),
+    (SamplingParams, {}, "max_token"),
+    (BeamSearchParams, {"beam_width": 2, "max_tokens": 3}, "beam_with"),
+    (PoolingParams, {}, "dimension"),
+    (StructuredOutputsParams, {"regex": "a"}, "grammer"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "fields", "name", "near"), UNKNOWN_FIELDS)
-def test_an_unknown_field_names_a_similar_one(kind, fields, name, near) -> None:
-    with pytest.raises(TypeError, match=f"'{name}'; did you mean '{near}'"):
+@pytest.mark.parametrize(("kind", "fields", "name"), UNKNOWN_FIELDS)
+def test_an_unknown_field_is_an_error(kind, fields, name) -> None:
+    """Also if it is set later, where a typing error would otherwise change nothing."""
+    with pytest.raises(TypeError, match=f"'{name}'"):
         kind(**fields, **{name: 1})
     params = kind(**fields)
-    with pytest.raises(AttributeError, match=name):  # a frozen one says that it is frozen
+    with pytest.raises((AttributeError, TypeError), match=name):
         setattr(params, name, 1)
     assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params

@@ -5,10 +5,11 @@ Attention is also measured with torch's SDPA, which reads a contiguous KV cache 
 the same lengths.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from tqdm import tqdm
+from triton.runtime.errors import OutOfResources
 
 from nanovllm.backends.gpu.kernels.attention import attend, attend_decode, num_splits, query_tiles
 from nanovllm.backends.gpu.kernels.configs import GpuInfo, Tile, decode_tile, prefill_tile
@@ -27,8 +29,14 @@ from nanovllm.backends.gpu.kernels.store import norm_rope_store
 from nanovllm.backends.int8 import Int8Weight
 from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.fp8 import FP8
-from tools.benchmarks.gpu.timing import DEVICE, copies, data, seconds
 from tools.benchmarks.workloads import SHAPES
+
+# The inputs of all calls together are larger than the L2 cache of any GPU.
+COLD_BYTES = 512 << 20
+# A graph starts in some microseconds, which count for all calls in it.
+MIN_CALLS = 16
+REPLAYS = 10
+DEVICE = torch.device("cuda", 0)
 
 Layer: Any = SimpleNamespace  # takes the place of a Linear
 # The sizes of Qwen3-0.6B, and the number of rows of the pointwise kernels and the sampler.
@@ -36,6 +44,50 @@ HIDDEN, FFN, _, H, K, D, VOCAB = SHAPES["qwen3-0.6b"][:7]
 BLOCK, ROWS = 16, 256
 index: Any = partial(torch.randperm, device=DEVICE)
 dense: Any = partial(sdpa, enable_gqa=True)
+
+
+def data(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return normally distributed numbers on the GPU."""
+    return torch.randn(shape, dtype=dtype, device=DEVICE)
+
+
+def copies(num_bytes: int) -> int:
+    """Return how many inputs of a call are needed for COLD_BYTES, at most 1,024."""
+    return min(1024, -(-COLD_BYTES // num_bytes))
+
+
+def capture(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
+    """Return a graph of the calls, after each of them has run, which compiles kernels."""
+    for call in dict.fromkeys(calls):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def seconds(calls: Sequence[Callable[[], Any]]) -> float:
+    """Return the median time of a call over replays of a graph, or NaN if memory is short.
+
+    It may be the memory of the GPU, or the shared memory of a program.
+    """
+    calls = list(calls) * -(-MIN_CALLS // len(calls))
+    try:
+        graph = capture(calls)
+        graph.replay()
+        events = []
+        for _ in range(REPLAYS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            events.append((start, end))
+        torch.cuda.synchronize()
+    except (torch.OutOfMemoryError, OutOfResources):
+        return float("nan")
+    return median(start.elapsed_time(end) for start, end in events) / 1e3 / len(calls)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ continued in the same slot computes only what is new. Tokens are chosen greedily
 """
 
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -89,6 +90,8 @@ class Engine:
 
 
 def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no answer
     job = json.loads(sys.stdin.readline())
     start = time.perf_counter()
     engine = Engine(**job["options"])
@@ -103,10 +106,9 @@ def main() -> None:
                 raise RuntimeError(f"llama.cpp generated {lengths} tokens instead of {outputs}")
         return time.perf_counter() - start
 
-    with open(sys.argv[1], "w", buffering=1) as answers:
-        print(json.dumps({"load_seconds": load_seconds, "first_seconds": run()}), file=answers)
-        for _ in sys.stdin:
-            print(json.dumps({"seconds": run()}), file=answers)
+    print(json.dumps({"load_seconds": load_seconds, "first_seconds": run()}), file=answers)
+    for _ in sys.stdin:
+        print(json.dumps({"seconds": run()}), file=answers)
 
 
 if __name__ == "__main__":

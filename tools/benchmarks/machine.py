@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,21 +14,17 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from nanovllm.utils.child import python
+from nanovllm.utils.host import available_cores
 
 if TYPE_CHECKING:
     import torch
 
-try:
-    import psutil as psutil
-except ImportError:
-    psutil = None
-
 
 def cpu_seconds() -> tuple[float, float]:
     """Return CPU seconds since boot: of the machine, idle time included, and of other processes."""
-    if psutil is None:
-        return 0.0, 0.0
     machine = psutil.cpu_times()
     ours = 0.0  # of this process and its children
     # On Linux, the first eight fields include the time of the others.
@@ -40,18 +36,28 @@ def cpu_seconds() -> tuple[float, float]:
     return total, total - machine.idle - getattr(machine, "iowait", 0.0) - ours
 
 
-def other_load(since: tuple[float, float]) -> float | None:
+def other_load(since: tuple[float, float]) -> float:
     """Return the share of the machine's CPU time that other processes took.
 
-    since: an earlier result of `cpu_seconds`. Returns None without psutil. A second busy process
-        makes torch on two cores up to ten times slower.
+    since: an earlier result of `cpu_seconds`. A second busy process makes torch on two cores up to
+        ten times slower.
     """
     total, others = (now - then for now, then in zip(cpu_seconds(), since, strict=True))
-    return max(0.0, others) / total if total else None
+    return max(0.0, others) / total if total else 0.0
 
 
-def describe_load(share: float | None) -> str:
-    return "unknown" if share is None else f"{share:.1%}{' (noisy)' if share > 0.03 else ''}"
+def describe_load(share: float) -> str:
+    return f"{share:.1%}{' (noisy)' if share > 0.03 else ''}"
+
+
+def peak_memory() -> int:
+    """Return the largest number of bytes that this process has had in memory."""
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource  # not on Windows
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 @contextmanager
@@ -65,21 +71,13 @@ def busy_process() -> Iterator[None]:
             process.kill()
 
 
-def commit(file: Path) -> str:
-    """Return the commit of `file`, or "" if no repository of this project tracks it.
-
-    The package may be in a virtual environment inside a repository that does not track it.
-    """
-
-    def git(*arguments: str) -> str:
-        command = ["git", *arguments]
-        return subprocess.run(command, cwd=file.parent, capture_output=True, text=True).stdout
-
+def commit() -> str:
+    """Return the commit of this clone, or "unknown" without git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     with suppress(OSError):
-        tracked = git("ls-files", "--full-name", "--", file.name).strip()
-        if tracked == file.relative_to(file.parents[2]).as_posix():
-            return git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*").strip()
-    return ""
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+        return done.stdout.strip() or "unknown"
+    return "unknown"
 
 
 def describe(device: torch.device) -> dict[str, Any]:
@@ -94,11 +92,11 @@ def describe(device: torch.device) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "CPU": name[1] if name else platform.processor() or platform.machine(),
         "bf16 instructions": " ".join(re.findall(r"\b\w+_bf16\b", cpu)) or "none",
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": len(available_cores()),
         "threads": torch.get_num_threads(),
-        "GiB": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30,
+        "GiB": psutil.virtual_memory().total >> 30,
         "Python": platform.python_version(),
         **{d.name: d.version for d in distributions() if d.name in packages},
-        "commit": commit(Path(__file__)) or "unknown",
+        "commit": commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }

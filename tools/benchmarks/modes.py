@@ -10,6 +10,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
 from tqdm import tqdm
 
@@ -18,15 +19,12 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request import Progress, Request
+from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.features.garbage import frozen_requests
 from nanovllm.plan import RowSampling, StepOutput, StepPlan
 from nanovllm.runner.rows import Rows
 from nanovllm.utils.child import python
-from tools.benchmarks import machine
-from tools.benchmarks.gpu.report import gpu_report as gpu_report
 
 
 class NoModel:
@@ -51,23 +49,18 @@ def many(counts: tuple[int, ...] = (1000, 1_000_000)) -> None:
         pairs = [(rng.choices(range(10_000), k=20), params) for _ in range(n)]
         requests: list[Request] = []
         tracemalloc.start()
-        for _ in engine.add(engine.check(pairs[:10_000]), requests):
-            pass
+        engine.add(input_processor.check(pairs[:10_000]), requests)
         size = tracemalloc.get_traced_memory()[0] / len(requests)
         tracemalloc.stop()
         engine.abort_all()
         requests.clear()
         num_steps = 0
         start = time.perf_counter()
-        progress = Progress()
-        with frozen_requests() as freeze:  # as in LLM.generate
-            for _ in engine.add(engine.check(pairs), requests, progress):
-                freeze(len(requests))
-            added = time.perf_counter()
-            for _ in engine.run(requests):
-                num_steps += 1
-                freeze(n + progress.num_ended)
-            step = 1e6 * (time.perf_counter() - added) / num_steps
+        engine.add(input_processor.check(pairs), requests)
+        added = time.perf_counter()
+        for _ in engine.run(requests):
+            num_steps += 1
+        step = 1e6 * (time.perf_counter() - added) / num_steps
         print(f"{n:9,}{n / (added - start):13,.0f}{step:13.1f}{size:24,.0f}")
 
 
@@ -138,16 +131,14 @@ def startup(args: argparse.Namespace, options: dict[str, Any]) -> None:
 
 def memory(args: argparse.Namespace, options: dict[str, Any]) -> None:
     """Measure the memory of the process over 10,000 requests, after 1,000 to fill the KV cache."""
-    if machine.psutil is None:
-        raise ValueError("--memory needs psutil: pip install -e '.[bench]'")
-    settings: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 1024}
+    settings: dict[str, Any] = {"device": "cpu", "num_kv_cache_blocks": 1024}
     llm = LLM(**settings | options)
     rng = random.Random(0)
     lines = ["host memory while the embedded model runs requests on the CPU"]
     params = SamplingParams(temperature=0.6, max_tokens=4, ignore_eos=True)
     for served in tqdm(range(-1000, 10_001, 200), desc="Batches of 200 requests"):
         if served in (0, 5000, 10_000):
-            size = machine.psutil.Process().memory_info().rss / 2**20
+            size = psutil.Process().memory_info().rss / 2**20
             lines.append(f"{served:9,} requests {size:9,.1f} MiB")
         prompts = [[rng.randrange(1000) for _ in range(16)] for _ in range(200)]
         llm.generate(prompts, params, use_tqdm=False)

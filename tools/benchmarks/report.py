@@ -43,7 +43,7 @@ def table(result: dict[str, Any]) -> str:
                 ratios += f" ({min(factors):.2f} to {max(factors):.2f})"
             pairs.append(entry(f"against {engine['name']}", ratios))
         loads = [run["other_load"] for run in engine["runs"]]
-        load = describe_load(None if None in loads else max(loads))
+        load = describe_load(max(loads))
         figures = f"{median(rates):10,.1f}{span(rates, ',.1f'):^22}{total:9,.0f}"
         lines.append(f"{engine['name']:13}{figures}{factor:26}{load:>19}")
     lines += [entry(engine["name"], engine["note"]) for engine in engines if engine["note"]]

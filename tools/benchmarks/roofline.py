@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch.utils.benchmark import Timer
 
-from nanovllm.loading.make_runner import model_class
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.model_config import ModelConfig
 from tools.benchmarks.workloads import Workload
 
 
@@ -37,7 +36,7 @@ def costs(
 
     itemsize: bytes of a weight. kv_itemsize: bytes of a KV value; None: `itemsize`.
     """
-    model = model_class(config).on_meta(config)
+    model = config.model_class().on_meta(config)
     linears = [linear.weight.numel() for linear in model.linears()]
     head = linears.pop()
     experts = getattr(config, "experts", None)

@@ -14,11 +14,10 @@ from statistics import median
 import torch
 from tqdm import tqdm
 
-from nanovllm.config import EMBEDDED
-from nanovllm.llm import engine_config
+from nanovllm.config import EMBEDDED, engine_config
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
-from nanovllm.loading.memory import available_host_memory
 from nanovllm.loading.select_backend import pick_device, pick_dtype
+from nanovllm.utils.host import available_host_memory
 from tools.benchmarks import (
     baselines,
     gguf_weights,
@@ -65,6 +64,8 @@ def throughput(args: argparse.Namespace, options: Result, command: str, temporar
     cost = setup.cost
     step_bytes = cost["decode_bytes"] // max(1, cost["decode_steps"])
     peak = roofline.measure_peak(setup.device, setup.dtype, step_bytes)
+    if setup.device.type == "cuda":
+        torch.cuda.empty_cache()  # the engines, in other processes, need the memory
     if setup.writes_weights:
         workloads.write_weights(setup.directory, setup.dtype)
         if any(engine.name == "llama.cpp" for engine in setup.engines):

@@ -3,8 +3,9 @@
 Other work in a process affects measurements: memory that another engine keeps, threads that spin,
 code that is compiled in the first run. `Process` therefore starts a process for each engine. The
 process loads the engine, runs the workload once, and then once for each turn. It reads JSON from
-stdin, a line for the job and a line for each turn, and writes a line for each to the file that
-argv[1] names. For vLLM the process runs vllm_peer.py, in an environment without nanovllm.
+stdin, a line for the job and a line for each turn, and writes a line for each to stdout. Everything
+else that it prints goes to stderr. For vLLM the process runs vllm_peer.py, in an environment
+without nanovllm.
 
 The engine has no hooks for measurements; only `run_engine` and `profile_run` use its internals.
 """
@@ -13,10 +14,11 @@ import cProfile
 import importlib
 import json
 import os
-import select
+import queue
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -24,7 +26,6 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from resource import RUSAGE_SELF, getrusage
 from statistics import mean
 from typing import Any
 from unittest.mock import patch
@@ -37,6 +38,7 @@ import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.utils.child import python
 from tools.benchmarks import baselines
+from tools.benchmarks.machine import peak_memory
 from tools.benchmarks.workloads import Workload
 
 Result = dict[str, Any]
@@ -53,22 +55,26 @@ class Process:
         self, command: list[str], job: Result, variables: Mapping[str, str] | None = None
     ) -> None:
         """`variables` are added to the environment."""
-        read, write = os.pipe()
-        self.answers = os.fdopen(read)
         self.directory = tempfile.TemporaryDirectory(prefix="nanovllm-bench-")
         self.printed = Path(self.directory.name) / "printed"  # for an error
         with self.printed.open("w") as printed:
             self.process = subprocess.Popen(
-                [*command, f"/dev/fd/{write}"],
+                command,
                 stdin=subprocess.PIPE,
-                stdout=printed,
+                stdout=subprocess.PIPE,
                 stderr=printed,
-                pass_fds=[write],
                 text=True,
                 env={**os.environ, **(variables or {})},
             )
-        os.close(write)
+        self.answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
         self.loaded = self.ask(job)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as answers:
+            for line in answers:
+                self.answers.put(line)
 
     def turn(self, profile: bool = False) -> Result:
         """Run the workload."""
@@ -83,26 +89,28 @@ class Process:
         with suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(question) + "\n")
             self.process.stdin.flush()
-        # Waiting for the end of the file could take forever: child processes keep it open.
-        while not select.select([self.answers], [], [], 1)[0]:
+        # Waiting for the end of the pipe could take forever: child processes keep it open.
+        while True:
+            with suppress(queue.Empty):
+                return dict(json.loads(self.answers.get(timeout=1)))
             if self.process.poll() is not None:
                 break
-        else:
-            if answer := self.answers.readline():
-                return dict(json.loads(answer))
         status = self.process.wait()
         tail = "\n".join(self.printed.read_text().splitlines()[-12:])
         raise RuntimeError(f"it ended with status {status}:\n{tail}")
 
     def end(self) -> None:
         self.process.kill()
-        self.process.communicate()
-        self.answers.close()
+        self.process.wait()
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
         self.directory.cleanup()
 
 
 def main() -> None:
-    with open(sys.argv[1], "w", buffering=1) as answers:
+    with os.fdopen(os.dup(1), "w", buffering=1) as answers:
+        os.dup2(2, 1)  # what libraries print is no answer
         loaded, measured = load(json.loads(sys.stdin.readline()))
         print(json.dumps(loaded), file=answers)
         for line in sys.stdin:
@@ -162,7 +170,6 @@ def run_engine(llm: LLM, work: Workload) -> Result:
     baselines.check_lengths("nanovllm", lengths, [work.outputs[i] for r in work.rounds for i in r])
     times = [out.metrics for out in outs]
     cuda = torch.cuda.is_initialized()
-    maxrss = getrusage(RUSAGE_SELF).ru_maxrss
     decode = zip([t.finished_time - t.first_token_time for t in times], lengths, strict=True)
     return {
         "seconds": seconds,
@@ -173,7 +180,7 @@ def run_engine(llm: LLM, work: Workload) -> Result:
         "mean_batch": mean(step["sequences"] for step in steps),
         "prefix_hit_rate": sum(o.num_cached_tokens for o in outs) / sum(map(len, work.prompts)),
         "preemptions": sum(t.num_preemptions for t in times),
-        "peak_memory_bytes": torch.cuda.max_memory_allocated() if cuda else 1024 * maxrss,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if cuda else peak_memory(),
     }
 
 

@@ -1,8 +1,8 @@
 """Runs a workload in vLLM, in an environment with vLLM and without nanovllm.
 
 It follows the protocol of turn.py: it reads JSON from stdin, a line with the job (options of vLLM's
-LLM, sampling settings, rounds) and a line for each turn. It writes a line for each to the file that
-argv[1] names. The measured time does not include loading, or the warm-up, which is one run.
+LLM, sampling settings, rounds) and a line for each turn. It writes a line for each to stdout. The
+measured time does not include loading, or the warm-up, which is one run.
 """
 
 import json
@@ -12,6 +12,8 @@ import time
 
 
 def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no answer
     import vllm
 
     job = json.loads(sys.stdin.readline())
@@ -35,10 +37,9 @@ def main() -> None:
             raise RuntimeError(f"vLLM generated {lengths} tokens instead of {expected}")
         return seconds
 
-    with open(sys.argv[1], "w", buffering=1) as answers:
-        print(json.dumps({"load_seconds": load_seconds, "first_seconds": run()}), file=answers)
-        for _ in sys.stdin:
-            print(json.dumps({"seconds": run()}), file=answers)
+    print(json.dumps({"load_seconds": load_seconds, "first_seconds": run()}), file=answers)
+    for _ in sys.stdin:
+        print(json.dumps({"seconds": run()}), file=answers)
 
 
 if __name__ == "__main__":

@@ -200,11 +200,10 @@ def write_weights(directory: Path, dtype: torch.dtype) -> None:
     from safetensors.torch import save_file
 
     from nanovllm.loading.checkpoint import Checkpoint
-    from nanovllm.loading.make_runner import model_class
     from nanovllm.models.weights import CheckpointTensor, random_weights
 
     config = Checkpoint(directory).model_config
-    tensors = list(model_class(config).on_meta(config).checkpoint_tensors())
+    tensors = list(config.model_class().on_meta(config).checkpoint_tensors())
     weights = {tensor.name: torch.empty(tensor.shape, dtype=dtype) for tensor in tensors}
     stored = [CheckpointTensor.of(name, weight) for name, weight in weights.items()]
     random_weights(stored, 0, torch.device("cpu"))

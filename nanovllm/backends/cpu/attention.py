@@ -27,9 +27,9 @@ from nanovllm.backends.cpu.kernels.units.unit import select_unit, units
 from nanovllm.backends.cpu.linear import PACKED_FOR, new_padded
 from nanovllm.models.attention import PlainAttention, SequenceMetadata
 from nanovllm.models.batch import ForwardBatch
-from nanovllm.models.config import ModelConfig
 from nanovllm.models.fp8 import Scales
 from nanovllm.models.layers import Norms, Rope
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.utils.log import logger
 
 # Returns (output, log-sum-exp), unlike torch's scaled_dot_product_attention, which calls it.

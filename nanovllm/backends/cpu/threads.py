@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nanovllm.utils.host import available_cores, quota
+
 # Seconds between two measurements. Linux counts in units of 10 ms. A longer time between two steps
 # is a pause.
 INTERVAL = 0.1
@@ -49,9 +51,10 @@ class ThreadLimit:
     """
 
     def __init__(self) -> None:
-        self.cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        self.cores = available_cores()
         # Affects this thread only; torch.set_num_threads also affects threads that start later.
-        library = ctypes.CDLL(None) if Path("/proc/stat").is_file() else None
+        # Without the accounting of Linux, nothing is limited.
+        library = ctypes.CDLL(None) if Path("/proc/self/schedstat").is_file() else None
         self.set_num_threads: Any = getattr(library, "omp_set_num_threads", None)
         self.chosen = "OMP_NUM_THREADS" in os.environ or self.set_num_threads is None
         self.default = torch.get_num_threads()
@@ -158,12 +161,3 @@ def ready_threads() -> int:
     """Return how many threads of the machine run or wait for a core now, the caller included."""
     found = re.search(r"procs_running (\d+)", Path("/proc/stat").read_text())
     return int(found[1]) if found else 1
-
-
-def quota(cores: int) -> int:
-    """Return how many of `cores` the container may use: cpu.max of its control group."""
-    try:
-        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return cores if limit == "max" else max(1, min(cores, -(-int(limit) // int(period))))
-    except (OSError, ValueError):
-        return cores

@@ -8,11 +8,10 @@ from torch import Tensor
 from nanovllm.backends.gpu.kernels import attention, store
 from nanovllm.backends.gpu.kernels.configs import GpuInfo, decode_tile, prefill_tile
 from nanovllm.models.attention import PlainAttention
-from nanovllm.models.batch import ForwardBatch
-from nanovllm.models.config import ModelConfig
-from nanovllm.models.decode_inputs import longest_first
+from nanovllm.models.batch import ForwardBatch, longest_first
 from nanovllm.models.fp8 import Scales
 from nanovllm.models.layers import Norms, Rope
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.transfers import to_device
 
 # Steps of at most this many tokens share memory for q and the results of attention.

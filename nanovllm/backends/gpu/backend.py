@@ -13,7 +13,6 @@ from torch import Tensor
 
 from nanovllm.backends.gpu.attention import TritonAttention, check_capability
 from nanovllm.backends.gpu.chunk_graphs import ChunkGraphs
-from nanovllm.backends.gpu.few_rows import FusedLayers, fuse_layers
 from nanovllm.backends.gpu.graphs import CudaCapture, DecodeGraphs
 from nanovllm.backends.gpu.kernels import (
     delta_rule,
@@ -28,7 +27,6 @@ from nanovllm.backends.int4 import HEAD, Int4Weight
 from nanovllm.backends.int8 import Int8Weight
 from nanovllm.models.backend import Backend, num_experts
 from nanovllm.models.layers import Linear
-from nanovllm.models.qwen3 import Qwen3
 
 MIN_CAPABILITY = (7, 5)  # Turing, the first that .ci/compile_kernels.py compiles for
 
@@ -80,9 +78,6 @@ class GpuBackend(Backend):
     def quantized(self, weights: str) -> Backend:
         backends = {"int8": GpuInt8Backend, "int4": GpuInt4Backend}
         return backends[weights](self.device, self.dtype)
-
-    def fuse_layers(self, model: Qwen3, attention: TritonAttention) -> FusedLayers | None:
-        return fuse_layers(model, attention)
 
     def capture_decode(
         self, decode: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], positions: np.ndarray

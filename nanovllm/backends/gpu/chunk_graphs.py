@@ -23,6 +23,8 @@ from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.utils.log import logger, progress_bar
 
+MIN_FREE_BYTES = 128 << 20  # of device memory, which steps with other shapes may need
+
 
 def token_sizes(max_tokens: int) -> list[int]:
     """Return the numbers of tokens to capture: padding is less than 16, or a quarter."""
@@ -59,9 +61,14 @@ class ChunkGraphs:
         start = time.perf_counter()
         with without_collector():
             for size in progress_bar("Capturing chunks", "size", sizes[::-1]):
+                # The driver takes memory for each graph. Steps of other sizes are padded more.
+                if torch.cuda.mem_get_info(device)[0] < MIN_FREE_BYTES:
+                    logger.warning("captured chunks for some sizes only: the memory is nearly full")
+                    break
                 self.steps[size] = self._capture(size, attention)
         seconds = time.perf_counter() - start
-        logger.info(f"captured chunks for {len(sizes)} sizes up to {sizes[-1]} in {seconds:.1f} s")
+        num, largest = len(self.steps), max(self.steps, default=0)
+        logger.info(f"captured chunks for {num} sizes up to {largest} in {seconds:.1f} s")
 
     def _capture(self, size: int, attention: TritonAttention) -> Any:
         (ids, positions, slots), none = self.inputs[:, :size], self.inputs[0, :0]
@@ -89,7 +96,7 @@ class ChunkGraphs:
     def forward(self, batch: ForwardBatch, attention: TritonAttention) -> Tensor:
         """Return the hidden states [T, E], as Qwen3.forward. They are valid until the next step."""
         num = len(batch.input_ids)
-        if num > self.inputs.shape[1] or batch.num_decodes == len(batch.context_lens):
+        if num > max(self.steps, default=0) or batch.num_decodes == len(batch.context_lens):
             return self.model.forward(batch, attention)
         size = next(size for size in sorted(self.steps) if size >= num)
         pieces, layers, hidden = self.steps[size]

@@ -113,7 +113,12 @@ class NanoVLLM(TemplateLM):
         return results
 
     def _cut(self, ids: list[int], room: int) -> list[int]:
-        """Return the last `room` tokens of a prompt."""
+        """Return the last `room` tokens of a prompt. Raises ValueError if none has room."""
+        if room < 1:
+            raise ValueError(
+                f"a continuation has {self.max_length + 1 - room} tokens, which leave no token for "
+                f"its prompt, because max_model_len is {self.max_length}; give a larger one"
+            )
         if len(ids) > room:
             text = "a prompt has %d tokens; the first %d are left out, because max_model_len is %d"
             logger.warning(text, len(ids), len(ids) - room, self.max_length)

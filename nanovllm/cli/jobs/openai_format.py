@@ -19,10 +19,9 @@ import numpy as np
 
 from nanovllm.engine.request import Request
 from nanovllm.features.requests.embeddings.pooling import EmbeddingRequestOutput, PoolingParams
-from nanovllm.features.vllm_names import check_unused
 from nanovllm.inputs import Prompt, as_list
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, why_no_token
-from nanovllm.sampling_params import ELSEWHERE, SamplingParams, StructuredOutputsParams
+from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.utils.checks import check_scalar, unknown_name
 
 if TYPE_CHECKING:
@@ -31,31 +30,20 @@ if TYPE_CHECKING:
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 Fields = dict[str, Any]
 
-# Fields of a body that have the same name and meaning in SamplingParams.
-SAME = (
-    "n temperature top_p top_k min_p seed stop stop_token_ids min_tokens ignore_eos bad_words "
-    "presence_penalty frequency_penalty repetition_penalty include_stop_str_in_output "
-    "allowed_token_ids prompt_logprobs skip_special_tokens"
-)
-SAMPLING = set(SAME.split())
-GENERATION = {"max_tokens", "logprobs", "logit_bias", "response_format", "structured_outputs"}
-TEMPLATE = {"add_generation_prompt", "continue_final_message"}
-CHAT_ONLY = {"messages", "max_completion_tokens", "top_logprobs", "chat_template"}
+# Fields of SamplingParams that a body does not have, or has with another type or default.
+OTHER = {"detokenize", "logits_processors", "max_tokens", "logprobs", "logit_bias"}
+SAMPLING = {f.name for f in fields(SamplingParams)} - OTHER - {"structured_outputs"}
+BOTH = SAMPLING | {"max_tokens", "logprobs", "logit_bias", "response_format", "structured_outputs"}
+TEMPLATE = {"add_generation_prompt", "continue_final_message", "chat_template"}
+CHAT_ONLY = {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
 KNOWN = {
-    CHAT: SAMPLING | GENERATION | TEMPLATE | CHAT_ONLY | {"chat_template_kwargs"},
-    COMPLETIONS: SAMPLING | GENERATION | {"prompt"},
+    CHAT: BOTH | TEMPLATE | CHAT_ONLY,
+    COMPLETIONS: BOTH | {"prompt"},
     EMBEDDINGS: {f.name for f in fields(PoolingParams)} | {"input", "encoding_format"},
 }
-# Fields without an effect: name -> the accepted values; empty: any value.
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),
-    "stream": (False,),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "use_beam_search": (False,),
-} | dict.fromkeys(("metadata", "parallel_tool_calls", "service_tier", "store", "user"), ())
+# Fields with a value that changes nothing. Another value is an error.
+UNUSED = {"best_of": 1, "echo": False, "stream": False, "suffix": "", "tools": []}
+NO_EFFECT = {"metadata", "parallel_tool_calls", "service_tier", "store", "tool_choice", "user"}
 
 
 class UnknownModel(ValueError):
@@ -113,8 +101,8 @@ def parse(llm: LLM, url: Any, body: Any, model: str, templates: bool = False) ->
     """Return the job of a body.
 
     model: the name under which the model of `llm` is known.
-    templates: whether the body may contain a chat template. A template is a program, so allow this
-        only if its author may run programs here.
+    templates: whether the body may contain a chat template. A template is a program that may never
+        end, so allow this only if its author may run programs here.
 
     Raises UnknownModel, ValueError or TypeError, and ImportError for a missing package.
     """
@@ -124,45 +112,32 @@ def parse(llm: LLM, url: Any, body: Any, model: str, templates: bool = False) ->
     given = {name: value for name, value in body.items() if value is not None}
     if (name := given.pop("model", model)) != model:
         raise UnknownModel(f"the model {name!r:.80} does not exist; the name is {model!r}")
-    for name in [*given]:
-        if name in NEUTRAL:
-            accepted = NEUTRAL[name]
-            check_unused(name, given.pop(name), accepted, "leave it out" * bool(accepted))
-        elif name not in KNOWN[url]:
-            if hint := ELSEWHERE.get(name):
-                raise ValueError(f"there is no field {name!r} of {url}; {hint}")
+    for name in sorted(given.keys() - KNOWN[url]):
+        value = given.pop(name)
+        if name in UNUSED and value != UNUSED[name]:
+            raise ValueError(f"{name}={value!r:.80} is not supported; leave it out")
+        if name not in UNUSED and name not in NO_EFFECT:
             raise ValueError(unknown_name(f"field of {url}", name, sorted(KNOWN[url])))
+    if url != CHAT:
+        name = "prompt" if url == COMPLETIONS else "input"
+        prompts = as_list(given.pop(name, None), name)
+        if not prompts:
+            raise ValueError(f"{name} must have at least one prompt")
     if url == EMBEDDINGS:
-        prompts = plain_prompts(given, "input")
         encoding = given.pop("encoding_format", "float")
         check_scalar("encoding_format", encoding, str, ("float", "base64"))
         return Job(url, model, prompts, PoolingParams(**given), encoding=encoding)
-    if not templates:
-        refuse_template(given)
-    prompts = [chat_prompt(llm, given)] if url == CHAT else plain_prompts(given, "prompt")
+    more = given.get("chat_template_kwargs")
+    in_kwargs = isinstance(more, dict) and more.get("chat_template") is not None
+    if not templates and ("chat_template" in given or in_kwargs):
+        raise ValueError(
+            "chat_template is not accepted here, because it is a program; leave it out, or start "
+            "run-batch with --trust-chat-templates"
+        )
+    if url == CHAT:
+        prompts = [chat_prompt(llm, given)]
     params = sampling_params(given, llm.get_default_sampling_params(), url == CHAT)
     return Job(url, model, prompts, params, params.logprobs or 0)
-
-
-def plain_prompts(given: Fields, name: str) -> list[Prompt]:
-    """Return the prompts of a field. It is a string, token ids, or a list of one of these."""
-    value = given.pop(name, None)
-    prompts = as_list(value, name) if isinstance(value, str | list) else []
-    if not prompts or not all(isinstance(prompt, str | list) for prompt in prompts):
-        raise ValueError(
-            f"{name} must be a string, token ids, or a list of one of these, not {value!r:.80}"
-        )
-    return prompts
-
-
-def refuse_template(given: Fields) -> None:
-    """Raise ValueError if a body contains a chat template."""
-    more = given.get("chat_template_kwargs")
-    both = given | more if isinstance(more, dict) else given
-    if "chat_template" in given or both.get("chat_template") is not None:
-        raise ValueError(
-            "chat_template is not accepted here, because it is a program; leave it out"
-        )
 
 
 def chat_prompt(llm: LLM, given: Fields) -> Prompt:
@@ -170,11 +145,8 @@ def chat_prompt(llm: LLM, given: Fields) -> Prompt:
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"messages must be a list of at least one message, not {messages!r:.80}")
     more = given.pop("chat_template_kwargs", None)
-    variables: Fields = {"add_generation_prompt": True}
-    variables |= {name: given.pop(name) for name in sorted(TEMPLATE) if name in given}
-    for name, value in variables.items():
-        check_scalar(name, value, bool)
-    variables["chat_template"] = given.pop("chat_template", None)
+    variables: Fields = {"add_generation_prompt": True, "chat_template": None}
+    variables |= {name: given.pop(name) for name in TEMPLATE & given.keys()}
     return llm.engine.input_processor.chat_prompt(messages, variables, more)
 
 
@@ -185,12 +157,11 @@ def sampling_params(given: Fields, defaults: SamplingParams, chat: bool) -> Samp
     chat has as many as max_model_len leaves.
     """
     fields = {name: value for name, value in given.items() if name in SAMPLING}
-    fields["max_tokens"] = given.get("max_tokens", None if chat else 16)
-    fields["max_tokens"] = given.get("max_completion_tokens", fields["max_tokens"])
+    max_tokens = given.get("max_tokens", None if chat else 16)
+    fields["max_tokens"] = given.get("max_completion_tokens", max_tokens)
     fields["logprobs"] = given.get("logprobs")
     if chat:
-        top = given.get("top_logprobs", 0)
-        with_logprobs = given.get("logprobs", False)
+        top, with_logprobs = given.get("top_logprobs", 0), given.get("logprobs", False)
         check_scalar("logprobs", with_logprobs, bool)
         check_scalar("top_logprobs", top, int, (-1, math.inf))
         if top and not with_logprobs:
@@ -210,43 +181,15 @@ def structured_outputs(given: Fields) -> StructuredOutputsParams | None:
     form = given.get("response_format", {"type": "text"})
     check_scalar("structured_outputs", fields, dict)
     check_scalar("response_format", form, dict)
-    kind = form.get("type")
+    kind, schema = form.get("type"), form.get("json_schema")
+    check_scalar("the type of response_format", kind, str, ("text", "json_object", "json_schema"))
     if kind == "json_object":
         fields = fields | {"json_object": True}
-    elif kind == "json_schema":
-        schema = form.get("json_schema")
+    if kind == "json_schema":
         if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
             raise ValueError("response_format of type 'json_schema' needs json_schema.schema")
         fields = fields | {"json": schema["schema"]}
-    elif kind != "text":
-        raise ValueError(
-            "the type of response_format must be text, json_object or json_schema, not "
-            f"{kind!r:.80}"
-        )
     return StructuredOutputsParams(**fields) if fields else None
-
-
-def pop_stream(body: Any) -> tuple[bool, bool]:
-    """Remove `stream` and `stream_options` from a body.
-
-    Returns whether the body asks for a stream, and whether the stream ends with the usage.
-    """
-    if not isinstance(body, dict):
-        return False, False  # `parse` raises
-    stream = body.pop("stream", None)
-    options = body.pop("stream_options", None)
-    if stream is not None:
-        check_scalar("stream", stream, bool)
-    if options is None:
-        return bool(stream), False
-    check_scalar("stream_options", options, dict)
-    if not stream:
-        raise ValueError("stream_options needs stream=true")
-    for name in options.keys() - {"include_usage"}:
-        raise ValueError(unknown_name("field of stream_options", name, ["include_usage"]))
-    with_usage = options.get("include_usage", False)
-    check_scalar("include_usage", with_usage, bool)
-    return stream, with_usage
 
 
 # ---- responses ----
@@ -258,15 +201,15 @@ def check_end(request: Request) -> None:
         raise request.error
     reasons = {sample.seq.finish_reason for sample in request.samples}
     if "error" in reasons:
-        raise RuntimeError(f"no token could be sampled: {why_no_token([request.params])}")
+        raise RuntimeError(f"no token could be sampled: {why_no_token(request.params)}")
     if "abort" in reasons:
         raise RuntimeError("the request was aborted")
 
 
 def usage(outputs: list[RequestOutput]) -> dict[str, int]:
+    samples = [sample for out in outputs for sample in out.outputs]
     prompt = sum(len(out.prompt_token_ids) for out in outputs)
-    new = sum(len(sample.token_ids) for out in outputs for sample in out.outputs)
-    return token_counts(prompt, new)
+    return token_counts(prompt, sum(len(sample.token_ids) for sample in samples))
 
 
 def token_counts(prompt: int, new: int) -> dict[str, int]:
@@ -298,33 +241,29 @@ def choice(sample: CompletionOutput, index: int, chat: bool, num_top: int) -> Fi
 def chat_logprobs(sample: CompletionOutput, num_top: int) -> Fields | None:
     if sample.logprobs is None:
         return None
+
+    def shown(item: tuple[int, Logprob]) -> Fields:
+        text = token_text(*item)
+        return {"token": text, "logprob": finite(item[1]), "bytes": list(text.encode())}
+
     content = []
-    for entry in sample.logprobs:
-        sampled = one_logprob(*next(iter(entry.items())))
+    for entry in sample.logprobs:  # the sampled token is the first
         best = sorted(entry.items(), key=lambda item: item[1].rank)
-        top = [one_logprob(*item) for item in best if num_top == -1 or item[1].rank <= num_top]
-        content.append(sampled | {"top_logprobs": top})
+        top = [shown(item) for item in best if num_top == -1 or item[1].rank <= num_top]
+        content.append(shown(next(iter(entry.items()))) | {"top_logprobs": top})
     return {"content": content}
-
-
-def one_logprob(token: int, entry: Logprob) -> Fields:
-    text = token_text(token, entry)
-    return {"token": text, "logprob": finite(entry.logprob), "bytes": list(text.encode())}
 
 
 def completion_logprobs(sample: CompletionOutput) -> Fields | None:
     if sample.logprobs is None:
         return None
-    sampled = [next(iter(entry.items())) for entry in sample.logprobs]
-    texts = [token_text(*item) for item in sampled]
+    top = [{token_text(*t): finite(t[1]) for t in entry.items()} for entry in sample.logprobs]
+    texts = [token_text(*next(iter(entry.items()))) for entry in sample.logprobs]
     return {
         "text_offset": [0, *itertools.accumulate(map(len, texts))][: len(texts)],
-        "token_logprobs": [finite(entry.logprob) for _, entry in sampled],
+        "token_logprobs": [finite(next(iter(entry.values()))) for entry in sample.logprobs],
         "tokens": texts,
-        "top_logprobs": [
-            {token_text(*item): finite(item[1].logprob) for item in entry.items()}
-            for entry in sample.logprobs
-        ],
+        "top_logprobs": top,
     }
 
 
@@ -332,7 +271,7 @@ def prompt_logprobs(out: RequestOutput) -> list[Fields | None]:
     return [
         None
         if entry is None
-        else {str(t): vars(e) | {"logprob": finite(e.logprob)} for t, e in entry.items()}
+        else {str(t): vars(e) | {"logprob": finite(e)} for t, e in entry.items()}
         for entry in out.prompt_logprobs or ()
     ]
 
@@ -341,9 +280,9 @@ def token_text(token: int, entry: Logprob) -> str:
     return f"token_id:{token}" if entry.decoded_token is None else entry.decoded_token
 
 
-def finite(logprob: float) -> float:
+def finite(entry: Logprob) -> float:
     """Return a number that JSON has: -9999.0 for an impossible token, as OpenAI and vLLM do."""
-    return logprob if logprob > -9999.0 else -9999.0
+    return entry.logprob if entry.logprob > -9999.0 else -9999.0
 
 
 def error_body(error: Exception) -> Fields:

@@ -25,9 +25,9 @@ class Event(TypedDict, total=False):
     failed: str  # the error that reverted all steps in flight
     ended: str  # the error that ended the `with` block, or "" for no error
 
-    # Microseconds since the trace began. A plan has three times: the start of `schedule`, its end,
-    # and the launch. A commit has two: the arrival of the tokens, and the end of the commit.
-    time: list[int]
+    # Microseconds from the start of the trace to the launch of a plan, or to the arrival of the
+    # tokens of a commit.
+    time: int
     # New sequences: name, number of prompt tokens, known token ids, number of computed tokens, and
     # the number of the parent or -1.
     new: list[tuple[str, int, list[int], int, int]]

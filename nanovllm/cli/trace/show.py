@@ -1,6 +1,6 @@
-"""Shows a trace as a table, as a page, and in Chrome's Trace Event Format.
+"""Shows a trace as a table and as a page.
 
-`table`, `page` and `chrome` take the options of the engine, the events, and the text of each token.
+`table` and `page` take the options of the engine, the events, and the text of each token.
 """
 
 from __future__ import annotations
@@ -53,88 +53,6 @@ def page(options: dict[str, Any], events: list[Event], texts: dict[int, str]) ->
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     return template.replace("TRACE_DATA", text)
-
-
-def chrome(options: dict[str, Any], events: list[Event], texts: dict[int, str]) -> dict[str, Any]:
-    """Return the trace in Chrome's Trace Event Format: slices in microseconds and counters.
-
-    A step runs from its launch until its tokens are read. With async scheduling the next step is
-    launched before that, so the odd steps and the even steps have one track each.
-
-    Process 2 has a track for each sequence: when it waits, and what each step computes for it.
-    Slices of a track must not overlap, so a slice begins at the end of the previous slice or later.
-    Viewers give process 0 and thread 0 a special meaning, so these are not used.
-    """
-    out: list[dict[str, Any]] = []
-
-    def add(ph: str, name: str, ts: int, tid: int = 1, **fields: object) -> None:
-        out.append({"ph": ph, "name": name, "ts": ts, "pid": 1, "tid": tid, **fields})
-
-    def mark(ph: str, number: int, name: str, ts: int, **fields: object) -> None:
-        add(ph, name, ts, 10 + number, pid=2, **fields)
-
-    def add_to(number: int, name: str, start: int, end: int, **args: object) -> None:
-        start = max(start, track_ends.get(number, 0))
-        track_ends[number] = end
-        if start < end:
-            mark("X", number, name, start, dur=end - start, args=args)
-
-    async_scheduling = options["async_scheduling"]
-    state = State()
-    now = 0
-    launches = [0]  # step -> time of its launch
-    track_ends: dict[int, int] = {}  # sequence -> end of the last slice of its track
-    waiting_since: dict[int, int] = {}  # sequence -> time since which it waits
-    work: dict[int, list[tuple[int, str]]] = {}  # step -> sequences and what it computes for them
-    tracks = ["host", *(["odd steps run", "even steps run"] if async_scheduling else ["steps run"])]
-    add("M", "process_name", 0, args={"name": "engine"})
-    mark("M", 0, "process_name", 0, args={"name": "requests"})
-    for tid, name in enumerate(tracks, 1):
-        add("M", "thread_name", 0, tid, args={"name": name})
-    for event in events:
-        first_new = len(state.seqs)
-        state.apply(event)
-        for number in range(first_new, len(state.seqs)):
-            name = f"request {state.seqs[number].name}"
-            mark("M", number, "thread_name", 0, args={"name": name})
-            mark("M", number, "thread_sort_index", 0, args={"sort_index": number})
-        if "plan" in event:
-            (begin, end), now = event["time"][:2], event["time"][-1]
-            args = {"chunks": event["chunks"], "decodes": state.decodes}
-            add("X", f"schedule {event['plan']}", begin, dur=end - begin, args=args)
-            launches.append(now)
-            chunks = planned(event, state)
-            size = options["block_size"]
-            work[event["plan"]] = [(c[0], describe_work(state, c, size)[0]) for c in chunks]
-            free, cached, _ = state.pool(options["num_blocks"])
-            add("C", "sequences running", end, args={"count": len(state.running)})
-            add("C", "sequences waiting", end, args={"count": len(state.waiting)})
-            add("C", "blocks free", end, args={"count": free})
-            add("C", "blocks cached", end, args={"count": cached})
-        elif "commit" in event:
-            step = event["commit"]
-            launch = launches[step]
-            read, now = event["time"]
-            tid = 3 - step % 2 if async_scheduling else 2
-            add("X", f"run {step}", launch, tid, dur=read - launch, args={})
-            args = {"tokens": event["tokens"], "sequences": state.receivers}
-            add("X", f"commit {step}", read, dur=now - read, args=args)
-            pairs = zip(state.receivers, event["tokens"], strict=True)
-            got = {number: texts.get(token, token) for number, token in pairs}
-            for number, what in work.pop(step, ()):
-                add_to(number, what, launch, read, step=step, token=got.get(number))
-        elif "failed" in event:
-            add("i", "failed", now, s="g", args={"error": event["failed"]})
-        waiting = set(state.waiting)
-        for number in [n for n in waiting_since if n not in waiting or "ended" in event]:
-            add_to(number, "waiting", waiting_since.pop(number), now)
-        for number in waiting - waiting_since.keys():
-            waiting_since[number] = now
-        for number in event.get("preempted", ()):
-            mark("i", number, "preempted", now, s="t")
-        for number, reason, _ in event.get("finished", ()):
-            mark("i", number, f"finished ({reason})", now, s="t")
-    return {"traceEvents": out, "displayTimeUnit": "ms", "otherData": options}
 
 
 def table(options: dict[str, Any], events: list[Event], texts: dict[int, str]) -> str:
@@ -196,7 +114,7 @@ def block_list(blocks: list[int]) -> str:
 
 def last_words(text: str, width: int) -> str:
     """Shorten a line at its beginning, because a step works on the last blocks and slots."""
-    return textwrap.shorten(text[::-1], width, placeholder=" …")[::-1]
+    return textwrap.shorten(text[::-1], width, placeholder=" ...")[::-1]
 
 
 def table_row(cells: tuple[str, ...], width: int) -> str:

@@ -3,19 +3,17 @@
     with Trace(llm) as trace:
         llm.generate(prompts, params)
     print(trace)
-    trace.save("trace.html")  # or "trace.json"
+    trace.save("trace.html")
 
 With Trace(llm, experts=True) it also says how many experts of a mixture each step used.
 
 A trace is the engine's observer. It stores the events of events.py, which are dicts with the
-changes since the previous event. show.py shows them as a table, as a page and for Perfetto.
+changes since the previous event. show.py shows them as a table and as a page.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -23,35 +21,23 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from operator import eq
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.trace import show
 from nanovllm.cli.trace.events import Event as Event
 from nanovllm.cli.trace.events import State as State
 from nanovllm.cli.trace.experts import ExpertCounter
 from nanovllm.engine.block_manager import Block
+from nanovllm.engine.detokenizer import decode_token
 from nanovllm.engine.observer import NO_OBSERVER, Observer
-from nanovllm.engine.scheduler import InFlightStep, Scheduler
+from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.plan import ResultKind, StepOutput
 
 if TYPE_CHECKING:
     from nanovllm.features.requests.beam_search import Beams, BeamSearchSequence
-    from nanovllm.llm import LLM
 
 MAX_LIKELY = 5  # tokens whose probabilities are recorded in addition to the sampled token
-
-
-class Observable(Protocol):
-    """What a Trace needs of an engine. LLMEngine and the oracle's History implement it."""
-
-    scheduler: Scheduler
-    tokenizer: Any
-    async_scheduling: bool
-    observer: Observer
-
-    @property
-    def lock(self) -> threading.RLock: ...
 
 
 @dataclass
@@ -71,9 +57,13 @@ class Trace(Observer):
     has one `with` block. It can be printed and saved at any time, also after an error.
     """
 
-    def __init__(self, llm: LLM | Observable, experts: bool = False) -> None:
-        """Raise ValueError if `experts` cannot be counted: without experts, or in CUDA graphs."""
-        engine: Observable = getattr(llm, "engine", llm)  # type: ignore[arg-type]
+    def __init__(self, llm: Any, experts: bool = False) -> None:
+        """llm: an LLM, an LLMEngine, or another object with these attributes of an LLMEngine:
+        scheduler, tokenizer, async_scheduling, observer and lock.
+
+        Raises ValueError if `experts` cannot be counted: without experts, or in CUDA graphs.
+        """
+        engine: Any = getattr(llm, "engine", llm)
         if not hasattr(engine, "scheduler"):
             raise TypeError(f"a Trace records an LLM or its LLMEngine, not {llm!r:.80}")
         self._engine = engine
@@ -128,12 +118,11 @@ class Trace(Observer):
         self._begun = time.perf_counter()
 
     def scheduled(self, step: InFlightStep | None) -> None:
-        times = [self._micros(self._begun), self._micros(time.perf_counter())]
         if step is None and not self._in_flight:
             return  # nothing was planned, and nothing will be committed
         number = self.num_steps + 1
         event = self._changes()
-        event |= Event(plan=number, time=times, chunks=[])
+        event |= Event(plan=number, chunks=[])
         decodes: list[int] = []
         if step is not None:
             plan = step.plan
@@ -169,12 +158,11 @@ class Trace(Observer):
             event["why"] = self._scheduler.why_waiting
         self.num_steps = number
         self._add(event)
-        self.events[-1]["time"].append(self._micros(time.perf_counter()))
+        self.events[-1]["time"] = self._micros(time.perf_counter())
 
     def committed(self, step: InFlightStep, updated: list[Sequence], output: StepOutput) -> None:
-        times = [self._micros(self._begun), self._micros(time.perf_counter())]
         event = self._changes()
-        event |= Event(commit=self._in_flight.popleft(), time=times)
+        event |= Event(commit=self._in_flight.popleft(), time=self._micros(self._begun))
         if self._experts and event["commit"]:
             event["experts"] = self._experts.num_experts, self._experts.steps.popleft()
         # A beam gets its token when the other beams have results, and some beams get none.
@@ -323,7 +311,7 @@ class Trace(Observer):
             blocks = self._blocks.hash_to_block.values()
             self._hashes = {block.block_id: block.block_hash for block in blocks}
 
-    # ---- the events as a table, a page and a Chrome trace ----
+    # ---- the events as a table and as a page ----
 
     def texts(self) -> dict[int, str]:
         """Return the text of each token in the trace; empty without a tokenizer."""
@@ -334,28 +322,23 @@ class Trace(Observer):
         likely = (entry for event in self.events for entry in event.get("likely", ()))
         known |= {token for *_, pairs in likely for token, _ in pairs}
         known |= {token for event in self.events for _, token, *_ in event.get("results", ())}
-        return {token: str(tokenizer.decode([token])) for token in sorted(known)}
+        return {token: decode_token(tokenizer, token, []) or "\ufffd" for token in sorted(known)}
 
     def save(self, path: str | Path) -> None:
-        """Write a page (.html), or a Chrome trace for ui.perfetto.dev (.json)."""
+        """Write a page for a browser. Raises ValueError if `path` does not end in .html."""
         path = Path(path)
-        if path.suffix not in (".html", ".json"):
-            raise ValueError(f"a trace is saved as .html or .json, not as {path.name!r}")
+        if path.suffix != ".html":
+            raise ValueError(f"a trace is saved as a page: name a file.html, not {path.name!r}")
         if not self.num_steps:
             raise RuntimeError(
                 "the trace is empty; call llm.generate inside `with Trace(llm)` first"
             )
-        if not path.parent.is_dir():
-            raise FileNotFoundError(f"{path.parent} is not a directory; create it first")
         with self._engine.lock:
-            content = self.page() if path.suffix == ".html" else json.dumps(self.chrome())
-        path.write_text(content, encoding="utf-8")
+            page = self.page()
+        path.write_text(page, encoding="utf-8")
 
     def page(self) -> str:
         return show.page(self.options, self.events, self.texts())
-
-    def chrome(self) -> dict[str, Any]:
-        return show.chrome(self.options, self.events, self.texts())
 
     def __str__(self) -> str:
         return show.table(self.options, self.events, self.texts())

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.models.config import FIELDS
+from nanovllm.models.model_config import FIELDS
 from nanovllm.models.rope import RopeConfig
 from nanovllm.utils.checks import unknown_name
 

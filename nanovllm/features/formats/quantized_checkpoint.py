@@ -8,7 +8,8 @@ some formats a zero point for each block:
 The formats differ in the names, layouts and packing of these tensors. `WeightFormat.decoded` gives
 a view of open safetensors files in which W has the name of an unquantized weight, such as
 "model.layers.0.mlp.up_proj.weight". W is computed when it is read, one weight at a time. Layers
-that the checkpoint leaves unquantized stay as they are. Activations are not quantized.
+that the checkpoint leaves unquantized stay as they are. Activations are not quantized. A weight
+of 4 bits can also be read as it is stored, for backends/int4.py.
 
 Formats: https://github.com/vllm-project/compressed-tensors, WQLinear_GEMM of AutoAWQ, QuantLinear
 of AutoGPTQ, and `weight_scale_inv` of DeepSeek-V3 (arXiv:2412.19437, section 3.3).
@@ -23,8 +24,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from nanovllm.models.weights import HEAD
 
 # The suffixes of the tensors of a weight: numbers, scales, and others.
 VALUES = ("weight", "weight_packed", "qweight")
@@ -46,6 +45,12 @@ DTYPES = {
     "F16": torch.float16,
     "F32": torch.float32,
 }
+METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq", "auto-round")
+# The packing formats of AutoRound, and the methods whose tensors are the same.
+AUTO_ROUND = {
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:auto_awq": "awq",
+}
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the position of output 0, 1, 2, ... of each eight
 
 
@@ -59,15 +64,19 @@ class QuantizedWeight:
     rows: int  # consecutive outputs that share a scale
     groups: Tensor  # [I] int64, the column of `scales` for each input
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
     def dequantized(self) -> Tensor:
         """Return the weight [O, I] in the dtype of the scales, rounded once."""
         zeros = self.zeros if isinstance(self.zeros, int) else self._expand(self.zeros)
         weight = (self.values.float() - zeros) * self._expand(self.scales)
         return weight.to(self.scales.dtype).contiguous()  # AWQ stores the transpose
 
-    def __getitem__(self, slices: tuple[slice, ...]) -> QuantizedWeight:
-        """Return the rows, and the columns if there are two slices, of a weight with rows = 1."""
-        rows, columns = (*slices, slice(None))[:2]
+    def __getitem__(self, index: Tensor | tuple[slice, ...]) -> QuantizedWeight:
+        """Return rows, and columns if there are two slices, of a weight with rows = 1."""
+        rows, columns = (*index, slice(None))[:2] if isinstance(index, tuple) else (index, ...)
         zeros = self.zeros if isinstance(self.zeros, int) else self.zeros[rows]
         values, groups = self.values[rows, columns], self.groups[columns]
         return QuantizedWeight(values, self.scales[rows], zeros, self.rows, groups)
@@ -130,14 +139,27 @@ class WeightFormat:
                 )
             return max(value, 0)
 
-        methods = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq")
-        method = choose(config, "quant_method", *methods)
+        method = config.get("quant_method")
+        if method not in METHODS:
+            is_mlx = method is None and {"group_size", "bits"} <= config.keys()
+            named = "in the format of MLX" if is_mlx else f"with quant_method={method!r:.80}"
+            raise ValueError(
+                f"{path}: quantization_config {named} is not supported; quant_method can be "
+                f"{', '.join(map(repr, METHODS))}. Load the checkpoint from which this one was "
+                "quantized, with quantization='int8' or 'int4' to quantize it while loading"
+            )
+        if method == "auto-round":
+            config, method = _auto_round(config, path, choose)
         if method == "awq":
             choose(config, "version", "gemm", "GEMM", default="gemm")
             return cls(method, choose(config, "bits", 4), (1, size(config, "group_size")))
         if method == "gptq":
             bits, block = choose(config, "bits", 4, 8), (1, size(config, "group_size"))
-            choose(config, "dynamic", {}, default={})
+            if any(not str(rule).startswith("-:") for rule in config.get("dynamic") or {}):
+                raise ValueError(
+                    f"{path}: quantization_config with dynamic={config['dynamic']!r:.200} is not "
+                    "supported; its rules can only leave out layers, and begin with '-:'"
+                )
             layout = choose(config, "checkpoint_format", "gptq", "gptq_v2", default="gptq")
             return cls(method, bits, block, bool(config.get("desc_act")), int(layout == "gptq"))
         if method == "compressed-tensors":
@@ -151,15 +173,13 @@ class WeightFormat:
         rows, columns = ({"weight_block_size": value} for value in sizes)
         return cls(method, 8, (size(rows, *rows), size(columns, *columns)))
 
-    def decoded(self, files: Mapping[Path, Any], keeps_int4: bool) -> dict[Path, DecodedFile]:
+    def decoded(self, files: Mapping[Path, Any]) -> dict[Path, DecodedFile]:
         """Return views of open safetensors files, in which no weight is quantized.
 
-        keeps_int4: get_tensor returns weights of 4 bits as QuantizedWeight, for backends/int4.py.
         Raises ValueError if there is no quantized weight, or a scale without a weight.
         """
         where = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118
-        keeps_int4 = keeps_int4 and self.bits == 4
-        views = {path: DecodedFile(self, f, where, keeps_int4) for path, f in files.items()}
+        views = {path: DecodedFile(self, file, where) for path, file in files.items()}
         stems = {stem for view in views.values() for stem in view.quantized.values()}
         directory = next(iter(files)).parent
         if not stems:
@@ -263,12 +283,9 @@ class Header(NamedTuple):
 class DecodedFile:
     """A view of an open safetensors file, with the methods that loading uses."""
 
-    def __init__(
-        self, weight_format: WeightFormat, file: Any, where: Mapping[str, Any], keeps_int4: bool
-    ) -> None:
+    def __init__(self, weight_format: WeightFormat, file: Any, where: Mapping[str, Any]) -> None:
         """`where` maps the names of all tensors of the checkpoint to their files."""
         self.format, self.file, self.where = weight_format, file, where
-        self.keeps_int4 = keeps_int4
         self.quantized: dict[str, str] = {}  # name of a decoded weight -> prefix of its tensors
         self.others: list[str] = []  # names of tensors that stay as they are
         for name in file.keys():  # noqa: SIM118 (not a dict)
@@ -297,13 +314,16 @@ class DecodedFile:
         dtype = next(n for n, dtype in DTYPES.items() if dtype == weight.scales.dtype)
         return Header(list(weight.values.shape), dtype)
 
-    def get_tensor(self, name: str) -> Tensor | QuantizedWeight:
+    def get_tensor(self, name: str) -> Tensor:
         """Return a tensor, in the dtype of its scales if it is decoded."""
         if name not in self.quantized:
             tensor: Tensor = self.file.get_tensor(name)
             return tensor
-        weight = self.read(name)
-        return weight if self.keeps_int4 and name != HEAD else weight.dequantized()
+        return self.read(name).dequantized()
+
+    def get_int4(self, name: str) -> QuantizedWeight | None:
+        """Return a weight of 4 bits without decoding it, or None for other tensors."""
+        return self.read(name) if name in self.quantized and self.format.bits == 4 else None
 
     def read(self, name: str, header_only: bool = False) -> QuantizedWeight:
         """Return a quantized weight, or the shapes of its large tensors (on the meta device)."""
@@ -337,13 +357,41 @@ def _from_awq_order(x: Tensor) -> Tensor:
     return x.unflatten(1, (-1, 8))[:, :, AWQ_ORDER].flatten(1)
 
 
+def _auto_round(
+    config: Mapping[str, Any], path: Path, choose: Callable[..., Any]
+) -> tuple[dict[str, Any], str]:
+    """Return the quantization_config of AutoGPTQ or AutoAWQ for the tensors of AutoRound.
+
+    Layers whose extra_config has 16 or more bits are not quantized.
+    """
+    choose(config, "data_type", "int", default="int")
+    packing = choose(config, "packing_format", *AUTO_ROUND, default="auto_round:auto_gptq")
+    for name, fields in (config.get("extra_config") or {}).items():
+        for field in ("bits", "group_size"):
+            value = fields.get(field, config.get(field))
+            if fields.get("bits", 0) < 16 and value != config.get(field):
+                raise ValueError(
+                    f"{path}: quantization_config with {field}={value!r} for {name} and "
+                    f"{config.get(field)!r} for other layers is not supported; all quantized "
+                    "layers must have the same"
+                )
+    method = AUTO_ROUND[packing]
+    return {"bits": config.get("bits"), "group_size": config.get("group_size")}, method
+
+
 def _scheme(
     config: Mapping[str, Any], path: Path, choose: Callable[..., Any], size: Callable[..., int]
 ) -> tuple[int, tuple[int, int], bool]:
     """Return bits, block and has_order of a compressed-tensors checkpoint."""
+    sparsity = config.get("sparsity_config") or {}
+    if sparsity.get("format") not in (None, "dense"):
+        raise ValueError(
+            f"{path}: the weights are stored as sparse tensors (sparsity_config with the format "
+            f"{sparsity['format']!r:.80}), which is not supported; use a checkpoint without "
+            "sparsity_config, such as the model from which this one was made"
+        )
     layouts = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
     layout = choose(config, "format", *layouts)
-    choose(config.get("sparsity_config") or {}, "format", "dense", default="dense")
     choose(config, "transform_config", {}, default={})
     groups = (config.get("config_groups") or {}).values()
     names = ("num_bits", "type", "strategy", "group_size", "block_structure", "actorder")

@@ -14,44 +14,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.request import Request, Sample, first_sequence, fork_sequence
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.task import Ending, Task
 from nanovllm.plan import LogitRules, ResultKind, RowResult
-from nanovllm.sampling_params import StructuredOutputsParams
-from nanovllm.utils.checks import Positive, check_scalars, refuse_unknown_fields
+from nanovllm.sampling_params import BeamSearchParams
 
 if TYPE_CHECKING:
-    from nanovllm.engine.llm_engine import LLMEngine
-
-
-@refuse_unknown_fields("field of BeamSearchParams")
-@dataclass
-class BeamSearchParams:
-    """Parameters of a beam search.
-
-    Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value.
-    """
-
-    beam_width: Annotated[int, 1, 16_384]  # beams and results per prompt
-    max_tokens: Positive  # output tokens of a beam
-    ignore_eos: bool = False  # continue after an end-of-sequence token
-    # As in vLLM, it has no effect: scores are log-probabilities before the temperature.
-    temperature: Annotated[float, 0, math.inf] = 0.0
-    # Finished beams are compared by cum_logprob / (output tokens) ** length_penalty. 0 compares the
-    # sums, which favours short outputs; a larger value favours longer ones. Beyond 10 the power
-    # could overflow.
-    length_penalty: Annotated[float, -10, 10] = 1.0
-    include_stop_str_in_output: bool = False  # whether `tokens` includes the end-of-sequence token
-    # A grammar that every result follows, as in SamplingParams. It does not change scores.
-    structured_outputs: StructuredOutputsParams | None = None
-    skip_special_tokens: bool = True  # leave special tokens out of the text
-
-    def __post_init__(self) -> None:
-        check_scalars(self)
+    from nanovllm.engine.input_processor import InputProcessor
+    from nanovllm.engine.scheduler import Scheduler
 
 
 @dataclass
@@ -90,13 +63,14 @@ class BeamSearch(Task):
     result_kind = ResultKind.CANDIDATES
     changes_queues = True
 
-    def __init__(self, engine: LLMEngine, params: BeamSearchParams) -> None:
+    def __init__(
+        self, input_processor: InputProcessor, params: BeamSearchParams, scheduler: Scheduler
+    ) -> None:
         """Check the parameters. Raises TypeError or ValueError. May compile a grammar."""
-        self.input_processor = input_processor = engine.input_processor
-        self.scheduler = engine.scheduler
+        self.input_processor, self.scheduler = input_processor, scheduler
         input_processor.check_head()
         self.params = params = replace(params)  # fields may have been set since the last check
-        vocab_size, max_num_seqs = input_processor.vocab_size, self.scheduler.max_num_seqs
+        vocab_size, max_num_seqs = input_processor.vocab_size, scheduler.max_num_seqs
         if params.beam_width > vocab_size:
             raise ValueError(
                 f"beam_width={params.beam_width} is more than the vocabulary={vocab_size}; lower it"
@@ -233,10 +207,8 @@ class BeamSearch(Task):
         results = results[: self.params.beam_width]
         tokenizer = self.input_processor.tokenizer
         if tokenizer is not None:
-            detokenizer = Detokenizer(tokenizer, self.params.skip_special_tokens)
+            decode = tokenizer.backend_tokenizer.decode
             for result in results:
-                result.text = detokenizer.decode(result.tokens)
+                skips = self.params.skip_special_tokens
+                result.text = decode(result.tokens, skip_special_tokens=skips)
         return BeamSearchOutput(results)
-
-
-TASKS = {BeamSearchParams: BeamSearch}

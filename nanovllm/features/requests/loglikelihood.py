@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 from nanovllm.engine.request import Request, first_sequence
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.task import Ending, Task
-from nanovllm.inputs import Prompt, as_list, split_prompt
+from nanovllm.inputs import Prompt, as_list, parse_prompt
 from nanovllm.plan import ResultKind, RowResult
 from nanovllm.utils.checks import located
 
 if TYPE_CHECKING:
     from nanovllm.engine.input_processor import InputProcessor
-    from nanovllm.engine.llm_engine import LLMEngine
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,8 @@ def tokenize_pairs(
 def tokenize_pair(
     input_processor: InputProcessor, prompt: Prompt, continuation: Prompt
 ) -> tuple[list[int], list[int]]:
-    prompt_text, ids = split_prompt(prompt)
-    new_text, new = split_prompt(continuation)
+    prompt_text, ids = parse_prompt(prompt)
+    new_text, new = parse_prompt(continuation)
     if ids is None and new is None:
         if new_text:
             ids, new = encode_pair(prompt_text or "", new_text, input_processor.encode)
@@ -102,9 +101,9 @@ class Scoring(Task):
 
     result_kind = ResultKind.NOTHING
 
-    def __init__(self, engine: LLMEngine, params: ScoringParams) -> None:
-        engine.input_processor.check_head()
-        self.input_processor = engine.input_processor
+    def __init__(self, input_processor: InputProcessor, params: ScoringParams) -> None:
+        input_processor.check_head()
+        self.input_processor = input_processor
         self.params = params
 
     def max_length(self, num_tokens: int) -> int:
@@ -140,6 +139,3 @@ class Scoring(Task):
             num_cached_tokens=seq.num_cached_tokens,
             request_id=request.request_id,
         )
-
-
-TASKS = {ScoringParams: Scoring}

@@ -11,12 +11,14 @@ import json
 import math
 import re
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.detokenizer import Tokenizer
-from nanovllm.features.time_limit import call_with_limit
+from nanovllm.outputs import GrammarError
 from nanovllm.sampling_params import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ MAX_BYTES = {"json_schema": 2**17, "lark": 2**17, "regex": 2**14, "grammar": 2**
 # For multipleOf, llguidance has a state per remainder, and its common multiples have 32 bits.
 MAX_MULTIPLE = 2**16 - 1
 MULTIPLE_OF = re.compile(r'"multipleOf"\s*:\s*(-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3})?)')
+PATTERN_PROPERTIES = re.compile(r'"patternProperties"\s*:')
 ESCAPE = re.compile(r"\\u(00[4-7][0-9a-fA-F])")  # an escaped letter
 # llguidance recurses once per level of a grammar, with at most 1 kB of stack per byte of text.
 STACK, STACK_PER_BYTE = 2**24, 2**12
@@ -37,6 +40,7 @@ MAX_ABANDONED = 2  # compilations that took longer and cannot be stopped
 MAX_REASON = 300  # characters of an error message
 # The whitespace between JSON tokens. If more is allowed, weak models generate nothing but spaces.
 WHITESPACE = " ?"
+stack_size_lock = threading.Lock()  # threading.stack_size is a setting of the process
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,13 +63,14 @@ class Matcher:
         self.grammar = grammar
         self.state = grammar.start.deep_copy()
         self.num_read = 0  # tokens of the output that `state` has read
+        self.is_complete = False  # whether nothing but an end token may follow
 
     def mask(self, output: list[int]) -> bytes | None:
         """Return which tokens may follow `output`, which must extend the output of the last call.
 
         The mask has one bit for each token, the lowest ids in the lowest bits of the first byte. It
         is None if `output` has ended: with async scheduling one more step runs, and its token is
-        dropped. It is empty if no token may follow. Raises RuntimeError if llguidance fails.
+        dropped. Raises GrammarError if llguidance cannot continue the output.
         """
         state, end_tokens = self.state, self.grammar.end_tokens
         for token in output[self.num_read :]:
@@ -75,12 +80,14 @@ class Matcher:
             self.num_read += 1
         mask = bytearray(state.compute_bitmask())
         if state.is_error():
-            raise RuntimeError(f"structured_outputs: {shortened(reason(state))}")
+            raise GrammarError(
+                f"llguidance cannot continue the output after {self.num_read} tokens with the "
+                f"grammar of structured_outputs: {shortened(reason(state, 'no token may follow'))}"
+            )
         for token in self.grammar.library_ends:
             mask[token >> 3] &= ~(1 << (token & 7))
         if state.is_accepting():
-            if not end_tokens and state.is_stopped():
-                return b""
+            self.is_complete = state.is_stopped()
             for token in end_tokens:
                 mask[token >> 3] |= 1 << (token & 7)
         return bytes(mask)
@@ -99,7 +106,7 @@ class GrammarCompiler:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.vocabulary: LLTokenizer | None = None  # made for the first grammar
-        self.abandoned: list[threading.Thread] = []  # compilations that took too long
+        self.abandoned: list[threading.Thread] = []  # run compilations that no caller waits for
         self.compiled = functools.lru_cache(CACHED_GRAMMARS)(self._compile)
 
     def compile(self, params: StructuredOutputsParams, end_tokens: list[int]) -> Grammar:
@@ -126,7 +133,7 @@ class GrammarCompiler:
         # A model may have more or fewer tokens than its tokenizer. Tokens that the model lacks are
         # removed, because llguidance would prefer them to their shorter parts.
         ids = set(tokenizer.get_vocab().values())
-        if max(ids) >= self.vocab_size and tokenizer.is_fast:
+        if max(ids) >= self.vocab_size:
             tokenizer = with_tokens_below(self.vocab_size, tokenizer)
         end_tokens = sorted(self.eos_token_ids & ids)
         return from_tokenizer(tokenizer, n_vocab=self.vocab_size, eos_token=end_tokens or None)
@@ -149,20 +156,20 @@ class GrammarCompiler:
             start.compute_bitmask()  # detects that no token can be the first
             return start
 
-        check_size(field, kind, text)
+        check_text(field, kind, text)
         self.abandoned = [thread for thread in self.abandoned if thread.is_alive()]
         if len(self.abandoned) >= MAX_ABANDONED:
             raise ValueError(
                 f"structured_outputs: {MAX_ABANDONED} compilations that took more than "
-                f"{MAX_SECONDS} seconds are still running; try again later, or start a new process"
+                f"{MAX_SECONDS} seconds, or that Ctrl-C left, are still running; try again later, "
+                "or start a new process"
             )
         stack = STACK + STACK_PER_BYTE * len(text.encode())
         try:
-            start = call_with_limit(start_matcher, MAX_SECONDS, stack)
+            start = self._call_with_limit(start_matcher, stack)
             if start.is_error():
                 raise ValueError(reason(start))
-        except TimeoutError as error:
-            self.abandoned.append(error.args[0])
+        except TimeoutError:
             raise ValueError(
                 f"llguidance compiles the {field} of structured_outputs for more than "
                 f"{MAX_SECONDS} seconds; simplify it"
@@ -175,6 +182,33 @@ class GrammarCompiler:
                 f"{shortened(str(error))}{hint}"
             ) from None
         return start
+
+    def _call_with_limit(self, function: Callable[[], LLMatcher], stack: int) -> LLMatcher:
+        """Call `function` in a thread with a stack of `stack` bytes, and return its result.
+
+        Raises TimeoutError after MAX_SECONDS. A thread in llguidance cannot be stopped: after a
+        timeout or another error, such as KeyboardInterrupt, it continues and is in `abandoned`.
+        """
+        result: Future[LLMatcher] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(function())
+            except BaseException as error:  # also pyo3's PanicException
+                result.set_exception(error)
+
+        thread = threading.Thread(target=run, name="nanovllm grammar", daemon=True)
+        try:
+            with stack_size_lock:
+                before = threading.stack_size(stack)
+                try:
+                    thread.start()
+                finally:
+                    threading.stack_size(before)
+            return result.result(MAX_SECONDS)
+        finally:
+            if not result.done():
+                self.abandoned.append(thread)
 
 
 def with_tokens_below(size: int, tokenizer: Any) -> Any:
@@ -196,8 +230,8 @@ def with_tokens_below(size: int, tokenizer: Any) -> Any:
     return fast(tokenizer_object=FastTokenizer.from_str(json.dumps(parts)))
 
 
-def check_size(field: str, kind: str, text: str) -> None:
-    """Raise ValueError for a grammar whose compilation would take too long."""
+def check_text(field: str, kind: str, text: str) -> None:
+    """Raise ValueError for a grammar that llguidance cannot follow or compile in time."""
     size = len(text.encode(errors="surrogatepass"))
     if size > MAX_BYTES[kind]:
         raise ValueError(
@@ -205,6 +239,12 @@ def check_size(field: str, kind: str, text: str) -> None:
         )
     # In JSON any character of the keyword may be escaped.
     plain = ESCAPE.sub(lambda escape: chr(int(escape[1], 16)), text)
+    if PATTERN_PROPERTIES.search(plain):
+        # With declared properties, llguidance 1.9 reaches positions at which no token may follow.
+        raise ValueError(
+            f"the {field} of structured_outputs has patternProperties, which is not supported; "
+            "declare each property, or describe the object by additionalProperties"
+        )
     values = {abs(Fraction(number)) for number in MULTIPLE_OF.findall(plain)} - {Fraction(0)}
     numerators, denominators = [v.numerator for v in values], [v.denominator for v in values]
     common = Fraction(math.lcm(*numerators), math.gcd(*denominators) or 1)
@@ -221,9 +261,10 @@ def check_size(field: str, kind: str, text: str) -> None:
             )
 
 
-def reason(matcher: LLMatcher) -> str:
+def reason(matcher: LLMatcher, no_token: str = "it matches no text") -> str:
+    """Return llguidance's error. `no_token` replaces its error that no token is allowed."""
     text = matcher.get_error().partition("\n<backtrace>")[0].removesuffix("\n<non-verbose/>")
-    return "it matches no text" if "NoExtension" in text else text
+    return no_token if "NoExtension" in text else text
 
 
 def shortened(text: str) -> str:

@@ -218,7 +218,7 @@ def test_equal_parts_have_about_the_same_work(count: int, parts: int) -> None:
     assert max(shares) - min(shares) <= 2 * count
 
 
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 16}, {"kvcache_block_size": 3}])
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 16}, {"block_size": 3}])
 def test_nan_in_what_nobody_wrote(tmp_path, options: dict) -> None:
     """The whole engine: a cache full of NaN changes nothing."""
     make_checkpoint(tmp_path)

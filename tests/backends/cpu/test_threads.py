@@ -10,7 +10,7 @@ from checkpoints import make_checkpoint, random_llm
 
 from nanovllm import SamplingParams
 from nanovllm.backends.cpu import threads
-from nanovllm.backends.cpu.threads import Clocks, ThreadLimit, idle_ticks, quota, waited_seconds
+from nanovllm.backends.cpu.threads import Clocks, ThreadLimit, idle_ticks, waited_seconds
 
 STAT = """cpu  300 0 60 900 40 0 0 0 0 0
 cpu0 100 2 30 400 20 1 2 3 0 0
@@ -64,21 +64,13 @@ def test_clocks_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threads.ready_threads() == 3
 
 
-@pytest.mark.parametrize(
-    ("text", "cores"), [("max 100000", 8), ("150000 100000", 2), ("1000 100000", 1), ("?", 8)]
-)
-def test_quota_of_a_container(text: str, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "read_text", lambda self: text)
-    assert quota(8) == cores
-
-
 class Cores:
     """Two cores, and neighbours that come and go. Clocks advance as they did when recorded."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, visible: bool = True) -> None:
         self.who, self.clocks = "none", Clocks(100, 0, 0, 0)
         torch.set_num_threads(2)
-        monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+        monkeypatch.setattr(threads, "available_cores", lambda: [0, 1])
         monkeypatch.setattr(threads.os, "cpu_count", lambda: 2 if visible else 64)
         monkeypatch.setattr(threads, "quota", lambda cores: cores)
         monkeypatch.setattr(threads, "ready_threads", self.ready_threads)
@@ -186,7 +178,7 @@ def test_a_long_step_changes_between_its_layers(monkeypatch: pytest.MonkeyPatch)
 
 def test_many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers of threads from 16 on, by what was waited and what is free."""
-    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
+    monkeypatch.setattr(threads, "available_cores", lambda: list(range(16)))
     monkeypatch.setattr(threads, "quota", lambda cores: cores)
     torch.set_num_threads(16)
     limited = ThreadLimit()

@@ -102,7 +102,7 @@ def test_the_engine_with_the_kernels(tmp_path: Path) -> None:
     prompts = [list(range(3, 45)), list(range(3, 40)), [7, 9]]
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     options = dict(dtype="float32", device="cpu", skip_tokenizer_init=True, max_model_len=64)
-    options |= dict(max_num_batched_tokens=32, max_num_seqs=4, num_kvcache_blocks=32)
+    options |= dict(max_num_batched_tokens=32, max_num_seqs=4, num_kv_cache_blocks=32)
     found = []
     for name in ("triton", "sdpa"):
         llm = LLM(str(tmp_path), attention_backend=name, **options)

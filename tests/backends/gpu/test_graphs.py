@@ -21,8 +21,8 @@ from graphs import capture_with, stand_in
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.gpu import graphs as gpu_graphs
 from nanovllm.backends.gpu.graphs import CudaCapture, DecodeGraphs, batch_sizes
+from nanovllm.backends.gpu.profile import largest_plans
 from nanovllm.config import EngineConfig
-from nanovllm.loading import memory
 from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.loading.make_runner import make_runner
 from nanovllm.runner.single_rank import SingleRank
@@ -35,7 +35,7 @@ def make_llm(path: Path, graphs: bool, **options: object) -> LLM:
         device="cpu",
         skip_tokenizer_init=True,
         max_model_len=64,
-        num_kvcache_blocks=400,
+        num_kv_cache_blocks=400,
         async_scheduling=True,
     )
     with pytest.MonkeyPatch.context() as patch:
@@ -76,7 +76,7 @@ def test_padded_equals_unpadded(path: Path, maximum: int) -> None:
             graphs,
             max_num_seqs=maximum,
             max_model_len=length,
-            num_kvcache_blocks=maximum * (length // 16 + 3),
+            num_kv_cache_blocks=maximum * (length // 16 + 3),
         )
         if graphs:
             runner = llm.engine.runner
@@ -111,7 +111,7 @@ def test_rows_come_and_go(path: Path, asynchronous: bool) -> None:
     ]
     options = dict(max_num_seqs=6, max_num_batched_tokens=16, async_scheduling=asynchronous)
     wanted, found = (
-        make_llm(path, graphs, num_kvcache_blocks=blocks, **options)
+        make_llm(path, graphs, num_kv_cache_blocks=blocks, **options)
         for graphs, blocks in ((False, 400), (True, 6))
     )
 
@@ -198,10 +198,10 @@ def test_an_engine_with_graphs_is_freed_at_once(
     def record(decode: Callable, positions: np.ndarray) -> DecodeGraphs:
         return DecodeGraphs(decode, positions, torch.device("cpu"), lambda: capture)
 
-    config = EngineConfig(dtype="float32", device="cpu", max_num_seqs=2, num_kvcache_blocks=4)
-    checkpoint = Checkpoint(path)
+    config = EngineConfig(dtype="float32", device="cpu", max_num_seqs=2, num_kv_cache_blocks=4)
+    model_config = Checkpoint(path).model_config
     capture_with(monkeypatch, record)
-    runner = make_runner(config, checkpoint.model_config, checkpoint, 32, SingleRank())
+    runner = make_runner(config, model_config, {}, "random", 32, SingleRank())
     gone = weakref.ref(runner)
     gc.disable()
     try:
@@ -296,17 +296,17 @@ def test_profile_steps_are_the_largest_that_can_occur(
         max_num_seqs=num_seqs,
         max_num_batched_tokens=64,
         max_model_len=32,
-        num_kvcache_blocks=4,
+        num_kv_cache_blocks=4,
     )
-    checkpoint = Checkpoint(path)
+    model_config = Checkpoint(path).model_config
     capture_with(monkeypatch, stand_in)
-    runner = make_runner(config, checkpoint.model_config, checkpoint, 32, SingleRank())
+    runner = make_runner(config, model_config, {}, "random", 32, SingleRank())
     runner.graphs, seen = None, []
     forward = runner.fused_model.forward
     runner.fused_model.forward = lambda batch, attention: (  # type: ignore[method-assign]
         seen.append((len(batch.input_ids), len(batch.context_lens))) or forward(batch, attention)
     )
-    for plan in memory.largest_plans(config, 32):
+    for plan in largest_plans(config, 32):
         runner.run(plan)
     assert seen == [(num_seqs, num_seqs), (1, 1), (chunk * num_seqs, num_seqs)]
 

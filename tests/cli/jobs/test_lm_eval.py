@@ -61,9 +61,22 @@ def test_a_device_that_lm_eval_asks_for(caplog: pytest.LogCaptureFixture) -> Non
 
     for device in ("cuda", "cuda:1"):
         with pytest.raises(ValueError, match="needs a GPU, and torch finds none"):
-            NanoVLLM(device=device, num_kvcache_blocks=8)
-    assert NanoVLLM(device="cuda:0", num_kvcache_blocks=8).llm.engine.runner.device.type == "cpu"
+            NanoVLLM(device=device, num_kv_cache_blocks=8)
+    assert NanoVLLM(device="cuda:0", num_kv_cache_blocks=8).llm.engine.runner.device.type == "cpu"
     assert "torch finds no GPU for cuda:0" in caplog.text
+
+
+def test_a_continuation_that_leaves_no_room_for_its_prompt() -> None:
+    pytest.importorskip("lm_eval")
+    from nanovllm.cli.jobs.lm_eval import NanoVLLM
+
+    model = NanoVLLM(max_model_len=8, num_kv_cache_blocks=8)
+    ids = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
+    score = model._loglikelihood_tokens([(None, ids, ids[:8])], True)
+    assert score == model._loglikelihood_tokens([(None, ids[-1:], ids[:8])], True)
+    for length in (9, 10):
+        with pytest.raises(ValueError, match=f"has {length} tokens, which leave no token"):
+            model._loglikelihood_tokens([(None, ids, ids[:length])], True)
 
 
 @pytest.mark.slow

@@ -7,7 +7,20 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint, random_llm, weights_of
-from quantized_files import AWQ, FORMATS, FP8_BLOCKS, GPTQ, W4, packed, quantize_checkpoint, scheme
+from hybrid_checkpoints import make_hybrid_checkpoint
+from moe_checkpoints import make_moe_checkpoint
+from quantized_files import (
+    AUTO_ROUND,
+    AWQ,
+    FORMATS,
+    FP8_BLOCKS,
+    GPTQ,
+    W4,
+    packed,
+    quantize_checkpoint,
+    quantize_layers,
+    scheme,
+)
 from safetensors.torch import load_file, save_file
 
 from nanovllm import SamplingParams
@@ -57,6 +70,26 @@ def test_dummy_weights(tmp_path: Path) -> None:
     assert random_llm(tmp_path, load_format="dummy").generate(PROMPTS, GREEDY, use_tqdm=False)
 
 
+@pytest.mark.parametrize(
+    ("name", "method"), [("awq", "awq"), ("awq", "awq_marlin"), ("gptq", "gptq"), ("fp8", "fp8")]
+)
+def test_the_name_of_the_format_as_quantization(tmp_path: Path, name: str, method: str) -> None:
+    """As in scripts for vLLM: it is accepted for a checkpoint that has this format."""
+    make_checkpoint(tmp_path)
+    key = next(key for key in FORMATS if key.startswith(name))
+    quantize_checkpoint(tmp_path, key)
+    wanted = random_llm(tmp_path).generate(PROMPTS, GREEDY, use_tqdm=False)
+    found = random_llm(tmp_path, quantization=method).generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [out["token_ids"] for out in found] == [out["token_ids"] for out in wanted]
+    with pytest.raises(ValueError, match=f"'fbgemm_fp8' is a format .* is '{name}'; leave it out"):
+        random_llm(tmp_path, quantization="fbgemm_fp8")
+
+
+def test_a_format_that_the_checkpoint_does_not_have(path: Path) -> None:
+    with pytest.raises(ValueError, match="quantization='fp8' is a format .* is None; leave it out"):
+        random_llm(path, quantization="fp8")
+
+
 def test_the_integers_of_a_weight(tmp_path: Path) -> None:
     weight = torch.randn(16, 64)
     tensors, _ = packed(weight)
@@ -67,20 +100,32 @@ def test_the_integers_of_a_weight(tmp_path: Path) -> None:
     assert found.zeros == 8
 
 
-LIST = "can be 'fp8', 'fbgemm_fp8', 'compressed-tensors', 'awq', 'gptq'"
+LIST = "can be 'fp8', 'fbgemm_fp8', 'compressed-tensors', 'awq', 'gptq', 'auto-round'"
 
 
 @pytest.mark.parametrize(
     ("config", "words"),
     [
         ({"quant_method": "bitsandbytes"}, f"quant_method='bitsandbytes' is not .*{LIST}"),
+        ({"quant_method": "bitsandbytes"}, "was quantized, with quantization='int8' or 'int4'"),
         ({"bits": 4}, f"quant_method=None is not supported; quant_method {LIST}"),
+        ({"bits": 4, "group_size": 64}, "in the format of MLX is not .* quantization='int8' or"),
+        (
+            {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24"}},
+            "stored as sparse tensors .*'sparse-24'.* use a checkpoint without",
+        ),
         (AWQ | {"bits": 3}, "bits=3 is not supported; bits can be 4"),
         (AWQ | {"version": "gemv"}, "version='gemv' is not supported; version can be 'gemm'"),
         (GPTQ | {"bits": 2}, "bits=2 is not supported; bits can be 4, 8"),
         (GPTQ | {"group_size": 0}, "group_size=0 in quantization_config must be a whole number"),
         (GPTQ | {"group_size": None}, "group_size=None in quantization_config must be"),
-        (GPTQ | {"dynamic": {"lm_head": {}}}, "dynamic=.* is not supported"),
+        (GPTQ | {"dynamic": {"lm_head": {}}}, "dynamic=.* can only leave out layers"),
+        (AUTO_ROUND | {"packing_format": "auto_round"}, "packing_format='auto_round' is not"),
+        (
+            AUTO_ROUND | {"extra_config": {"a.b": {"bits": 8}}},
+            "bits=8 for a.b and 4 for other layers is not supported",
+        ),
+        (AUTO_ROUND | {"extra_config": {"a": {"group_size": 64}}}, "group_size=64 for a and 32"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format='marlin' is not supported"),
         (FP8_BLOCKS | {"weight_block_size": [128]}, "weight_block_size must be two numbers"),
         (FP8_BLOCKS | {"fmt": "e5m2"}, "fmt='e5m2' is not supported"),
@@ -244,6 +289,48 @@ def test_int4_keeps_the_numbers(
             found = weight[torch.arange(weight.shape[0])]
             rounded = found.to(decoded[key].dtype)  # as the decoded weight is
             assert torch.equal(rounded, decoded[key]) == is_kept, key
+    assert llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("attention_backend", ["sdpa", "numba"])
+@pytest.mark.parametrize("name", ["compressed W4A16", "gptq symmetric", "awq", "gptq"])
+def test_int4_of_a_quantized_hybrid_model(
+    name: str, attention_backend: str, tmp_path: Path
+) -> None:
+    """Its layers reorder the rows of some weights. Symmetric weights keep their numbers."""
+    make_hybrid_checkpoint(tmp_path, "LF")
+    decoded = quantize_checkpoint(tmp_path, name)
+    options: Any = {"quantization": "int4", "attention_backend": attention_backend}
+    llm = random_llm(tmp_path, **options)
+    assert llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    plain = tmp_path / "plain"
+    make_hybrid_checkpoint(plain, "LF")
+    save_file(decoded, plain / "model.safetensors")
+    wanted = random_llm(plain, attention_backend="sdpa").engine.runner.model.layers[1]
+    attention = llm.engine.runner.model.layers[1].self_attn
+    for part in ("qkv_gate_proj", "o_proj"):
+        weight = getattr(attention, part).weight
+        found = weight[torch.arange(weight.shape[0])]
+        expected = getattr(wanted.self_attn, part).weight
+        if name in ("awq", "gptq"):
+            assert (found - expected).norm() < 0.1 * expected.norm()
+        else:
+            dtype = decoded["model.layers.1.self_attn.o_proj.weight"].dtype
+            assert torch.equal(found.to(dtype), expected.to(dtype)), part
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_weights_that_are_no_linear_layers(quantization: str | None, tmp_path: Path) -> None:
+    """A router, the gate of a shared expert and embeddings can be quantized too."""
+    config, encode = FORMATS["compressed W4A16"]
+    suffixes = ("_proj.weight", "gate.weight", "embed_tokens.weight")
+    make_moe_checkpoint(tmp_path)
+    decoded = quantize_layers(tmp_path, config, encode, suffixes=suffixes)
+    llm = random_llm(tmp_path, quantization=quantization, attention_backend="sdpa")
+    model = llm.engine.runner.model
+    assert torch.equal(model.embed_tokens, decoded["model.embed_tokens.weight"].float())
+    router = decoded["model.layers.0.mlp.gate.weight"].float()
+    assert torch.equal(model.layers[0].mlp.router, router)
     assert llm.generate(PROMPTS, GREEDY, use_tqdm=False)
 
 

@@ -1,7 +1,6 @@
 """The host cache: evicted KV blocks that come back. Bookkeeping, copies, and whole engines."""
 
 import logging
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,13 +16,12 @@ from machines import MACHINE, BlockManagerMachine
 from lessons.oracle.mutants import Mutant, apply
 from lessons.oracle.oracle import plain_sequence, run_history
 from nanovllm import LLM, SamplingParams, Trace
-from nanovllm.config import EngineConfig
+from nanovllm.config import EngineConfig, engine_config
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.memory.host_cache import blocks as host_cache
 from nanovllm.features.memory.host_cache import pool as host_pool
 from nanovllm.features.memory.host_cache.blocks import HostBlock, HostCacheBlockManager
 from nanovllm.features.memory.host_cache.pool import HostPool
-from nanovllm.llm import engine_config
 from nanovllm.loading import memory
 from nanovllm.models.fp8 import FP8
 from nanovllm.plan import BlockCopy, StepPlan
@@ -383,13 +381,13 @@ def test_tokens_do_not_depend_on_the_pools(path: Path, backend: str) -> None:
     """In float32, from ample pools to those that hardly hold the longest request."""
     if backend == "numba":
         pytest.importorskip("numba")
-    options = dict(attention_backend=backend, kvcache_block_size=4, max_num_seqs=4)
-    wanted = tokens_of(random_llm(path, num_kvcache_blocks=800, **options))
+    options = dict(attention_backend=backend, block_size=4, max_num_seqs=4)
+    wanted = tokens_of(random_llm(path, num_kv_cache_blocks=800, **options))
     block_bytes = 2 * 2 * 4 * 2 * 32 * 4
     for blocks, host, overlap in ((40, 400, False), (60, 50, True), (38, 6, False)):
         llm = random_llm(
             path,
-            num_kvcache_blocks=blocks,
+            num_kv_cache_blocks=blocks,
             swap_space=host * block_bytes / GIB,
             async_scheduling=overlap,
             **options,
@@ -405,7 +403,7 @@ def test_tokens_do_not_depend_on_the_pools(path: Path, backend: str) -> None:
 
 
 def test_fp8_and_the_interpreter_of_triton(path: Path) -> None:
-    options = dict(kvcache_block_size=4, max_num_seqs=2, attention_backend="sdpa")
+    options = dict(block_size=4, max_num_seqs=2, attention_backend="sdpa")
     options |= dict(kv_cache_dtype="fp8")
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -414,8 +412,8 @@ def test_fp8_and_the_interpreter_of_triton(path: Path) -> None:
         outputs = [llm.generate(PROMPTS[:4], params, use_tqdm=False) for _ in range(2)]
         return [out.outputs[0].token_ids for outs in outputs for out in outs], llm.stats()
 
-    wanted, _ = tokens(num_kvcache_blocks=200)
-    found, stats = tokens(num_kvcache_blocks=20, swap_space=2**-8)
+    wanted, _ = tokens(num_kv_cache_blocks=200)
+    found, stats = tokens(num_kv_cache_blocks=20, swap_space=2**-8)
     assert found == wanted
     assert stats["host_loads"] > 0
 
@@ -428,7 +426,7 @@ def test_stats_without_the_tier(path: Path) -> None:
 
 
 def small(path: Path, **options: object) -> LLM:
-    settings = dict(kvcache_block_size=4, num_kvcache_blocks=30, attention_backend="sdpa")
+    settings = dict(block_size=4, num_kv_cache_blocks=30, attention_backend="sdpa")
     settings |= dict(swap_space=2**-8)
     return random_llm(path, **(settings | options))
 
@@ -452,7 +450,7 @@ def test_a_failed_step_empties_both_tiers(path: Path, monkeypatch: pytest.Monkey
 
     llm.reset_prefix_cache()
     assert not blocks.hash_to_host_block
-    monkeypatch.setattr(pool, "save", broken)
+    monkeypatch.setattr(host_pool, "save", broken)
     with pytest.raises(RuntimeError, match="on purpose"):
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert not blocks.hash_to_host_block
@@ -485,37 +483,24 @@ def test_the_log_says_how_many_blocks(path: Path, caplog: pytest.LogCaptureFixtu
     assert "host memory holds 1,024 KV blocks (0.00390625 GiB)" in caplog.text
 
 
-def test_without_the_folder(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sentence, before anything is loaded."""
-    monkeypatch.setitem(sys.modules, "nanovllm.features.memory.host_cache", None)
-    for name in ("blocks", "pool"):
-        monkeypatch.delitem(sys.modules, f"nanovllm.features.memory.host_cache.{name}")
-    random_llm(path)
-    monkeypatch.setattr("nanovllm.loading.make_engine.make_runner", None)
-    with pytest.raises(
-        ValueError, match=r"swap_space needs nanovllm/features/memory/host_cache/\w+\.py"
-    ):
-        small(path)
-
-
 def test_names_and_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine_config({"kv_offloading_size": 2.5}).swap_space == 2.5
     assert engine_config({"kv_offloading_size": None}).swap_space == 0
     config = EngineConfig(swap_space=4)
     gpu = torch.device("cuda", 0), 1
-    monkeypatch.setattr(memory, "available_host_memory", lambda: 3 * GIB)
+    monkeypatch.setattr(host_pool, "available_host_memory", lambda: 3 * GIB)
     with pytest.raises(ValueError, match="takes 4,294,967,296 bytes .* 3,221,225,472 are free;"):
-        _ = memory.Room(config, *gpu, 5 * GIB, 1000).num_host_blocks
-    monkeypatch.setattr(memory, "available_host_memory", lambda: 5 * GIB)
-    assert memory.Room(config, *gpu, 5 * GIB, 1000).num_host_blocks == 4 * GIB // 1000
+        _ = memory.MemoryBudget(config, *gpu, 5 * GIB, 1000).num_host_blocks
+    monkeypatch.setattr(host_pool, "available_host_memory", lambda: 5 * GIB)
+    assert memory.MemoryBudget(config, *gpu, 5 * GIB, 1000).num_host_blocks == 4 * GIB // 1000
     # Weights and KV cache of a CPU take the same memory.
     cpu = torch.device("cpu"), 5 * GIB
     with pytest.raises(ValueError, match="next to weights and KV cache"):
-        _ = memory.Room(config, *cpu, GIB, 1000).num_host_blocks
-    small_cache = EngineConfig(swap_space=4, num_kvcache_blocks=10**6)
+        _ = memory.MemoryBudget(config, *cpu, GIB, 1000).num_host_blocks
+    small_cache = EngineConfig(swap_space=4, num_kv_cache_blocks=10**6)
     with pytest.raises(ValueError, match="next to weights and KV cache"):
-        _ = memory.Room(small_cache, *cpu, GIB // 4, 1000).num_host_blocks
-    assert memory.Room(config, *cpu, GIB // 4, 1000).num_host_blocks == 4 * GIB // 1000
+        _ = memory.MemoryBudget(small_cache, *cpu, GIB // 4, 1000).num_host_blocks
+    assert memory.MemoryBudget(config, *cpu, GIB // 4, 1000).num_host_blocks == 4 * GIB // 1000
 
 
 def test_memory_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -527,5 +512,5 @@ def test_memory_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     free = memory.free_memory(cpu, ranks=2)
     for size, blocks in ((1, 2048 - 1), (2, 768 - 1)):
         config = EngineConfig(swap_space=1, tensor_parallel_size=size)
-        room = memory.Room(config, cpu, free, 0, 2**20)
-        assert room.num_kv_blocks(10**6, NotImplemented) == blocks
+        budget = memory.MemoryBudget(config, cpu, free, 0, 2**20)
+        assert budget.num_kv_blocks(10**6, memory.free_memory(cpu, size)) == blocks

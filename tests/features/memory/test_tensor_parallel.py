@@ -29,7 +29,7 @@ from nanovllm.features.memory.tensor_parallel.shards import config_of_rank, tens
 from nanovllm.features.requests.beam_search import BeamSearchParams
 from nanovllm.loading.memory import num_weights, weight_bytes
 from nanovllm.models.backend import Backend
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.rope import RopeConfig
 from nanovllm.models.weights import random_weights
@@ -406,8 +406,8 @@ def test_an_eighth_of_the_bytes(billions: float, quantization: str | None) -> No
     stored = sum(module.weight.nbytes for module in model.linears()) + model.embed_tokens.nbytes
     norms = [model.norm, *(w for layer in model.layers for w in norms_of(layer))]
     stored += sum(norm.nbytes for norm in norms)
-    assert stored == weight_bytes(model)
-    eighth = weight_bytes(Qwen3.on_meta(whole, backend)) / 8
+    assert stored == weight_bytes(model, backend)
+    eighth = weight_bytes(Qwen3.on_meta(whole), backend) / 8
     print(f"{stored / 1e9:.3f} GB, {stored / eighth - 1:.4%} more than an eighth")
     assert eighth <= stored < 1.002 * eighth  # norms; in int8 also scales
     assert model.config.block_bytes(16, 2) == whole.block_bytes(16, 2) / 8

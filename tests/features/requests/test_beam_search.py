@@ -104,8 +104,8 @@ def test_beams_that_are_preempted(checkpoint, llm, prefix_caching, policy, block
     expected = llm.beam_search(items, params, use_tqdm=False)
     small = random_llm(
         checkpoint[0],
-        num_kvcache_blocks=blocks,
-        kvcache_block_size=8,
+        num_kv_cache_blocks=blocks,
+        block_size=8,
         max_model_len=64,
         max_num_seqs=5,
         max_num_batched_tokens=16,
@@ -217,8 +217,8 @@ def test_beams_follow_a_grammar(embedded: LLM):
     small = LLM(
         dtype="float32",
         device="cpu",
-        num_kvcache_blocks=12,
-        kvcache_block_size=4,
+        num_kv_cache_blocks=12,
+        block_size=4,
         max_model_len=32,
         max_num_seqs=8,
     )

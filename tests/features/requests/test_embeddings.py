@@ -53,7 +53,7 @@ def test_layouts(tmp_path: Path, layout: str, tie: bool) -> None:
     """Names with and without "model.", and heads that are tied, stored or missing."""
     model = make_checkpoint(tmp_path, tie=tie)
     change_layout(tmp_path, layout)
-    llm = random_llm(tmp_path, runner="pooling", task="embed", convert="embed")
+    llm = random_llm(tmp_path, runner="pooling")
     near(llm.embed(PROMPTS[:3], use_tqdm=False), model, PROMPTS[:3])
     greedy = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     if tie or layout == "causal":
@@ -95,7 +95,7 @@ def test_random_weights_without_head(tmp_path: Path) -> None:
         {},
         {"max_num_batched_tokens": 7},
         {"async_scheduling": True, "max_num_batched_tokens": 50},
-        {"num_kvcache_blocks": 8, "max_num_batched_tokens": 30, "async_scheduling": True},
+        {"num_kv_cache_blocks": 8, "max_num_batched_tokens": 30, "async_scheduling": True},
         {"enable_prefix_caching": False, "max_num_seqs": 2},
         {"attention_backend": "sdpa"},
     ],
@@ -113,14 +113,14 @@ def test_equal_in_any_steps(
     assert llm.stats()["blocks_in_use"] == 0
     assert llm.stats()["output_tokens"] == 0
     cached = [out.num_cached_tokens for out in llm.embed(SHARED, use_tqdm=False)]
-    if options.get("enable_prefix_caching", True) and "num_kvcache_blocks" not in options:
+    if options.get("enable_prefix_caching", True) and "num_kv_cache_blocks" not in options:
         assert all(n == (len(p) - 1) // 16 * 16 for n, p in zip(cached, SHARED, strict=True))
 
 
 def test_preempted_requests_are_equal(checkpoint: tuple[Path, torch.nn.Module]) -> None:
     """Long outputs take the blocks of prompts that are computed in chunks beside them."""
     path, model = checkpoint
-    llm = random_llm(path, num_kvcache_blocks=9, max_num_batched_tokens=10)
+    llm = random_llm(path, num_kv_cache_blocks=9, max_num_batched_tokens=10)
     engine, outputs = llm.engine, []
     params = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
     for prompt in PROMPTS:
@@ -182,7 +182,7 @@ def test_a_prompt_may_fill_the_model(llm: LLM) -> None:
 
 
 def test_a_prompt_may_fill_the_cache(checkpoint: tuple[Path, torch.nn.Module]) -> None:
-    llm = random_llm(checkpoint[0], num_kvcache_blocks=2)
+    llm = random_llm(checkpoint[0], num_kv_cache_blocks=2)
     near(llm.embed([5] * 32, use_tqdm=False), checkpoint[1], [[5] * 32])
     with pytest.raises(ValueError, match="33 tokens are more than 32, the limit"):
         llm.embed([5] * 33, use_tqdm=False)

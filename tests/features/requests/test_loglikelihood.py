@@ -47,9 +47,9 @@ def score(llm: LLM, pairs: list) -> list[LoglikelihoodOutput]:
         {},
         {"max_num_batched_tokens": 7},
         {"async_scheduling": True, "max_num_batched_tokens": 50},
-        {"num_kvcache_blocks": 8, "max_num_batched_tokens": 30, "async_scheduling": True},
+        {"num_kv_cache_blocks": 8, "max_num_batched_tokens": 30, "async_scheduling": True},
         {"enable_prefix_caching": False, "max_num_seqs": 2},
-        {"attention_backend": "sdpa", "kvcache_block_size": 4, "num_kvcache_blocks": 256},
+        {"attention_backend": "sdpa", "block_size": 4, "num_kv_cache_blocks": 256},
     ],
     ids=str,
 )
@@ -184,8 +184,6 @@ CALLS = [
     (lambda llm: llm.embed([[1]], {"dimensions": 3}), TypeError, "pooling_params must be a Pooli"),
     (lambda llm: llm.embed([[1]], [PoolingParams()] * 2), ValueError, "1 prompts but 2 pooling_pa"),
     (lambda llm: llm.embed([[1]], PoolingParams(), dimensions=3), TypeError, "not both"),
-    (lambda llm: llm.embed([[1]], lora_request=3), ValueError, "lora_request=3 is not supported"),
-    (lambda llm: llm.embed([[1]], use_tqmd=False), TypeError, "did you mean 'use_tqdm'"),
     (lambda llm: llm.embed([[1] * 161]), ValueError, "161 tokens are more than 160, the limit"),
     (lambda llm: llm.generate([[1]], PoolingParams()), TypeError, "must be a SamplingParams"),
     (lambda llm: next(llm.stream([[1]], PoolingParams())), TypeError, "must be a SamplingParams"),
@@ -201,7 +199,6 @@ CALLS = [
     (lambda llm: llm.loglikelihood([1], [[2], [1.5]]), TypeError, "pair 1: .* not 1.5"),
     (lambda llm: llm.loglikelihood([1], None), TypeError, "continuations must be a string"),
     (lambda llm: llm.loglikelihood("a", "b"), ValueError, "no tokenizer"),
-    (lambda llm: llm.score("a", "b"), AttributeError, "use loglikelihood"),
 ]
 
 

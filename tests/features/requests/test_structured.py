@@ -7,6 +7,7 @@ import sys
 import threading
 import typing
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,13 @@ from nanovllm import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from nanovllm.engine.sampling import Sampling, read_stream
+from nanovllm.engine.sampling import read_stream
 from nanovllm.features.requests import structured as structured_module
 from nanovllm.features.requests.logit_rules import rows as logit_rules_rows
 from nanovllm.features.requests.logit_rules.rows import RowRules, RulesBatch, RulesState
 from nanovllm.features.requests.structured import Grammar, GrammarCompiler, Matcher
 from nanovllm.loading.checkpoint import find_checkpoint
+from nanovllm.outputs import GrammarError
 from nanovllm.plan import LogitRules, NewRow, RowSampling
 from nanovllm.runner import pending
 
@@ -163,8 +165,8 @@ def random_request(rng: random.Random, llm: LLM) -> tuple[str, SamplingParams]:
     [
         {},
         {"async_scheduling": True},
-        {"num_kvcache_blocks": 14, "max_num_batched_tokens": 24},
-        {"num_kvcache_blocks": 11, "max_num_seqs": 9, "async_scheduling": True},
+        {"num_kv_cache_blocks": 14, "max_num_batched_tokens": 24},
+        {"num_kv_cache_blocks": 11, "max_num_seqs": 9, "async_scheduling": True},
     ],
     ids=["plain", "async", "preempted", "async, preempted"],
 )
@@ -176,7 +178,7 @@ def test_fuzz(options: dict) -> None:
         device="cpu",
         max_model_len=160,
         attention_backend="sdpa",
-        **({"num_kvcache_blocks": 400} | options),
+        **({"num_kv_cache_blocks": 400} | options),
     )
     kinds, requests = [], []
     for i in range(40):
@@ -201,13 +203,14 @@ def test_fuzz(options: dict) -> None:
             if request.params.logprobs is not None:
                 assert len(sample.logprobs) == len(sample.token_ids)
     assert len(ends) == sum(len(request.samples) for request in requests)
-    assert llm.stats()["preemptions"] > 0 or "num_kvcache_blocks" not in options
+    assert llm.stats()["preemptions"] > 0 or "num_kv_cache_blocks" not in options
     valid = 0
     for (i, index), end in ends.items():
         params, kind = requests[i].params, kinds[i]
         if end.finish_reason == "error":
-            hiding = ("bad_words", "min_tokens", "allowed_token_ids", "ignore_eos")
-            assert any(getattr(params, name) for name in hiding), params
+            # A processor that negates logits makes a hidden end token certain.
+            negated = params.min_tokens and params.logits_processors
+            assert params.bad_words or params.allowed_token_ids or negated, params
         elif kind and end.finish_reason == "stop" and end.stop_reason is None:
             KINDS[kind][1](texts[i, index])
             valid += 1
@@ -261,7 +264,7 @@ def test_masks_by_definition(embedded: LLM, vocab_size: int) -> None:
         state = RulesState(2, 40, vocab_size, torch.device("cpu"))
         for _ in range(12):
             sampling = RowSampling(0.0, 0, rules=LogitRules(grammar=grammar))
-            row = RowRules(sampling.rules, NewRow(1, [], sampling, [1, 2]), vocab_size)
+            row = RowRules(sampling.rules, NewRow(1, [], sampling, [1, 2]))
             batch, output = RulesBatch([(1, row)], state), []
             while True:
                 logits = torch.randn(2, vocab_size)
@@ -291,7 +294,7 @@ def test_tokens_that_the_model_does_not_have(embedded: LLM, tmp_path: Path) -> N
     tokenizer.add_tokens(["zebra"])
     tokenizer.add_tokens(["<|more|>"], special_tokens=True)
     tokenizer.save_pretrained(tmp_path)
-    llm = LLM(dtype="float32", device="cpu", tokenizer=str(tmp_path), num_kvcache_blocks=64)
+    llm = LLM(dtype="float32", device="cpu", tokenizer=str(tmp_path), num_kv_cache_blocks=64)
     fields = dict(structured_outputs=StructuredOutputsParams(choice=["zebra!"]))
     questions = ["What is 12 + 30?\n"] * 2
     params = [SamplingParams(temperature=0, **more) for more in (fields, {})]
@@ -331,6 +334,8 @@ def test_any_part_of_a_tokenizer(kind: str) -> None:
         compiler, output = GrammarCompiler(tokenizer, size, eos), []
         matcher = Matcher(compiler.compile(StructuredOutputsParams(choice=[text]), sorted(eos)))
         while mask := matcher.mask(output):
+            if matcher.is_complete and not eos:
+                break
             bits = int.from_bytes(mask, "little")
             assert 0 < bits < 1 << size, (size, output)
             output.append(bits.bit_length() - 1)
@@ -357,7 +362,6 @@ def test_no_token_is_left(embedded: LLM, asynchronous: bool, monkeypatch) -> Non
     three = embedded.get_tokenizer().encode("3")
     for fields, names in (
         (dict(allowed_token_ids=three), "structured_outputs and allowed_token_ids hid"),
-        (dict(min_tokens=30), "structured_outputs and min_tokens hid every token"),
         (dict(bad_words=["y", "n"], n=2), "structured_outputs and bad_words hid"),
     ):
         params = SamplingParams(
@@ -375,6 +379,40 @@ def test_no_token_is_left(embedded: LLM, asynchronous: bool, monkeypatch) -> Non
 
 
 # ---- the end ----
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    "hiding",
+    [
+        dict(min_tokens=30),
+        dict(min_tokens=30, ignore_eos=True, stop_token_ids=[3]),
+        dict(allowed_token_ids=range(1000)),  # without an end-of-sequence token
+        dict(bad_words=["<|im_end|>", "<|endoftext|>"]),
+    ],
+    ids=str,
+)
+def test_a_complete_grammar_ends_an_output_whose_end_tokens_are_hidden(
+    embedded: LLM, asynchronous: bool, hiding: dict, monkeypatch
+) -> None:
+    monkeypatch.setattr(embedded.engine, "async_scheduling", asynchronous)
+    fives = StructuredOutputsParams(regex="[0-9]{5}")
+    params = SamplingParams(structured_outputs=fives, n=3, seed=1, logprobs=0, **hiding)
+    plain = SamplingParams(temperature=0)
+    out, other = embedded.generate(["What is 12 + 30?\n"] * 2, [params, plain], use_tqdm=False)
+    for sample in out.outputs:
+        assert re.fullmatch("[0-9]{5}", sample.text)
+        assert (sample.finish_reason, sample.stop_reason) == ("stop", None)
+        assert len(sample.logprobs) == len(sample.token_ids)
+    assert other["text"] == "12 + 30 = 42"
+
+
+def test_min_tokens_holds_while_a_grammar_can_continue(embedded: LLM) -> None:
+    digits = StructuredOutputsParams(regex="[0-9]{2,40}")
+    params = SamplingParams(structured_outputs=digits, min_tokens=12, temperature=0.5, seed=1, n=4)
+    for sample in embedded.generate("What is 3 + 4?\n", params, use_tqdm=False)[0].outputs:
+        assert len(sample.token_ids) >= 12
+        assert re.fullmatch("[0-9]{2,40}", sample.text)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -518,12 +556,12 @@ def test_a_deep_grammar_does_not_end_the_process(embedded: LLM, kind: str) -> No
 
 def test_a_compilation_that_takes_too_long(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its request is refused by the time, because nothing else bounds every grammar."""
-    real, go_on = structured_module.call_with_limit, threading.Event()
+    real, go_on = GrammarCompiler._call_with_limit, threading.Event()
 
-    def slow(function: Callable[[], Any], seconds: float, stack: int) -> Any:
-        return real(lambda: (go_on.wait(300), function())[1], seconds, stack)
+    def slow(self: GrammarCompiler, function: Callable[[], Any], stack: int) -> Any:
+        return real(self, lambda: (go_on.wait(300), function())[1], stack)
 
-    monkeypatch.setattr(structured_module, "call_with_limit", slow)
+    monkeypatch.setattr(GrammarCompiler, "_call_with_limit", slow)
     monkeypatch.setattr(structured_module, "MAX_SECONDS", 0)
     schema = {"type": "string", "pattern": "too long"}
     params = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
@@ -540,9 +578,9 @@ def test_compilations_that_still_run_are_few(
     """Nothing can stop them. Compiled grammars are used meanwhile, and others when they have ended."""
     inputs, go_on = embedded.engine.input_processor, threading.Event()
     compiler = inputs.grammars
-    real, calls = structured_module.call_with_limit, 0
+    real, calls = GrammarCompiler._call_with_limit, 0
 
-    def slow(function: Callable[[], Any], seconds: float, stack: int) -> Any:
+    def slow(self: GrammarCompiler, function: Callable[[], Any], stack: int) -> Any:
         nonlocal calls
         calls += 1
 
@@ -550,16 +588,19 @@ def test_compilations_that_still_run_are_few(
             go_on.wait(300)
             return function()
 
-        return real(wait, 0, stack)
+        return real(self, wait, stack)
 
     def add(regex: str) -> None:
         params = SamplingParams(structured_outputs=StructuredOutputsParams(regex=regex))
-        embedded.engine.make_task(params)
+        embedded.engine.input_processor.make_task(params)
 
     add("before")
-    monkeypatch.setattr(structured_module, "call_with_limit", slow)
+    monkeypatch.setattr(GrammarCompiler, "_call_with_limit", slow)
+    monkeypatch.setattr(structured_module, "MAX_SECONDS", 0)
     for i in range(4):
-        with pytest.raises(ValueError, match="more than 60 seconds" + " are still" * (i > 1)):
+        with pytest.raises(
+            ValueError, match="more than 0 seconds" + ", or that Ctrl-C left, are" * (i > 1)
+        ):
             add(f"slow {i}")
     assert calls == 2
     add("before")
@@ -568,6 +609,25 @@ def test_compilations_that_still_run_are_few(
         thread.join(100)
     monkeypatch.undo()
     add("after")
+
+
+def test_ctrl_c_counts_the_compilation_that_it_leaves(
+    embedded: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = embedded.engine.input_processor.grammars
+
+    class Interrupted(Future):
+        def result(self, timeout: float | None = None) -> Any:
+            raise KeyboardInterrupt
+
+    go_on = threading.Event()
+    monkeypatch.setattr(structured_module, "Future", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compiler._call_with_limit(lambda: go_on.wait(300), 2**20)
+    thread = compiler.abandoned[-1]
+    assert thread.is_alive()
+    go_on.set()
+    thread.join(100)
 
 
 @pytest.mark.parametrize("fields", [{"regex": "a(" * 4000}, {"grammar": "start: " + "b " * 4000}])
@@ -596,10 +656,8 @@ def test_without_the_library(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_limit_of_the_library(embedded: LLM, asynchronous: bool, monkeypatch) -> None:
-    """It ends its own request, and the call raises its reason."""
+    """It ends its own request, and the call raises its reason when the others have ended."""
     monkeypatch.setattr(embedded.engine, "async_scheduling", asynchronous)
-    request = embedded.engine.submit("x", structured("words", n=2, temperature=0))
-    plain = embedded.engine.submit("What is 12 + 30?\n", SamplingParams(temperature=0))
     mask = Matcher.mask
 
     def limited(self: Matcher, output: list[int]) -> bytes | None:
@@ -608,10 +666,44 @@ def test_a_limit_of_the_library(embedded: LLM, asynchronous: bool, monkeypatch) 
         return mask(self, output)
 
     monkeypatch.setattr(Matcher, "mask", limited)
-    list(embedded.engine.run([request, plain]))
-    assert "structured_outputs: " in str(request.error)
-    assert [len(sample.token_ids) for sample in request.output.outputs] == [4, 4]
-    assert plain.output["text"] == "12 + 30 = 42"
+    prompts = ["x", "What is 12 + 30?\n"]
+    params = [structured("words", n=2, temperature=0), SamplingParams(temperature=0)]
+    words = (
+        r"for prompts\[0\] .*: llguidance cannot continue the output after 4 tokens with the gram"
+    )
+    with pytest.raises(GenerationError, match=words) as caught:
+        embedded.generate(prompts, params, use_tqdm=False)
+    failed, plain = caught.value.outputs
+    assert [len(sample.token_ids) for sample in failed.outputs] == [4, 4]
+    assert {sample.finish_reason for sample in failed.outputs} == {"error"}
+    assert plain["text"] == "12 + 30 = 42"
+    ends = {new.request_index: new.finish_reason for new in embedded.stream(prompts, params)}
+    assert ends == {0: "error", 1: "stop"}
+    beams = BeamSearchParams(
+        beam_width=2, max_tokens=9, structured_outputs=params[0].structured_outputs
+    )
+    with pytest.raises(GrammarError, match="cannot continue the output"):
+        embedded.beam_search("x", beams, use_tqdm=False)
+
+
+PATTERNS = {"patternProperties": {"^a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"json": PATTERNS | {"properties": {"b": {"type": "string"}}}}, "json"),
+        ({"json": {"type": "array", "items": PATTERNS}}, "json"),
+        ({"json": json.dumps(PATTERNS).replace("pattern", r"\u0070attern")}, "json"),
+        ({"grammar": f"start: x\nx: %json {json.dumps(PATTERNS)}"}, "grammar"),
+    ],
+    ids=str,
+)
+def test_pattern_properties_are_refused(embedded: LLM, fields: dict, name: str) -> None:
+    """With declared properties, llguidance stops in the middle of outputs."""
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**fields))
+    with pytest.raises(ValueError, match=f"the {name} of .* has patternProperties, which is not"):
+        embedded.generate("x", params, use_tqdm=False)
 
 
 # ---- what it costs ----
@@ -664,7 +756,7 @@ def test_other_requests_pay_nothing(embedded: LLM, monkeypatch: pytest.MonkeyPat
     params = SamplingParams(temperature=0, repetition_penalty=1.1)
     embedded.generate("What is 12 + 30?\n", params, use_tqdm=False)
     assert compiler.vocabulary is None
-    assert Sampling(embedded.engine, SamplingParams()).rules is None
+    assert embedded.engine.input_processor.make_task(SamplingParams()).rules is None
 
 
 def test_requests_share_a_compiled_grammar(embedded: LLM) -> None:

@@ -71,7 +71,7 @@ class YourAttention(PlainAttention):
 
 
 def test_the_model_answers() -> None:
-    llm = make_llm(attention_backend="sdpa", num_kvcache_blocks=8)
+    llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=8)
     runner, encode = runner_of(llm), llm.get_tokenizer().encode
     runner.attention.__class__ = YourAttention
     runner.attention.caches = {}

@@ -47,7 +47,7 @@ class Recorded(Model):
 @functools.cache
 def shared() -> tuple[Any, Recorded, Any, set[int]]:
     """The tokenizer, the model, transformers' model and the end tokens."""
-    llm = make_llm(attention_backend="sdpa", num_kvcache_blocks=64)
+    llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=64)
     model = AutoModelForCausalLM.from_pretrained(find_checkpoint(EMBEDDED), dtype=torch.float32)
     return llm.get_tokenizer(), Recorded(), model, set(llm.engine.input_processor.eos_token_ids)
 
@@ -204,7 +204,7 @@ def test_speed(capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing is expected: the table compares tokens per second."""
     tokenizer, model, reference, ends = shared()
     prompts = [tokenizer.encode(f"Count from {i} to {i + 4}\n") for i in range(4)]
-    llm = make_llm(attention_backend="sdpa", num_kvcache_blocks=128, enable_prefix_caching=False)
+    llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=128, enable_prefix_caching=False)
     ask(llm, prompts, max_tokens=2)
 
     def yours() -> int:

@@ -171,7 +171,7 @@ def test_generates_with_the_embedded_model(monkeypatch: pytest.MonkeyPatch) -> N
     """The field in its three places, compared with transformers' filter as a logits processor."""
     monkeypatch.setitem(FILTERS, "typical_p", 1.0)
     monkeypatch.setitem(FILTER_FUNCTIONS, "typical_p", keep_typical_p)
-    llm = LLM(dtype="float32", device="cpu", attention_backend="sdpa", num_kvcache_blocks=64)
+    llm = LLM(dtype="float32", device="cpu", attention_backend="sdpa", num_kv_cache_blocks=64)
 
     def tokens(params: list[Params]) -> list[list[int]]:
         outputs = llm.generate(["A garden\n"] * len(params), params, use_tqdm=False)

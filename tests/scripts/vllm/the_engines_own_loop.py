@@ -1,11 +1,22 @@
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, RequestOutput, SamplingParams
 
-engine = LLM(model="qwen3-nano").engine
-engine.add_request("What is 1 + 1?\n", SamplingParams(temperature=0), request_id="a")
-engine.add_request("What is 1 + 2?\n", SamplingParams(temperature=0), request_id="b")
+test_prompts = [
+    ("What is 1 + 1?\n", SamplingParams(temperature=0, logprobs=1, prompt_logprobs=1)),
+    ("What is 1 + 2?\n", SamplingParams(temperature=0, presence_penalty=0.0)),
+    ("To be or not to be,", SamplingParams(temperature=0.8, top_k=5, max_tokens=4)),
+]
+engine = LLM(model="qwen3-nano").llm_engine
+request_id = 0
 texts = {}
-while engine.has_unfinished_requests():
-    for output in engine.step():
-        if output.finished:
-            texts[output.request_id] = output.outputs[0].text
-assert texts == {"a": "1 + 1 = 2", "b": "1 + 2 = 3"}
+while test_prompts or engine.has_unfinished_requests():
+    if test_prompts:
+        prompt, sampling_params = test_prompts.pop(0)
+        engine.add_request(prompt, sampling_params, request_id=str(request_id))
+        request_id += 1
+    request_outputs: list[RequestOutput] = engine.step()
+    for request_output in request_outputs:
+        if request_output.finished:
+            texts[request_output.request_id] = request_output.outputs[0].text
+engine.abort_request(["0"])
+assert texts.keys() == {"0", "1", "2"}
+assert (texts["0"], texts["1"]) == ("1 + 1 = 2", "1 + 2 = 3")

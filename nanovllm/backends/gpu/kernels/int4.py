@@ -39,11 +39,14 @@ def _int4_linear(
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     byte = tl.arange(0, INPUTS // 2 // SLICES)
     weight_byte, x_byte = byte[None, :], byte[:, None]
-    acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    # Each half has an accumulator: two products of a loop that add to the same one are compiled
+    # wrongly for tcgen05, the matrix units of sm_100 (triton-lang/triton#10821).
+    low_acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
     if SLICES > 1:
         first = tl.arange(0, SLICES)[:, None, None] * (INPUTS // 2 // SLICES)
         weight_byte, x_byte = first + weight_byte, first + x_byte
-        acc = tl.zeros([SLICES, OUTPUTS, ROWS], tl.float32)
+        low_acc = tl.zeros([SLICES, OUTPUTS, ROWS], tl.float32)
+    high_acc = low_acc
     group = weight_byte // HALF
     # A weight may have more than 2^31 elements.
     weight_ptrs = weight + output.to(tl.int64)[:, None] * (num_groups * HALF) + weight_byte
@@ -60,7 +63,11 @@ def _int4_linear(
             w = (value.to(tl.float32) * s).to(dtype)
             is_input = low + high * HALF < num_inputs - start
             columns = tl.load(x_ptrs + start + high * HALF, mask=is_row & is_input, other=0.0)
-            acc = tl.dot(w, columns, acc, input_precision="ieee")
+            if high:
+                high_acc = tl.dot(w, columns, high_acc, input_precision="ieee")
+            else:
+                low_acc = tl.dot(w, columns, low_acc, input_precision="ieee")
+    acc = low_acc + high_acc
     if SLICES > 1:
         acc = tl.sum(acc, 0)
     if BIAS:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from nanovllm.features.formats.gguf.reader import GGUF
 from nanovllm.features.formats.gguf.tokenizer import read_tokenizer
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
 
 SHARD_BYTES = 2**30
@@ -42,10 +42,17 @@ def convert(
     file = GGUF(source)
     raw = file.config(run_in or dtype)
     config = ModelConfig.from_json(raw, source)
-    expected = {tensor.name for tensor in Qwen3.on_meta(config).checkpoint_tensors()}
-    if wrong := expected ^ file.tensors.keys():
+    expected = {t.name: t.shape for t in Qwen3.on_meta(config).checkpoint_tensors()}
+    if wrong := expected.keys() ^ file.tensors.keys():
         has = "has no" if min(wrong) in expected else "has the unknown"
         raise ValueError(f"{source} {has} tensor {min(wrong)!r}")
+    for name, tensor in file.tensors.items():
+        shape = tuple(tensor.shape.tolist()[::-1])  # GGUF has the innermost dimension first
+        if shape != expected[name]:
+            raise ValueError(
+                f"{source} has the tensor {name!r} with the shape {shape}, but its metadata say "
+                f"{expected[name]}; download the file again, or convert the original weights"
+            )
     if target.exists():
         raise ValueError(f"{target} exists; remove it or name another directory")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -56,7 +63,7 @@ def convert(
         generation = {"do_sample": False, "eos_token_id": raw["eos_token_id"]}
         (temporary / "generation_config.json").write_text(json.dumps(generation, indent=2))
         weights = file.weights(config, DTYPES[dtype])
-        show = use_tqdm and sys.stderr.isatty()
+        show = use_tqdm and sys.stderr is not None and sys.stderr.isatty()
         bar = tqdm(weights, f"Converting {source.name}", len(expected), disable=not show)
         save_weights(bar, temporary)
         temporary.chmod(0o755)

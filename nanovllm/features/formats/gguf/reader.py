@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.rope import RopeConfig
 
 # `general.architecture` -> the architecture, and whether llama.cpp has reordered q and k.

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from nanovllm.config import EngineConfig
 from nanovllm.features.memory.tensor_parallel.shards import config_of_rank, tensors_of_rank
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.weights import CheckpointTensor
 from nanovllm.plan import Runner, StepOutput, StepPlan

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.weights import CheckpointTensor
 
 # These weights are divided by rows, which are outputs, or by columns, which are inputs.

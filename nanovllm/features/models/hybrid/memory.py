@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from nanovllm.config import EngineConfig
-from nanovllm.features.models.hybrid.config import HybridConfig
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.utils.log import logger
 
 SLOTS_PER_ROW = 2
 
 
-def check_options(config: EngineConfig, model_config: HybridConfig) -> None:
+def check_options(config: EngineConfig, model_config: ModelConfig) -> None:
     """Raise ValueError for an option that models with linear attention do not support."""
     for value, option in (
         (config.tensor_parallel_size > 1, "tensor_parallel_size"),
@@ -22,15 +22,12 @@ def check_options(config: EngineConfig, model_config: HybridConfig) -> None:
             )
 
 
-def num_states(
-    config: EngineConfig, model_config: HybridConfig, itemsize: int, max_bytes: int
-) -> tuple[int, int, int]:
-    """Return (rows, slots for the prefix cache, bytes of all states).
+def num_states(config: EngineConfig, state_bytes: int, max_bytes: int) -> tuple[int, int, int]:
+    """Return (rows, slots for the prefix cache, bytes of all states) for states of `state_bytes`.
 
     States take at most half of `max_bytes`; the KV cache takes the rest. If they do not fit,
-    fewer sequences run at a time. The model has `itemsize` bytes per number.
+    fewer sequences run at a time.
     """
-    state_bytes = model_config.state_bytes(itemsize)
     fit = max_bytes // 2 // state_bytes - 1  # the padding row has a state too
     wanted = config.num_state_slots if config.enable_prefix_caching else 0
     if wanted is None:

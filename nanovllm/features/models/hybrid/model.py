@@ -8,18 +8,19 @@ output gate, whose projection is part of q_proj.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanovllm.features.models.hybrid.config import FULL, KERNEL_SIZE, LINEAR, HybridConfig
+from nanovllm.features.models.hybrid.hybrid_config import FULL, KERNEL_SIZE, LINEAR, HybridConfig
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.backend import Backend
 from nanovllm.models.batch import ForwardBatch
-from nanovllm.models.config import ModelConfig
 from nanovllm.models.layers import Linear, Rope, RotaryEmbedding
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import MLP, DecoderLayer, Qwen3
 from nanovllm.models.weights import CheckpointTensor
 
@@ -50,6 +51,7 @@ class LinearAttention:
     def __call__(
         self, x: Tensor, rope: Rope, batch: ForwardBatch, attention: PlainAttention
     ) -> Tensor:
+        assert batch.states is not None
         return self.out_proj(batch.states.attend(self, self.in_proj(x)))
 
     def linears(self) -> tuple[Linear, Linear]:
@@ -103,16 +105,20 @@ class GatedAttention:
 
             def store_q(t: Tensor, q: Tensor = q, gate: Tensor = gate) -> None:
                 # Each head has the rows of its query, then the rows of its gate.
-                q_rows, gate_rows = t.unflatten(0, (heads, 2, -1)).unbind(1)
-                q.copy_(self.permuted(q_rows.flatten(0, 1)))
-                gate.copy_(gate_rows.flatten(0, 1))
+                rows = torch.arange(t.shape[0]).unflatten(0, (heads, 2, -1)).transpose(0, 1)
+                q_rows, gate_rows = rows.flatten(1)
+                q.copy_(t[self.permuted(q_rows)])
+                gate.copy_(t[gate_rows])
 
             def store_k(t: Tensor, k: Tensor = k) -> None:
-                k.copy_(self.permuted(t))
+                k.copy_(t[self.permuted(torch.arange(t.shape[0]))])
 
-            shape = tuple(q.shape)
-            yield CheckpointTensor(f"{prefix}q_proj.{kind}", (2 * shape[0], *shape[1:]), store_q)
-            yield CheckpointTensor(f"{prefix}k_proj.{kind}", tuple(k.shape), store_k)
+            for name, store, size in (
+                ("q_proj", store_q, 2 * q.shape[0]),
+                ("k_proj", store_k, k.shape[0]),
+            ):
+                tensor = CheckpointTensor.of(f"{prefix}{name}.{kind}", k)
+                yield replace(tensor, shape=(size, *k.shape[1:]), store=store)
             yield CheckpointTensor.of(f"{prefix}v_proj.{kind}", v)
         yield from self.o_proj.checkpoint_tensors(prefix)
         for name, norm in zip(("q_norm", "k_norm"), self.norms, strict=True):
@@ -188,9 +194,6 @@ class Qwen3_5(Qwen3):
         for tensor in super().checkpoint_tensors():
             is_norm = tensor.name == "model.norm.weight"
             yield norm_tensor(tensor.name, self.norm) if is_norm else tensor
-
-
-MODEL = Qwen3_5
 
 
 def norm_weight(backend: Backend, size: int) -> Tensor:

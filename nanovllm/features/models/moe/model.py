@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nanovllm.features.models.moe import experts as reference
-from nanovllm.features.models.moe.config import Experts, MoeConfig
+from nanovllm.features.models.moe.moe_config import Experts, MoeConfig
 from nanovllm.models.backend import Backend
 from nanovllm.models.layers import Linear
 from nanovllm.models.qwen3 import MLP, Qwen3
@@ -83,6 +83,3 @@ class Qwen3Moe(Qwen3):
 
     def make_mlp(self, layer: int) -> MLP:
         return make_mlp(self.config, layer, self.backend)
-
-
-MODEL = Qwen3Moe

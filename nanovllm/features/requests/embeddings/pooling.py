@@ -16,14 +16,13 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.task import Ending, Task
 from nanovllm.outputs import RequestMetrics
 from nanovllm.plan import ResultKind, RowResult
-from nanovllm.utils.checks import Positive, check_scalars, refuse_unknown_fields
+from nanovllm.utils.checks import Positive, check_scalars
 
 if TYPE_CHECKING:
-    from nanovllm.engine.llm_engine import LLMEngine
+    from nanovllm.engine.input_processor import InputProcessor
 
 
-@refuse_unknown_fields("field of PoolingParams")
-@dataclass
+@dataclass(slots=True)
 class PoolingParams:
     """Parameters of an embedding. None uses the setting of the checkpoint, or else the default.
 
@@ -113,10 +112,11 @@ class Embedding(Task):
 
     result_kind = ResultKind.HIDDEN_STATE
 
-    def __init__(self, engine: LLMEngine, params: PoolingParams) -> None:
+    def __init__(
+        self, input_processor: InputProcessor, params: PoolingParams, settings: PoolingSettings
+    ) -> None:
         """Check the parameters, and add the settings of the checkpoint."""
-        self.input_processor = engine.input_processor
-        settings = engine.input_processor.pooling
+        self.input_processor = input_processor
         self.params = settings.complete(params)
         self.prefix = settings.prefix(self.params)
 
@@ -158,6 +158,3 @@ class Embedding(Task):
             seq.num_cached_tokens,
             request.metrics,
         )
-
-
-TASKS = {PoolingParams: Embedding}

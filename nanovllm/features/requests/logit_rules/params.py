@@ -46,6 +46,10 @@ def bad_words(
     for word in params.bad_words or ():
         for text in (word, " " + word.lstrip()):
             ids = input_processor.encode(text, add_special_tokens=False)
+            if not ids:
+                raise ValueError(
+                    f"bad_words has {word!r:.80}, for which the tokenizer has no tokens; remove it"
+                )
             what = f"bad_words has {text!r:.80}, which is encoded with"
             input_processor.check_vocabulary(what, ids)
             phrases.add(tuple(ids))

@@ -14,7 +14,6 @@ no other rule can override. The sampler follows.
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +26,6 @@ from torch import Tensor
 from nanovllm.features.requests.logit_rules.penalties import (
     Penalties,
     PenaltyState,
-    check_ids,
     has_penalties,
 )
 from nanovllm.models.backend import Backend
@@ -42,12 +40,9 @@ NO_END = 2**62  # above every position
 
 
 class RowRules:
-    """The rules of one row, and the tokens of the row if the host needs them.
+    """The rules of one row, and the tokens of the row if the host needs them."""
 
-    Raises ValueError for a token id outside the vocabulary.
-    """
-
-    def __init__(self, rules: LogitRules, new_row: NewRow, vocab_size: int) -> None:
+    def __init__(self, rules: LogitRules, new_row: NewRow) -> None:
         # Weak, because a row is reused some time after its request has ended. Until then, this must
         # not keep the logits processors in memory.
         self.owner = weakref.ref(rules)
@@ -68,8 +63,17 @@ class RowRules:
         min_length = len(new_row.prompt) + rules.min_tokens
         self.edits += [(token, MASKED, min_length) for token in rules.stops]
         self.edits += [(token, value, NO_END) for token, value in rules.logit_bias]
-        check_ids([token for token, *_ in self.edits], vocab_size)
-        check_ids([*itertools.chain(*self.phrases), *(allowed or ())], vocab_size)
+
+    def must_end(self) -> bool:
+        """Return whether the grammar is complete, and the other rules hide all its end tokens."""
+        if self.matcher is None or not self.matcher.is_complete:
+            return False
+        position = len(self.prompt) + len(self.output)
+        ends = set(self.matcher.grammar.end_tokens)
+        if self.allowed is not None:
+            ends.intersection_update(self.allowed.tolist())
+        hidden = {t for t, value, end in self.edits if value == MASKED and position < end}
+        return ends <= hidden
 
     def apply(self, logits: Tensor) -> None:
         """Apply the rules that need output tokens, in place, to the row's logits [V]."""
@@ -102,29 +106,39 @@ class RulesState:
     """The rules of all rows, the state of their penalties, and a buffer for changed logits."""
 
     def __init__(self, num_rows: int, length: int, vocab_size: int, device: torch.device) -> None:
-        self.penalties = PenaltyState(num_rows, length, vocab_size, device)
-        # On a CPU, torch.empty takes no memory until it is written.
-        self.logits = torch.empty((num_rows, vocab_size), dtype=torch.float32, device=device)
+        self.sizes, self.device = (num_rows, length, vocab_size), device
         # [256, 8]: for each byte of a grammar's mask, the upper limits of the logits of its tokens.
         bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
         self.caps = to_device(np.where(bits, np.inf, MASKED).astype(np.float32), device)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all rules, and free the memory that they took."""
+        self.penalties = PenaltyState(self.sizes[1], self.device)
+        self.logits: Tensor | None = None  # [N, V] float32, from the first use on
         self.rows: dict[int, RowRules] = {}  # rules of the rows that have any
         self.last_batch: tuple[list[int], RulesBatch] | None = None  # of these rows
+
+    def logits_buffer(self) -> Tensor:
+        if self.logits is None:
+            num_rows, _, vocab_size = self.sizes
+            shape = num_rows, vocab_size
+            self.logits = torch.empty(shape, dtype=torch.float32, device=self.device)
+        return self.logits
 
     def replace_row(self, new_row: NewRow) -> None:
         """Replace the rules of a row. The new sequence may have none."""
         row, rules = new_row.row, new_row.sampling.rules
         if row in self.rows or rules is not None:
-            self.last_batch = None  # first, because a second Ctrl-C may interrupt this
+            self.last_batch = None  # first, because Ctrl-C may interrupt this
             self.rows.pop(row, None)
         if rules is not None:
-            vocab_size = self.logits.shape[1]
             try:
                 if has_penalties(rules):
                     self.penalties.add_row(row, new_row.prompt, new_row.output)
-                self.rows[row] = RowRules(rules, new_row, vocab_size)
+                self.rows[row] = RowRules(rules, new_row)
             except Exception as error:
-                failed = RowRules(LogitRules(), new_row, vocab_size)
+                failed = RowRules(LogitRules(), new_row)
                 failed.error = error  # ends only this request, when the row samples
                 failed.needs_output = True
                 self.rows[row] = failed
@@ -152,9 +166,8 @@ class RulesBatch:
 
     def __init__(self, rows: list[tuple[int, RowRules]], state: RulesState) -> None:
         """`rows` has (index of the row's logits, rules) for each row with rules."""
-        device, vocab_size = state.logits.device, state.logits.shape[1]
         # Not `state` itself: a cycle of references would keep the memory of an unused engine.
-        self.logits, self.caps = state.logits, state.caps
+        device, vocab_size, self.caps = state.device, state.sizes[2], state.caps
         self.rows = [row.row for _, row in rows]
         self.length = 0  # above the positions of all tokens to be sampled; set by RulesState
         self.host_rules = [(i, row) for i, row in rows if row.needs_output]
@@ -185,12 +198,14 @@ class RulesBatch:
         self.reported_index = send([i for i, *_ in self.reported])
         self.num_logprobs = max((k for *_, k in self.reported), default=0)
         self.changes_logits = bool(allowed or edits or penalized or self.host_rules)
+        self.logits = state.logits_buffer() if self.changes_logits else None
 
     def apply(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Return logits [R, V] with the rules applied, in float32. The next call overwrites them.
 
         `positions` [R] are the positions of the tokens to be sampled.
         """
+        assert self.logits is not None  # there are rules that change logits
         logits = self.logits[: len(logits)].copy_(logits)
         flat, vocab_size = logits.view(-1), logits.shape[1]
         if len(self.restricted):
@@ -220,11 +235,11 @@ class RulesBatch:
             try:
                 row.apply(logits[i])
                 mask = row.matcher.mask(row.output) if row.matcher else None
-                if mask:
+                if mask is not None:
                     masks[i] = np.frombuffer(mask, np.uint8, num_bytes)
-                elif mask is not None:
-                    self.completed.append(i)
-                    logits[i].fill_(MASKED)
+                    if row.must_end():
+                        self.completed.append(i)
+                        logits[i].fill_(MASKED)
             except Exception as error:  # of a processor or grammar; it ends only this request
                 self.errors[row.row] = error
                 logits[i].fill_(MASKED)

@@ -23,7 +23,7 @@ def test_one_call_is_the_model(
     if units(dtype)[0].linear_dtype is not dtype:
         pytest.skip("neither AMX nor AVX512-BF16 on this processor")
     make_hybrid_checkpoint(tmp_path, layers, heads, hidden_size=size, intermediate_size=128)
-    options: dict[str, Any] = {"attention_backend": "numba", "num_kvcache_blocks": 60}
+    options: dict[str, Any] = {"attention_backend": "numba", "num_kv_cache_blocks": 60}
     llm = random_llm(tmp_path, dtype=str(dtype)[6:], max_num_seqs=20, **options)
     runner = llm.engine.runner
     model, fused, states = runner.model, runner.fused_model, runner.states

@@ -7,9 +7,9 @@ from nanovllm.backends import int8
 from nanovllm.backends.cpu.backend import make_backend
 from nanovllm.backends.cpu.kernels import expert_mlp as kernels
 from nanovllm.backends.int4 import Int4Backend
-from nanovllm.features.models.moe.config import Experts
 from nanovllm.features.models.moe.experts import expert_mlp
 from nanovllm.features.models.moe.model import SparseMLP
+from nanovllm.features.models.moe.moe_config import Experts
 from nanovllm.models.backend import Backend
 
 CPU = torch.device("cpu")

@@ -160,7 +160,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.backends.cpu import parallel
 parallel.SERIAL_ELEMENTS = 0
 params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-options = dict(device="cpu", skip_tokenizer_init=True, num_kvcache_blocks=64)
+options = dict(device="cpu", skip_tokenizer_init=True, num_kv_cache_blocks=64)
 for dtype in ("float32", "bfloat16"):
     for name in "0a1a0":
         found = [
@@ -377,7 +377,7 @@ def test_fused_layers_are_the_models(tmp_path, family: str, tie: bool, dtype: to
     if units(dtype)[0].linear_dtype is not dtype:
         pytest.skip("neither AMX nor AVX512-BF16 on this processor")
     make_checkpoint(tmp_path, family, tie=tie)
-    llm = random_llm(tmp_path, dtype=str(dtype)[6:], num_kvcache_blocks=1000)
+    llm = random_llm(tmp_path, dtype=str(dtype)[6:], num_kv_cache_blocks=1000)
     runner = llm.engine.runner
     model, compiled, sizes = runner.model, runner.fused_model, []
     assert isinstance(compiled, FusedLayers)

@@ -90,11 +90,16 @@ def broken(path: Path, what: str) -> Path:
     source = NANO
     if what == "tokenizer":
         more = {"tokenizer": "unknown"}
-    if what in ("layers", "heads"):
+    if what in ("layers", "heads", "few KV heads", "many KV heads"):
         source = path.parent / "changed"
         shutil.copytree(NANO, source)
         config = json.loads((NANO / "config.json").read_text())
-        changes = {"layers": {"num_hidden_layers": 99}, "heads": {"num_attention_heads": [4, 4]}}
+        changes = {
+            "layers": {"num_hidden_layers": 99},
+            "heads": {"num_attention_heads": [4, 4]},
+            "few KV heads": {"num_key_value_heads": 1},
+            "many KV heads": {"num_key_value_heads": 4},
+        }
         (source / "config.json").write_text(json.dumps(config | changes[what]))
     divisors = np.full(5, 8.0, np.float32) if what == "divisors" else None
     write_gguf(path, kind, source, divisors=divisors, **more)
@@ -119,6 +124,8 @@ def broken(path: Path, what: str) -> Path:
         ("divisors", "rope_freqs.weight that is not of Llama 3.1"),
         ("rope", "rope.scaling.type 'yarn', which is not supported"),
         ("layers", "has no tensor 'model.layers.10"),
+        ("few KV heads", "shape (128, 256), but its metadata say (64, 256); download"),
+        ("many KV heads", "shape (128, 256), but its metadata say (256, 256); download"),
     ],
 )
 def test_broken_files(
@@ -146,6 +153,13 @@ def test_nothing_half_done_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "out").mkdir()
     with pytest.raises(ValueError, match="exists; remove it"):
         convert(source, tmp_path / "out", use_tqdm=False)
+
+
+def test_stderr_that_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_gguf(tmp_path / "nano.gguf", "qwen3", NANO)
+    monkeypatch.setattr(sys, "stderr", None)
+    convert(source, tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").exists()
 
 
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ named.distribution = lambda name: SimpleNamespace(version="0.1.2", locate_file=l
 """
 ANSWER = """
 from nanovllm import LLM
-llm = LLM("smollm2-135m", attention_backend="sdpa", num_kvcache_blocks=64)
+llm = LLM("smollm2-135m", attention_backend="sdpa", num_kv_cache_blocks=64)
 prompt = [300]
 print(len(llm.generate(prompt, use_tqdm=False)[0]["token_ids"]) > 0)
 assert str(llm.engine.runner.fused_model.norm.dtype) == "torch.float32"

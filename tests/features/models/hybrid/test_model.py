@@ -20,6 +20,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.features.models.hybrid import delta_rule
 from nanovllm.features.models.hybrid.memory import check_options
 from nanovllm.features.models.hybrid.model import LinearAttention
+from nanovllm.loading import memory
 from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.models.backend import Backend
 
@@ -153,13 +154,13 @@ def test_chunks_equal_steps() -> None:
 
 
 VARIANTS: list[dict[str, object]] = [
-    {"num_kvcache_blocks": 14, "max_num_seqs": 6},  # preempts
-    {"num_kvcache_blocks": 14, "max_num_seqs": 6, "num_state_slots": 0},
-    {"num_kvcache_blocks": 14, "enable_prefix_caching": False},
+    {"num_kv_cache_blocks": 14, "max_num_seqs": 6},  # preempts
+    {"num_kv_cache_blocks": 14, "max_num_seqs": 6, "num_state_slots": 0},
+    {"num_kv_cache_blocks": 14, "enable_prefix_caching": False},
     {"max_num_batched_tokens": 13, "async_scheduling": True},
-    {"num_kvcache_blocks": 14, "async_scheduling": True, "num_state_slots": 3},
-    {"kvcache_block_size": 4, "num_kvcache_blocks": 60, "num_state_slots": 2},
-    {"attention_backend": "numba", "num_kvcache_blocks": 14},
+    {"num_kv_cache_blocks": 14, "async_scheduling": True, "num_state_slots": 3},
+    {"block_size": 4, "num_kv_cache_blocks": 60, "num_state_slots": 2},
+    {"attention_backend": "numba", "num_kv_cache_blocks": 14},
 ]
 
 
@@ -175,14 +176,14 @@ def test_preemption_chunks_and_overlap(
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1)
     for _ in range(2):
         check_greedy(model, llm.generate(prompts, params, use_tqdm=False))
-    if options.get("num_kvcache_blocks") == 14:
+    if options.get("num_kv_cache_blocks") == 14:
         assert llm.stats()["preemptions"]
 
 
 def test_decodes_in_one_call(tmp_path: Path) -> None:
     """With preemption, snapshots and several samples of a prompt, like layer by layer."""
     model = make_hybrid_checkpoint(tmp_path, "LLFL", value_heads=32, intermediate_size=128)
-    options: dict[str, Any] = {"attention_backend": "numba", "num_kvcache_blocks": 14}
+    options: dict[str, Any] = {"attention_backend": "numba", "num_kv_cache_blocks": 14}
     llm = random_llm(tmp_path, **options, max_num_seqs=6)
     assert isinstance(llm.engine.runner.fused_model, HybridLayers)
     [shared, *tails] = [p["prompt_token_ids"] for p in prompts_of(40, 3, 9, 30)]
@@ -384,6 +385,19 @@ def test_only_images_or_mtp(checkpoint: tuple[Path, torch.nn.Module], tmp_path: 
         random_llm(path)
 
 
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_repeated_prefixes_of_names(times: int, tmp_path: Path) -> None:
+    """transformers 5.3 to 5.5 wrote "language_model." several times."""
+    make_hybrid_checkpoint(tmp_path, nested=True)
+    wanted = random_llm(tmp_path).generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+    tensors = load_file(tmp_path / "model.safetensors")
+    prefix = "language_model."
+    tensors = {name.replace(prefix, prefix * times): x for name, x in tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = random_llm(tmp_path).generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+    assert found[0]["token_ids"] == wanted[0]["token_ids"]
+
+
 @pytest.mark.parametrize("option", [{"swap_space": 1}, {"tensor_parallel_size": 2}])
 def test_refused_options(checkpoint: tuple[Path, torch.nn.Module], option: dict[str, Any]) -> None:
     model_config = Checkpoint(checkpoint[0]).model_config
@@ -394,7 +408,7 @@ def test_refused_options(checkpoint: tuple[Path, torch.nn.Module], option: dict[
 def test_the_size_option_bounds_cache_and_states(checkpoint: tuple[Path, torch.nn.Module]) -> None:
     """As in vLLM. Half is for states, so that fewer sequences run at a time."""
     for size in (2**20, 2**21):
-        options = dict(num_kvcache_blocks=None, kv_cache_memory_bytes=size)
+        options = dict(num_kv_cache_blocks=None, kv_cache_memory_bytes=size)
         runner = random_llm(checkpoint[0], **options).engine.runner
         used = runner.attention.cache.nbytes + runner.states.nbytes
         block = runner.model.config.block_bytes(16, 4)
@@ -402,10 +416,29 @@ def test_the_size_option_bounds_cache_and_states(checkpoint: tuple[Path, torch.n
         assert runner.states.nbytes <= size // 2
     one_state = runner.states.nbytes // len(runner.states.rule[0])
     options["kv_cache_memory_bytes"] = 2 * one_state + 1
-    with pytest.raises(ValueError, match="no room for one block: the states take"):
+    with pytest.raises(
+        ValueError, match="kv_cache_memory_bytes=.* null block .* and states .*Raise"
+    ):
         random_llm(checkpoint[0], **options)
     with pytest.raises(ValueError, match="num_state_slots=999 take .* lower num_state_slots"):
         random_llm(checkpoint[0], num_state_slots=999, **options)
+
+
+@pytest.mark.parametrize("mib", [24, 3 * 1024])
+def test_cache_and_states_of_a_small_memory(
+    mib: int, checkpoint: tuple[Path, torch.nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together they take half of the free memory, of which states take at most half."""
+    monkeypatch.setattr(memory, "available_host_memory", lambda: mib << 20)
+    runner = random_llm(checkpoint[0], num_kv_cache_blocks=None).engine.runner
+    needed = 256 * 512 // 16 + 1  # blocks for all rows
+    block = runner.model.config.block_bytes(16, 4)
+    if mib > 1024:
+        assert runner.attention.cache.nbytes == needed * block
+        return
+    half = (mib << 20) // 2
+    assert runner.states.nbytes <= half // 2
+    assert 0.9 * half < runner.attention.cache.nbytes + runner.states.nbytes <= half
 
 
 def test_swap_space_is_refused(checkpoint: tuple[Path, torch.nn.Module]) -> None:
@@ -421,9 +454,9 @@ def test_a_step_reads_no_other_tensors(tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path)
     assert checkpoint.model_config.feature == "hybrid"
     assert checkpoint.generation_defaults()[0] == {5}
-    names = {name for file in checkpoint.files.values() for name in file.keys()}  # noqa: SIM118
+    with checkpoint.open_weights() as files:
+        names = {name for file in files.values() for name in file.keys()}  # noqa: SIM118
     assert not any("visual" in name or "mtp" in name for name in names)
-    checkpoint.open_files.close()
 
 
 def test_sizes_of_projections_and_states(checkpoint: tuple[Path, torch.nn.Module]) -> None:

@@ -19,7 +19,6 @@ from nanovllm.features.memory.tensor_parallel.shards import config_of_rank, tens
 from nanovllm.features.models.moe.experts import Groups, expert_linear
 from nanovllm.loading import memory
 from nanovllm.loading.checkpoint import Checkpoint
-from nanovllm.loading.make_runner import model_class
 from nanovllm.models.backend import Backend
 from nanovllm.models.layers import Linear
 from tools.benchmarks.workloads import write_shape
@@ -65,7 +64,7 @@ SHAPES = [
 def test_parity(shape: dict[str, Any], backend: str, tmp_path: Path) -> None:
     """Batches with chunked prefill, decodes and preemption."""
     model = make_moe_checkpoint(tmp_path, **shape)
-    options = dict(max_num_batched_tokens=24, max_num_seqs=6, num_kvcache_blocks=14)
+    options = dict(max_num_batched_tokens=24, max_num_seqs=6, num_kv_cache_blocks=14)
     llm = random_llm(tmp_path, attention_backend=backend, **options)
     params = replace(GREEDY, max_tokens=40)
     check_greedy(model, llm.generate(prompts_of(1, 33, 70, 5, 64, 43), params, use_tqdm=False))
@@ -187,20 +186,20 @@ def test_ranks_divide_each_expert(tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path)
     full = checkpoint.model_config
     backend = Backend(CPU, torch.float32)
-    files = list(checkpoint.files.values())
-    whole = _loaded(full, backend, files, None)
-    parts = [_loaded(config_of_rank(full, 2), backend, files, rank) for rank in range(2)]
+    with checkpoint.open_weights() as opened:
+        files = list(opened.values())
+        whole = _loaded(full, backend, files, None)
+        parts = [_loaded(config_of_rank(full, 2), backend, files, rank) for rank in range(2)]
     x = torch.randn(5, full.hidden_size)
     for layer in range(full.num_layers):
         total = sum(part.layers[layer].mlp(x) for part in parts)
         torch.testing.assert_close(total, whole.layers[layer].mlp(x), atol=1e-5, rtol=1e-5)
     with pytest.raises(ValueError, match="the 48 and 96 feed-forward units"):
         config_of_rank(full, 5)
-    checkpoint.open_files.close()
 
 
 def _loaded(config: Any, backend: Backend, files: list[Any], rank: int | None) -> Any:
-    model = model_class(config)(config, 16, backend)
+    model = config.model_class()(config, 16, backend)
     tensors = model.checkpoint_tensors()
     if rank is not None:
         full = files_config(files)
@@ -230,7 +229,7 @@ def test_the_sizes_of_a3b(shape: str, total: float, active: float, tmp_path: Pat
     The embeddings, of which a token reads one row, are counted as used: 0.3 and 0.5 billion.
     """
     config: Any = Checkpoint(write_shape(shape, tmp_path)).model_config
-    num = memory.num_weights(model_class(config).on_meta(config))
+    num = memory.num_weights(config.model_class().on_meta(config))
     assert num == pytest.approx(total, rel=2e-3)
     unused = config.experts.unused_weights(config.hidden_size, 1)
     assert num - unused == pytest.approx(active, rel=2e-2)

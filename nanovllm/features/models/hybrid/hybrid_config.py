@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from nanovllm.models.config import Fields, ModelConfig, check_field
+from nanovllm.models.model_config import Fields, ModelConfig, check_field
+
+if TYPE_CHECKING:
+    from nanovllm.features.models.hybrid.model import Qwen3_5
 
 LINEAR, FULL = "linear_attention", "full_attention"
 SIZES: Fields = {
@@ -88,6 +91,11 @@ class HybridConfig(ModelConfig):
             )
         return dict(texts)
 
+    def model_class(self) -> type[Qwen3_5]:
+        from nanovllm.features.models.hybrid.model import Qwen3_5
+
+        return Qwen3_5
+
     @property
     def kv_layers(self) -> list[int]:
         """The indices of the layers with a KV cache."""
@@ -139,10 +147,12 @@ class TextFile:
 
     def __init__(self, file: Any) -> None:
         self.file = file
+        # transformers 5.3 to 5.5 wrote "language_model." two or three times.
+        names = {name.replace("language_model.", ""): name for name in file.keys()}  # noqa: SIM118
         self.names = {
-            name.replace("language_model.", "", 1): name
-            for name in file.keys()  # noqa: SIM118 (not a dict)
-            if not name.startswith(("mtp.", "model.visual.", "visual."))
+            name: stored
+            for name, stored in names.items()
+            if not name.startswith(("mtp.", "model.mtp.", "model.visual.", "visual."))
         }
 
     def keys(self) -> list[str]:
@@ -153,6 +163,3 @@ class TextFile:
 
     def get_slice(self, name: str) -> Any:
         return self.file.get_slice(self.names[name])
-
-
-CONFIG = HybridConfig

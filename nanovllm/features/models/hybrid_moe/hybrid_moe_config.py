@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from nanovllm.features.models.hybrid.config import HybridConfig
-from nanovllm.features.models.moe.config import Experts, UnstackedFile
+from nanovllm.features.models.hybrid.hybrid_config import HybridConfig
+from nanovllm.features.models.moe.moe_config import Experts, UnstackedFile
+
+if TYPE_CHECKING:
+    from nanovllm.features.models.hybrid_moe.model import Qwen3_5Moe
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,11 @@ class HybridMoeConfig(HybridConfig):
         experts = Experts.from_json(raw, path, normalized=True, shared=True)
         return replace(base, experts=experts)
 
+    def model_class(self) -> type[Qwen3_5Moe]:
+        from nanovllm.features.models.hybrid_moe.model import Qwen3_5Moe
+
+        return Qwen3_5Moe
+
     @property
     def weights_note(self) -> str:
         return f" ({self.experts})"
@@ -31,6 +39,3 @@ class HybridMoeConfig(HybridConfig):
     def select_tensors(self, files: dict[Path, Any]) -> dict[Path, Any]:
         files = super().select_tensors(files)
         return {path: UnstackedFile(file) for path, file in files.items()}
-
-
-CONFIG = HybridMoeConfig

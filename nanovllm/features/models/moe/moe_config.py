@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from nanovllm.models.config import ANY, SIZE, Fields, ModelConfig, check_field
+from nanovllm.models.model_config import ANY, SIZE, Fields, ModelConfig, check_field
+
+if TYPE_CHECKING:
+    from nanovllm.features.models.moe.model import Qwen3Moe
 
 FIELDS: Fields = {
     "norm_topk_prob": (bool, ANY),
@@ -101,6 +104,11 @@ class MoeConfig(ModelConfig):
         experts = replace(self.experts, size=self.experts.size // parts)
         return replace(self, intermediate_size=self.intermediate_size // parts, experts=experts)
 
+    def model_class(self) -> type[Qwen3Moe]:
+        from nanovllm.features.models.moe.model import Qwen3Moe
+
+        return Qwen3Moe
+
     @property
     def weights_note(self) -> str:
         return f" ({self.experts})"
@@ -160,6 +168,3 @@ class ExpertHeader:
 
     def get_dtype(self) -> str:
         return str(self.stacked.get_dtype())
-
-
-CONFIG = MoeConfig

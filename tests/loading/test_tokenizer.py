@@ -10,6 +10,7 @@ from wrong_values import POINTER
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.loading.checkpoint import find_checkpoint
+from nanovllm.loading.tokenizer import load_tokenizer
 
 
 def test_an_end_token_that_the_model_does_not_have(
@@ -20,7 +21,7 @@ def test_an_end_token_that_the_model_does_not_have(
     tokenizer.eos_token = "<|more|>"
     tokenizer.save_pretrained(tmp_path)
     with caplog.at_level("WARNING", logger="nanovllm"):
-        llm = LLM(dtype="float32", device="cpu", tokenizer=str(tmp_path), num_kvcache_blocks=64)
+        llm = LLM(dtype="float32", device="cpu", tokenizer=str(tmp_path), num_kv_cache_blocks=64)
     assert any("end-of-sequence tokens [1043] are outside" in text for text in caplog.messages)
     assert llm.engine.input_processor.eos_token_ids == {1033, 1035}
     params = SamplingParams(temperature=0, max_tokens=20, min_tokens=2)
@@ -44,8 +45,6 @@ def test_broken_tokenizer(path: Path, tmp_path: Path, name: str, text: str) -> N
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        ({"model_max_length": "x"}, "config.json: model_max_length must be a number, not 'x'"),
-        ({"model_max_length": [512]}, r"model_max_length must be a number, not \[512\]"),
         ({"tokenizer_class": "LayoutLMv3Tokenizer"}, "tokenizer_class 'LayoutLMv3Tokenizer'"),
         ({"tokenizer_class": "CLIPTokenizer"}, "tokenizer_class 'CLIPTokenizer' .*Unk token"),
         ({"tokenizer_class": "T5Tokenizer"}, "tokenizer_class 'T5Tokenizer' .*tokenizer=..."),
@@ -62,3 +61,25 @@ def test_a_tokenizer_that_cannot_encode(tmp_path: Path, fields: dict, word: str)
     config.write_text(text)
     with pytest.raises(ValueError, match=word):
         LLM(str(tmp_path))
+
+
+def test_mistral_common_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is installed, transformers prefers its tokenizer for models with tekken.json."""
+    shutil.copytree(find_checkpoint("qwen3-nano"), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mistral"}))
+
+    def uses(path: Path, mistral_format: bool | None = None, **_: object) -> bool:
+        return mistral_format is not False
+
+    module = "transformers.models.auto.tokenization_auto"
+    monkeypatch.setattr(f"{module}._use_mistral_format", uses)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("<|im_end|>") == [1035]
+
+
+def test_a_tokenizer_of_another_package(tmp_path: Path) -> None:
+    shutil.copytree(find_checkpoint("qwen3-nano"), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    with pytest.raises(ValueError, match="is a ByT5Tokenizer, which does not use .* tokenizers"):
+        load_tokenizer(tmp_path)

@@ -9,7 +9,7 @@ from checkpoints import edited, random_llm
 from wrong_values import GENERATION, WRONG
 
 from nanovllm.loading.checkpoint import Checkpoint
-from nanovllm.models.config import FIELDS, ModelConfig
+from nanovllm.models.model_config import FIELDS, ModelConfig
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 CONFIGS = [

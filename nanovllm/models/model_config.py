@@ -7,15 +7,19 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from nanovllm.config import DTYPES
 from nanovllm.models.rope import RopeConfig
 from nanovllm.utils.checks import KINDS, check_scalar
 
+if TYPE_CHECKING:
+    from nanovllm.models.qwen3 import Qwen3
+
 Fields = dict[str, tuple[type, tuple[Any, ...]]]  # name -> type, and its range or choices
 ANY: tuple[Any, ...] = ()
 SIZE, LENGTH = (1, 2**31 - 1), (1, 10_000_000)
+TIE = "tie_word_embeddings"
 STORED = tuple(prefix + name for prefix in ("", "torch.") for name in (*DTYPES[1:], "float64"))
 # The fields of config.json that are read, nested ones included, by type and range or choices.
 FIELDS: Fields = {
@@ -121,6 +125,12 @@ class ModelConfig:
             dtype=dtype if dtype in DTYPES else None,
         )
 
+    def model_class(self) -> type[Qwen3]:
+        """Return the class of the model that this config describes."""
+        from nanovllm.models.qwen3 import Qwen3
+
+        return Qwen3
+
     @property
     def kv_layers(self) -> list[int]:
         """The indices of the layers with a KV cache."""
@@ -185,7 +195,11 @@ def with_text_config(raw: dict[str, Any]) -> dict[str, Any]:
     text = raw.get("text_config")
     if not isinstance(text, dict):
         return raw
-    own = {name: raw[name] for name in ("architectures", "model_type") if name in raw}
+    own: dict[str, Any] = {
+        name: raw[name] for name in ("architectures", "model_type") if name in raw
+    }
+    if TIE in raw and text.get(TIE) is not True:
+        own[TIE] = raw[TIE]  # true if one of the two is true
     return raw | {name: value for name, value in text.items() if value is not None} | own
 
 

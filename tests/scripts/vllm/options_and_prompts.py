@@ -1,0 +1,7 @@
+from nanovllm import LLM, SamplingParams, TextPrompt, TokensPrompt
+
+llm = LLM(model="qwen3-nano", trust_remote_code=False, disable_log_stats=True, seed=None)
+prompts = [TextPrompt(prompt="Spell dog\n"), TokensPrompt(prompt_token_ids=[5, 6, 7])]
+params = SamplingParams.from_optional(temperature=0.0, top_p=None, max_tokens=8)
+outputs = llm.generate(prompts, params.clone(), use_tqdm=False)
+assert outputs[0].outputs[0].text == "d-o-g"
