@@ -235,6 +235,8 @@ def run(which: str | None, answers: list[str] | None) -> None:
             f"{name[0].upper()}{name[1:]}. {describe(mutant)}.",
             "Find the first line of the trace or of the tables that should be different. Which of "
             "the functions decides that?",
+            # What these two do cannot be told apart from outside.
+            ("copy_on_write",) if mutant.function == "_shared_block" else (),
         ),
     ]
     if answers is None:

@@ -21,6 +21,7 @@ class Question(NamedTuple):
     answer: str  # one letter, short word or number, which a reader's answer is compared with
     why: str
     hint: str  # is printed after a wrong answer
+    also: tuple[str, ...] = ()  # other answers that are right
 
 
 class Questions(list[Question]):
@@ -164,7 +165,7 @@ def show_answers(questions: Sequence[Question], answers: list[str]) -> None:
         show_question(questions, i + 1)
         if not answers:
             line = f"{question.answer}. {question.why}"
-        elif is_same(answers[i], question.answer):
+        elif any(is_same(answers[i], right) for right in (question.answer, *question.also)):
             line = f"{answers[i]} is right. {question.why}"
         else:
             line = f"{answers[i]} is not right. Hint: {question.hint}"
