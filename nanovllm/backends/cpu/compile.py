@@ -90,7 +90,7 @@ def compile_marked(dtype: torch.dtype) -> None:
     """Compile what is not compiled, and leave the marker. The caller's process holds the lock."""
     path = marker(dtype)
     if path is not None and not path.exists():
-        # All of them: which one a model uses depends on its sizes and the size of blocks.
+        # All units are compiled, because the sizes of a model and of blocks decide which is used.
         for unit in units(dtype):
             compile_all(dtype, unit, dtype)
         path.touch()

@@ -103,7 +103,7 @@ class StateBlockManager(BlockManager):
             self._keep(last)
 
     def _keep(self, block_id: int) -> None:
-        """Keep the snapshot of a block when the sequence that made it goes on."""
+        """Keep the snapshot of a block when the sequence that made it continues."""
         for seq in [seq for seq, rolling in self.rolling.items() if rolling == block_id]:
             del self.rolling[seq]
 
