@@ -120,8 +120,8 @@ class StateBlockManager(BlockManager):
 
     # ---- snapshots ----
 
-    def record_computed(self, seq: Sequence, start: int) -> None:
-        super().record_computed(seq, start)
+    def cache_blocks(self, seq: Sequence, start: int) -> None:
+        super().cache_blocks(seq, start)
         end, fork_at = seq.num_computed, seq.num_prompt - 1
         if seq.forks and start <= fork_at < end and fork_at and seq not in self.fork_slots:
             slot = self._save(seq, fork_at)
