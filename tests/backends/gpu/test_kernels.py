@@ -41,7 +41,6 @@ from nanovllm.backends.gpu.kernels import (  # noqa: E402
     experts,
     int4,
     int8,
-    launch,
     pointwise,
     rows,
     sampling,
@@ -704,35 +703,3 @@ def test_launches_set_fp_fusion(launches: Callable[..., dict[str, tuple]]) -> No
     found = launches(experts, "expert_linear", x, module, torch.tensor([1, 2]))
     assert len(found) == 11
     assert {options["enable_fp_fusion"] for _, options in found.values()} == {True}
-
-
-def test_launch_asks_triton_once_for_each_kind_of_arguments(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """And each time that a tensor is not aligned, because the variant depends on it."""
-    calls: list[tuple[Any, ...]] = []
-
-    class Kernel:
-        function, packed_metadata = "function", "metadata"
-
-        def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., "Kernel"]:
-            def run(*args: object, **options: object) -> Kernel:
-                calls.append(("triton", *args[1:]))
-                assert options == {"num_warps": 4, "enable_fp_fusion": True}
-                return self
-
-            return run
-
-        def run(self, *args: object) -> None:
-            assert args[:9] == (7, 8, 9, "stream -1", "function", "metadata", None, None, None)
-            calls.append(args[9:])
-
-    active = SimpleNamespace(get_current_stream=lambda device: f"stream {device}")
-    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
-    jit, x = Kernel(), torch.zeros(64)
-    for args in ((x[1:], 3), (x, 3), (x, 4), (x[1:], 3), (x.double(), 3), (x[4:], 5)):
-        launch.launch(jit, (7, 8, 9), args, {"N": 2}, num_warps=4)
-    launch.launch(jit, (7, 8, 9), (x, 3), {"N": 3}, num_warps=4)
-    asked, at = "triton", x.data_ptr()
-    first = [(asked, 3, 2), (asked, 3, 2), (at, 4, 2), (asked, 3, 2), (asked, 3, 2)]
-    assert calls == [*first, (at + 16, 5, 2), (asked, 3, 3)]
