@@ -132,7 +132,7 @@ class LLM:
         finish_reason "abort".
         """
         pairs = pair_up(prompts, sampling_params, SamplingParams, "sampling_params")
-        requests = self._run(self.engine.check(pairs), use_tqdm)
+        requests = self._run(pairs, use_tqdm)
         outputs: list[RequestOutput] = [request.output for request in requests]
         reasons = {
             i: str(request.error or why_no_token(request.params))
@@ -157,7 +157,7 @@ class LLM:
         and Ctrl-C are as in `generate`.
         """
         pairs = pair_up(prompts, params, BeamSearchParams, "params", optional=False)
-        requests = self._run(self.engine.check(pairs), use_tqdm, "Searching")
+        requests = self._run(pairs, use_tqdm, "Searching")
         for request in requests:
             if request.error is not None:
                 raise request.error
@@ -189,7 +189,7 @@ class LLM:
         elif fields != PoolingParams():
             raise TypeError("pass either pooling_params or its fields, not both")
         pairs = pair_up(prompts, pooling_params, PoolingParams, "pooling_params")
-        return unaborted(self._run(self.engine.check(pairs), use_tqdm, "Embedding"))
+        return unaborted(self._run(pairs, use_tqdm, "Embedding"))
 
     def loglikelihood(
         self,
@@ -208,17 +208,17 @@ class LLM:
         from nanovllm.features.requests.loglikelihood import tokenize_pairs
 
         pairs = tokenize_pairs(self.engine.input_processor, prompts, continuations)
-        return unaborted(self._run(self.engine.check(pairs), use_tqdm, "Scoring"))
+        return unaborted(self._run(pairs, use_tqdm, "Scoring"))
 
     def _run(
-        self, prompts: list[CheckedPrompt], use_tqdm: ShowProgress, what: str = "Generating"
+        self, pairs: list[tuple[Prompt, Any]], use_tqdm: ShowProgress, what: str = "Generating"
     ) -> list[Request]:
-        """Queue the prompts, and run steps until their requests have ended."""
+        """Check the prompts, queue their requests, and run steps until these have ended."""
+        prompts = self.engine.input_processor.check(pairs)
         requests: list[Request] = []
         progress = Progress()
         try:
             self.engine.add(prompts, requests, progress)
-            del prompts  # frees memory for the requests
             start = last_shown = time.monotonic()
             no_stderr = sys.stderr is None  # closed, as in a program without a console
             quiet = not use_tqdm or no_stderr or self._config.rank > 0 or not requests
@@ -254,7 +254,7 @@ class LLM:
         call, unless `shutdown` aborts them. Invalid prompts raise an error before the loop.
         """
         pairs = pair_up(prompts, sampling_params, SamplingParams, "sampling_params")
-        return self._stream(self.engine.check(pairs))
+        return self._stream(self.engine.input_processor.check(pairs))
 
     def _stream(self, checked: list[CheckedPrompt]) -> Generator[StreamOutput, None, None]:
         requests: list[Request] = []

@@ -14,6 +14,7 @@ from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import InFlightStep, Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.task import Ending
 from nanovllm.engine.threads import SharedEngine, hold_interrupt, run_by_one_thread
 from nanovllm.plan import Runner, StepOutput
 
@@ -72,26 +73,23 @@ class EngineCore(SharedEngine):
         with hold_interrupt(), self.lock:
             self.observer.begin()
             updated = self.scheduler.commit(step, output.token_ids)
-            self.output_processor.process(step, output, updated)
-            for request in self.output_processor.failed:
-                if request.task.changes_queues and request.error is not None:
-                    # The error interrupted a change of the queues. They may be inconsistent.
-                    self._revert(request.error)
-                    return
-            self.output_processor.collect_finished([*updated, *self._finish_ended()])
+            endings = self.output_processor.process(step, output, updated)
+            if self.output_processor.queue_error is not None:
+                # The queues may be inconsistent.
+                self._revert(self.output_processor.queue_error)
+                return
+            self._finish(endings)
+            self.output_processor.collect_finished([*updated, *endings])
             self.observer.committed(step, updated, output)
 
-    def _finish_ended(self) -> list[Sequence]:
-        """Finish the sequences that end with the results of the last step, and return them."""
-        endings = self.output_processor.endings()
+    def _finish(self, endings: dict[Sequence, Ending]) -> None:
         for seq, ending in endings.items():
             self.scheduler.finish(seq, ending.finish_reason, ending.stop_reason)
-        return list(endings)
 
     def _revert(self, error: BaseException) -> None:
         """Restore a state from which all requests can continue. Any line may have failed."""
         self.scheduler.revert_in_flight(self.output_processor.rewind())
-        self._finish_ended()  # in case the failed commit has not done this
+        self._finish(self.output_processor.endings)  # in case the failed commit has not done this
         requests = self.output_processor.requests.values()
         self.output_processor.collect_finished([seq for r in requests for seq in r.seqs])
         self.observer.reverted(error)

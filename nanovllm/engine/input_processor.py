@@ -4,28 +4,22 @@ Prompts are checked here before they are queued. An invalid prompt raises TypeEr
 whose message names the value and says what to do instead.
 """
 
+from __future__ import annotations
+
 import contextlib
 from collections import abc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from nanovllm.engine.chat import Message, render, template_variables
 from nanovllm.engine.detokenizer import Tokenizer
-from nanovllm.engine.task import Task
+from nanovllm.engine.sampling import Sampling
+from nanovllm.engine.task import Task, TaskFactory
 from nanovllm.inputs import Prompt, parse_prompt
-from nanovllm.plan import LogitRules
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.utils.checks import located
 from nanovllm.utils.log import logger
-
-DEFAULTS = SamplingParams()
-# The sampling parameters that need logit rules. The other fields of LogitRules follow from them.
-RULE_PARAMETERS = [
-    *(name for name in LogitRules.__dataclass_fields__ if hasattr(DEFAULTS, name)),
-    "structured_outputs",
-]
-PROMPTS_AT_ONCE = 1000  # prompts tokenized at a time; a fast tokenizer uses all cores
 
 
 class CheckedPrompt(NamedTuple):
@@ -35,6 +29,12 @@ class CheckedPrompt(NamedTuple):
     token_ids: list[int]
     max_length: int  # of prompt and output together
     task: Task
+
+
+class GrammarCompiler(Protocol):
+    """The interface of the compiler in features/requests/structured.py."""
+
+    def compile(self, params: StructuredOutputsParams, end_tokens: list[int]) -> Any: ...
 
 
 @dataclass(eq=False)
@@ -47,50 +47,58 @@ class InputProcessor:
     seed: int
     has_head: bool = True
     max_logprobs: int = 20
-    # These are None if their files in features/ are deleted.
-    make_rules: Any = None  # `make_rules` of features/requests/logit_rules/params.py
-    grammars: Any = None  # a GrammarCompiler of features/requests/structured.py
-    pooling: Any = None  # PoolingSettings: the embedding settings of the checkpoint
-    tokens: list[int] = field(init=False)
+    grammars: GrammarCompiler | None = None
+    # Class of parameters -> the function that makes the task of a request.
+    task_factories: dict[type, TaskFactory] = field(
+        default_factory=lambda: {SamplingParams: Sampling}
+    )
+    warned_of_length: bool = False
 
-    def __post_init__(self) -> None:
-        self.warned_of_length = False
-        # Prompts share these ints: an int takes 32 bytes, and a reference in a list only 8.
-        self.tokens = list(range(self.vocab_size))
+    def check(self, pairs: abc.Sequence[tuple[Prompt, Any]]) -> list[CheckedPrompt]:
+        """Check prompts and their parameters, and tokenize the prompts.
 
-    def check(
-        self, pairs: abc.Sequence[tuple[Prompt, Any]], make_task: Callable[[Any], Task]
-    ) -> Iterator[CheckedPrompt]:
-        """Check prompts and their parameters. Errors name the prompt if there are several."""
+        Raises ValueError or TypeError if a request can never run. The message names the prompt if
+        there are several. Does not hold the engine's lock, because the compilation of a grammar can
+        take seconds.
+        """
         tasks: dict[int, Task] = {}  # by the id() of parameters, which `pairs` keeps alive
+        parsed: list[tuple[Task, str | None, list[int] | None]] = []
+        checked: list[CheckedPrompt] = []
         i = 0
         try:
-            for start in range(0, len(pairs), PROMPTS_AT_ONCE):
-                batch = range(start, min(start + PROMPTS_AT_ONCE, len(pairs)))
-                split: list[tuple[str | None, list[int] | None, Task]] = []
-                for i in batch:
-                    prompt, params = pairs[i]
-                    if (task := tasks.get(id(params))) is None:
-                        task = tasks[id(params)] = make_task(params)
-                    text, ids = parse_prompt(prompt)
-                    text, ids = task.prepare(text, ids)
-                    split.append((text, ids, task))
-                encoded = self.encode_all([text or "" for text, ids, _ in split if ids is None])
-                for i in batch:
-                    text, ids, task = split[i - start]
-                    token_ids = self.check_tokens(next(encoded) if ids is None else ids)
-                    yield CheckedPrompt(text, token_ids, task.max_length(len(token_ids)), task)
+            for i in range(len(pairs)):
+                prompt, params = pairs[i]
+                if (task := tasks.get(id(params))) is None:
+                    task = tasks[id(params)] = self.make_task(params)
+                parsed.append((task, *task.prepare(*parse_prompt(prompt))))
+            encoded = self.encode_all([text or "" for _, text, ids in parsed if ids is None])
+            for i in range(len(pairs)):
+                task, text, ids = parsed[i]
+                token_ids = next(encoded) if ids is None else ids
+                self.check_tokens(token_ids)
+                max_length = task.max_length(len(token_ids))
+                checked.append(CheckedPrompt(text, token_ids, max_length, task))
         except (TypeError, ValueError):
             with located(f"prompts[{i}]: " * (len(pairs) > 1)):
                 raise
+        return checked
+
+    def make_task(self, params: Any) -> Task:
+        """Check `params` and return their task. None: the checkpoint's sampling parameters."""
+        params = self.default_sampling_params if params is None else params
+        for kind, factory in self.task_factories.items():
+            if isinstance(params, kind):
+                return factory(self, params)
+        known = " or ".join(kind.__name__ for kind in self.task_factories)
+        raise TypeError(f"sampling_params must be a {known}, not {params!r}")
 
     def check_head(self) -> None:
         """Raise ValueError if the model has no head."""
         if not self.has_head:
             raise ValueError(
-                "the checkpoint has no lm_head.weight, and tie_word_embeddings in its config.json "
-                "is false; generation and log-likelihoods need a head. Use embed, or load a "
-                "checkpoint with a head"
+                "the checkpoint has no head (lm_head.weight), and tie_word_embeddings in its "
+                "config.json is false; generation and log-likelihoods need a head: use embed, or "
+                "load a checkpoint with a head"
             )
 
     def check_length(self, num_tokens: int, max_length: int) -> None:
@@ -120,8 +128,8 @@ class InputProcessor:
             )
         return min(max_tokens or room, room)
 
-    def check_tokens(self, ids: list[int]) -> list[int]:
-        """Return the token ids of a prompt. Raises ValueError if it is empty or has invalid ids."""
+    def check_tokens(self, ids: list[int]) -> None:
+        """Raise ValueError if the token ids of a prompt are empty or outside the vocabulary."""
         if not ids:
             raise ValueError("the prompt is empty; give at least one token")
         size = self.vocab_size
@@ -130,7 +138,6 @@ class InputProcessor:
             raise ValueError(
                 f"token id {token} is outside the vocabulary of {size} (0 to {size - 1})"
             )
-        return [self.tokens[token] for token in ids]
 
     def check_vocabulary(self, what: str, ids: Iterable[int] | None) -> None:
         """Raise ValueError for a token id outside the vocabulary."""
@@ -138,22 +145,11 @@ class InputProcessor:
             end = self.vocab_size - 1
             raise ValueError(f"{what} token id {token}; the vocabulary of the model ends at {end}")
 
-    def logit_rules(
-        self, params: SamplingParams, stop_token_ids: frozenset[int]
-    ) -> LogitRules | None:
-        """Return the rules that the parameters request, or None. May compile a grammar."""
-        if self.make_rules is not None:
-            rules: LogitRules | None = self.make_rules(params, self, stop_token_ids)
-            return rules
-        for name in RULE_PARAMETERS:
-            if getattr(params, name) != getattr(DEFAULTS, name):
-                raise missing(name, "requests/logit_rules")
-        return None
-
-    def compile_grammar(self, params: Any, stop_token_ids: tuple[int, ...]) -> Any:
+    def compile_grammar(
+        self, params: StructuredOutputsParams, stop_token_ids: Iterable[int]
+    ) -> Any:
         """Return the compiled grammar of an output that ends with one of `stop_token_ids`."""
-        if self.grammars is None:
-            raise missing("structured_outputs", "requests/structured.py")
+        assert self.grammars is not None, "make_engine sets it"
         return self.grammars.compile(params, list(stop_token_ids))
 
     def chat_prompt(
@@ -193,9 +189,3 @@ class InputProcessor:
             with contextlib.suppress(TypeError, UnicodeError):  # `encode` names the text
                 return iter(self.get_tokenizer()(texts, verbose=False, **options)["input_ids"])
         return map(self.encode, texts)
-
-
-def missing(option: str, file: str) -> ValueError:
-    return ValueError(
-        f"{option} needs nanovllm/features/{file}, which this copy of nanovllm does not have"
-    )

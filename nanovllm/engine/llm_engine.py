@@ -10,7 +10,7 @@ It inherits the loop from EngineCore.
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 from nanovllm.config import EngineConfig
@@ -20,14 +20,11 @@ from nanovllm.engine.detokenizer import Tokenizer
 from nanovllm.engine.input_processor import CheckedPrompt, InputProcessor
 from nanovllm.engine.output_processor import Output, OutputProcessor
 from nanovllm.engine.request import Progress, Request
-from nanovllm.engine.sampling import Sampling
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.task import Task, TaskFactory
 from nanovllm.engine.threads import hold_interrupt
 from nanovllm.inputs import Prompt
 from nanovllm.outputs import RequestMetrics
 from nanovllm.plan import Runner
-from nanovllm.sampling_params import SamplingParams
 
 
 class LLMEngine(EngineCore):
@@ -36,12 +33,10 @@ class LLMEngine(EngineCore):
         config: EngineConfig,
         runner: Runner,
         input_processor: InputProcessor,
-        task_factories: Mapping[type, TaskFactory] | None = None,
         block_manager: BlockManager | None = None,
     ) -> None:
         """Make the scheduler and the output processor for `runner`.
 
-        task_factories: class of parameters -> factory of their task. None: only sampling.
         block_manager: manages the blocks of the runner. None: a new BlockManager.
         """
         if block_manager is None:
@@ -59,7 +54,6 @@ class LLMEngine(EngineCore):
             async_scheduling = runner.async_scheduling
         super().__init__(scheduler, runner, OutputProcessor(), async_scheduling)
         self.input_processor = input_processor
-        self.task_factories = task_factories or {SamplingParams: Sampling}
         self.num_requests = 0
 
     def __reduce__(self) -> NoReturn:
@@ -74,20 +68,11 @@ class LLMEngine(EngineCore):
 
     # ---- requests ----
 
-    def make_task(self, params: Any) -> Task:
-        """Check `params` and return their task. None: the checkpoint's sampling parameters."""
-        params = self.input_processor.default_sampling_params if params is None else params
-        for kind, factory in self.task_factories.items():
-            if isinstance(params, kind):
-                return factory(self, params)
-        known = " or ".join(kind.__name__ for kind in self.task_factories)
-        raise TypeError(f"sampling_params must be a {known}, not {params!r}")
-
     def add_request(
         self, prompt: Prompt, sampling_params: Any = None, request_id: str | None = None
     ) -> str:
         """Queue a request and return its id. Raises ValueError or TypeError if it can never run."""
-        if isinstance(request_id, tuple(self.task_factories)):
+        if isinstance(request_id, tuple(self.input_processor.task_factories)):
             raise TypeError("call add_request(prompt, sampling_params, request_id) in this order")
         request = self.submit(prompt, sampling_params, request_id=request_id, returned_by_step=True)
         return request.request_id
@@ -101,17 +86,9 @@ class LLMEngine(EngineCore):
         returned_by_step: bool = False,
     ) -> Request:
         """Queue a request. The caller reads its `output` at the end, or its stream at any time."""
-        [checked] = self.check([(prompt, sampling_params)])
+        [checked] = self.input_processor.check([(prompt, sampling_params)])
         with hold_interrupt(), self.lock:
             return self._add(checked, stream, None, request_id, returned_by_step)
-
-    def check(self, pairs: Sequence[tuple[Prompt, Any]]) -> list[CheckedPrompt]:
-        """Check prompts and their parameters for `add`. Changes nothing in the engine.
-
-        Raises ValueError or TypeError if a request can never run. Does not hold the lock, because
-        the compilation of a grammar can take seconds.
-        """
-        return list(self.input_processor.check(pairs, self.make_task))
 
     def add(
         self,

@@ -6,14 +6,12 @@ It owns the requests. This table shows why a sequence can end, and which code de
     a complete grammar                   Scheduler.commit: the token is COMPLETE
     no token can be sampled              Scheduler.commit: the token is NO_TOKEN
     a stop string, a computed prompt     the task: `receive` returns an Ending
-    an error in its request's data       `process`, which ends all samples of the request
+    an error in its request's data       `process`, for all samples of the request
     a beam that is not continued         BeamSearch
     an abort by the caller               EngineCore.abort
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from nanovllm.engine.request import Progress, Request
@@ -35,10 +33,10 @@ class OutputProcessor:
         self.requests: dict[str, Request] = {}
         self.finished: dict[str, Output] = {}  # by request id; not returned by `step` yet
         self.progress = Progress()  # of all requests
-        # `ended` has the sequences that end with the results of the last step. `failed` has the
-        # requests for which an error was raised while these results were processed.
-        self.ended: dict[Sequence, Ending] = {}
-        self.failed: list[Request] = []
+        # The sequences that end with the results of the last step, by decision of `process`.
+        self.endings: dict[Sequence, Ending] = {}
+        # The error that interrupted a change of the scheduler's queues during the last step.
+        self.queue_error: Exception | None = None
 
     def is_known(self, request_id: str) -> bool:
         return request_id in self.requests or request_id in self.finished
@@ -50,10 +48,15 @@ class OutputProcessor:
             if metrics.first_scheduled_time is None:
                 metrics.first_scheduled_time = now
 
-    def process(self, step: InFlightStep, output: StepOutput, updated: list[Sequence]) -> None:
-        """Pass the results to the tasks. After this, `endings` returns the sequences to end."""
-        self.ended = {}
-        self.failed = []
+    def process(
+        self, step: InFlightStep, output: StepOutput, updated: list[Sequence]
+    ) -> dict[Sequence, Ending]:
+        """Pass the results of a step to the tasks. Returns the sequences that the caller must end.
+
+        updated: the sequences that have a result, in the order of the plan.
+        """
+        self.endings = {}
+        self.queue_error = None
         if step.plan.chunks:
             self._record_first_results(updated)
         for row, error in output.errors.items():
@@ -67,9 +70,15 @@ class OutputProcessor:
             request = seq.request
             if request is None:  # it ended while the step was in flight
                 continue
-            with self._contain_errors(request):
+            try:
                 if (ending := request.task.receive(request, seq, result)) is not None:
-                    self.ended[seq] = ending
+                    self.endings[seq] = ending
+            except Exception as error:  # ends only this request
+                self._record_error(request, error)
+                self.endings |= dict.fromkeys(request.seqs, Ending("error"))
+                if request.task.changes_queues:
+                    self.queue_error = error
+        return self.endings
 
     def _record_first_results(self, seqs: list[Sequence]) -> None:
         now = time.monotonic()
@@ -80,19 +89,6 @@ class OutputProcessor:
                 self.progress.start(request, seq.num_prompt)
                 if request.progress is not None:
                     request.progress.start(request, seq.num_prompt)
-
-    def endings(self) -> dict[Sequence, Ending]:
-        """Return an ending for each sequence in `ended` and for all sequences of `failed`."""
-        return self.ended | {seq: Ending("error") for r in self.failed for seq in r.seqs}
-
-    @contextmanager
-    def _contain_errors(self, request: Request) -> Iterator[None]:
-        """Record an error raised in the `with` block, so that only this request ends."""
-        try:
-            yield
-        except Exception as error:
-            self._record_error(request, error)
-            self.failed.append(request)
 
     def _record_error(self, request: Request, error: Exception) -> None:
         request.error = error
@@ -121,10 +117,12 @@ class OutputProcessor:
 
     def _make_output(self, request: Request) -> None:
         request.metrics.finished_time = time.monotonic()
-        with self._contain_errors(request):
+        try:
             output = request.task.output(request)
             if not request.stream:
                 request.output = output
+        except Exception as error:
+            self._record_error(request, error)
         if request.output is None and not request.stream:
             request.output = request.task.error_output(request)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from nanovllm.engine.detokenizer import CONTEXT, MAX_CONTEXT, Detokenizer, decode_token
 from nanovllm.engine.request import NO_IDS, Request, Sample, first_sequence, fork_sequence
@@ -14,16 +15,28 @@ from nanovllm.plan import FILTERS, ResultKind, RowResult, RowSampling, TokenLogp
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm.engine.llm_engine import LLMEngine
+    from nanovllm.engine.input_processor import InputProcessor
+    from nanovllm.plan import LogitRules
+
+MakeRules: TypeAlias = (
+    "Callable[[SamplingParams, InputProcessor, frozenset[int]], LogitRules | None]"
+)
 
 
 class Sampling(Task):
     params: SamplingParams
     result_kind = ResultKind.TOKEN
 
-    def __init__(self, engine: LLMEngine, params: SamplingParams) -> None:
-        """Check the parameters and compile any grammar. Raises TypeError or ValueError."""
-        input_processor = engine.input_processor
+    def __init__(
+        self,
+        input_processor: InputProcessor,
+        params: SamplingParams,
+        make_rules: MakeRules = lambda params, input_processor, stop_token_ids: None,
+    ) -> None:
+        """Check the parameters and compile any grammar. Raises TypeError or ValueError.
+
+        make_rules: returns the logit rules that the parameters request, or None.
+        """
         input_processor.check_head()
         input_processor.check_vocabulary("stop_token_ids has", params.stop_token_ids)
         if (params.stop or params.bad_words) and input_processor.tokenizer is None:
@@ -39,7 +52,7 @@ class Sampling(Task):
         if not 0 < params.top_k < input_processor.vocab_size:
             filters["top_k"] = FILTERS["top_k"]
         self.filters = tuple(filters.values())
-        self.rules = input_processor.logit_rules(self.params, self.stop_token_ids)
+        self.rules = make_rules(self.params, input_processor, self.stop_token_ids)
         # The first sample computes the prompt's log-probabilities for all samples.
         self.fork_rules = self.rules and replace(self.rules, prompt_logprobs=None)
 

@@ -20,7 +20,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import ResultKind, RowResult
 
 if TYPE_CHECKING:
-    from nanovllm.engine.llm_engine import LLMEngine
+    from nanovllm.engine.input_processor import InputProcessor
     from nanovllm.engine.request import Request
 
 
@@ -79,4 +79,4 @@ class Task(ABC):
         return None
 
 
-TaskFactory: TypeAlias = "Callable[[LLMEngine, Any], Task]"  # checks the parameters
+TaskFactory: TypeAlias = "Callable[[InputProcessor, Any], Task]"  # checks the parameters

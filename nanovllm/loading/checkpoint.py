@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import shlex
-import stat
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -20,20 +19,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from nanovllm.config import EMBEDDED
-from nanovllm.models.model_config import (
-    FEATURES,
-    Fields,
-    ModelConfig,
-    check_field,
-    check_fields,
-    read_json,
-    unreadable,
-    with_text_config,
-)
+from nanovllm.models.model_config import FEATURES, ModelConfig, with_text_config
 from nanovllm.models.weights import EMBEDDINGS, HEAD
 from nanovllm.plan import FILTERS
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import scalar_fields, similar
+from nanovllm.utils.json_files import Fields, check_field, check_fields, read_json, unreadable
 
 if TYPE_CHECKING:
     from nanovllm.features.formats.quantized_checkpoint import WeightFormat
@@ -59,6 +50,7 @@ def find_checkpoint(
     Raises ValueError with a remedy. Weights are fetched from the hub only if `weights` is true.
     """
     from nanovllm.features.formats.gguf.named import find_named
+    from nanovllm.features.formats.hub import download
 
     if not isinstance(model, str | os.PathLike):
         raise TypeError(f"model must be a directory or a name, not {model!r}")
@@ -69,14 +61,8 @@ def find_checkpoint(
     path = Path(os.path.expanduser(name))
     if name == EMBEDDED:
         path = Path(__file__).with_name(EMBEDDED)
-        if not path.is_dir():
-            raise ValueError(
-                f"{path} is not a directory; pip install the package, do not import it from a zip "
-                "file"
-            )
     # os.path returns False if a parent directory is not accessible; Path can raise an error.
     if os.path.isdir(path):
-        check_files(path, patterns)
         if weights and not list(path.glob("*.safetensors")) and (gguf := list(path.glob("*.gguf"))):
             raise ValueError(f"{name} has no *.safetensors; {convert_command(gguf[0])}")
         return path
@@ -94,48 +80,12 @@ def find_checkpoint(
         )
         near = similar(name, [EMBEDDED, "smollm2-135m"])
         raise ValueError(f"there is no directory {name!r}; {near or remedy}")
-    path = _download(name, revision, patterns)
-    check_files(path, patterns)
-    return path
+    return download(name, revision, patterns)
 
 
 def convert_command(gguf: Path) -> str:
     name, target = shlex.quote(str(gguf)), shlex.quote(gguf.stem)
     return f"convert {gguf.name}: pip install gguf && nanovllm convert {name} {target}"
-
-
-def check_files(directory: Path, patterns: list[str]) -> None:
-    """Raise ValueError for a file that cannot be read. A FIFO is not opened: that would block."""
-    for path in sorted(path for pattern in patterns for path in directory.glob(pattern)):
-        try:
-            if not stat.S_ISREG(path.stat().st_mode):
-                raise OSError("it is not a regular file")
-            path.open("rb").close()
-        except OSError as error:  # a dangling link, a loop of links, no permission
-            raise ValueError(
-                f"{path} cannot be read ({error.strerror or error}); replace or remove it"
-            ) from None
-
-
-def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except HFValidationError as error:
-        raise ValueError(f"{name!r} is not a directory and not a valid hub id: {error}") from None
-    except RepositoryNotFoundError:
-        raise ValueError(
-            f"the hub has no model {name!r}, or it is private; check the spelling, or set HF_TOKEN"
-        ) from None
-    except Exception as error:  # for example: no network, a wrong revision
-        raise ValueError(
-            f"{name!r} is not a local directory and could not be fetched from the hub "
-            f"({type(error).__name__}: {next(iter(str(error).splitlines()), 'no details')}). "
-            "Give a local directory, set HF_ENDPOINT to a mirror, or set HF_HOME to a cache that "
-            f"has the model already; {EMBEDDED!r} needs no hub"
-        ) from error
 
 
 def config_class(architectures: Any) -> type[ModelConfig]:
@@ -146,10 +96,6 @@ def config_class(architectures: Any) -> type[ModelConfig]:
             from nanovllm.features.models.hybrid.hybrid_config import HybridConfig
 
             return HybridConfig
-        case "hybrid_moe":
-            from nanovllm.features.models.hybrid_moe.hybrid_moe_config import HybridMoeConfig
-
-            return HybridMoeConfig
         case "moe":
             from nanovllm.features.models.moe.moe_config import MoeConfig
 
@@ -251,7 +197,7 @@ def find_weight_format(config: Mapping[str, Any], path: Path) -> WeightFormat | 
     """
     # MLX has `quantization`, and in new versions also the same as quantization_config.
     fields = config.get("quantization_config") or config.get("quantization") or {}
-    # If only the KV cache has a scheme, the weights are not quantized; see models/fp8.py.
+    # If only the KV cache has a scheme, the weights are not quantized.
     if not fields or (fields.get("kv_cache_scheme") and not fields.get("config_groups")):
         return None
     from nanovllm.features.formats.quantized_checkpoint import WeightFormat

@@ -5,14 +5,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import FORMATS, EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sampling import Sampling
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.task import TaskFactory
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint, match_head
 from nanovllm.loading.make_runner import make_runner
@@ -20,6 +22,9 @@ from nanovllm.loading.tokenizer import load_tokenizer
 from nanovllm.runner.single_rank import SingleRank
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.utils.log import logger
+
+if TYPE_CHECKING:
+    from nanovllm.features.requests.embeddings.pooling import PoolingSettings
 
 
 def make_engine(config: EngineConfig) -> LLMEngine:
@@ -58,7 +63,6 @@ def load_engine(
 ) -> LLMEngine:
     """Load the weights in `files` and the tokenizer in `tokenizer_dir`, and build the engine."""
     from nanovllm.features.requests.embeddings.sentence_transformers import read_pooling_settings
-    from nanovllm.features.requests.logit_rules.params import make_rules
     from nanovllm.features.requests.structured import GrammarCompiler
 
     model_config, has_head = match_head(checkpoint.model_config, files)
@@ -89,9 +93,7 @@ def load_engine(
         config.seed,
         has_head=has_head,
         max_logprobs=config.max_logprobs,
-        make_rules=make_rules,
         grammars=GrammarCompiler(tokenizer, model_config.vocab_size, eos_token_ids),
-        pooling=read_pooling_settings(checkpoint.directory, model_config.hidden_size),
     )
     block_manager: BlockManager | None = None
     if runner.host_pool is not None:
@@ -107,7 +109,10 @@ def load_engine(
             *(runner.num_blocks, config.block_size, config.enable_prefix_caching),
             *(config.max_num_seqs, runner.states.num_states),
         )
-    return LLMEngine(config, ranks.agreeing(runner), input_processor, all_tasks(), block_manager)
+    engine = LLMEngine(config, ranks.agreeing(runner), input_processor, block_manager)
+    pooling = read_pooling_settings(checkpoint.directory, model_config.hidden_size)
+    input_processor.task_factories = all_tasks(engine.scheduler, pooling)
+    return engine
 
 
 def check_format(quantization: str, checkpoint: Checkpoint) -> None:
@@ -121,16 +126,17 @@ def check_format(quantization: str, checkpoint: Checkpoint) -> None:
         )
 
 
-def all_tasks() -> dict[type, TaskFactory]:
-    """Return the task of each type of parameters."""
+def all_tasks(scheduler: Scheduler, pooling: PoolingSettings) -> dict[type, TaskFactory]:
+    """Return the functions that make the task of a request, by the class of its parameters."""
     from nanovllm.features.requests.beam_search import BeamSearch
     from nanovllm.features.requests.embeddings.pooling import Embedding, PoolingParams
+    from nanovllm.features.requests.logit_rules.params import make_rules
     from nanovllm.features.requests.loglikelihood import Scoring, ScoringParams
 
     return {
-        SamplingParams: Sampling,
-        BeamSearchParams: BeamSearch,
-        PoolingParams: Embedding,
+        SamplingParams: partial(Sampling, make_rules=make_rules),
+        BeamSearchParams: partial(BeamSearch, scheduler=scheduler),
+        PoolingParams: partial(Embedding, settings=pooling),
         ScoringParams: Scoring,
     }
 

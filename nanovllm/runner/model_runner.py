@@ -14,8 +14,7 @@ from torch import Tensor
 
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.backend import Backend
-from nanovllm.models.batch import SamplingBatch
-from nanovllm.models.decode_inputs import longest_first
+from nanovllm.models.batch import SamplingBatch, longest_first
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.transfers import send, to_device
 from nanovllm.plan import StepOutput, StepPlan

@@ -187,7 +187,7 @@ def test_the_table(embedded_run: Trace) -> None:
         table = line[at["block table"] : at["token"]].split()
         first, last = map(int, (computes[1].split("-") * 2)[:2])
         slots = re.findall(r"(\d+)(?:-(\d+))?", line[at["slots"] : at["block table"]])
-        if "…" in line[: at["token"]] or not slots:
+        if "..." in line[: at["token"]] or not slots:
             continue
         written = [s for a, b in slots for s in range(int(a), int(b or a) + 1)]
         assert written == [int(table[p // 4]) * 4 + p % 4 for p in range(first, last + 1)]

@@ -8,7 +8,6 @@ from checkpoints import VOCAB, random_llm
 from engines import still_serves
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
-from nanovllm.engine.sampling import Sampling
 
 
 def test_length_is_capped_by_max_model_len(path: Path) -> None:
@@ -164,7 +163,7 @@ def test_plain_parameters_make_no_rules(embedded: LLM) -> None:
     """Rows with rules take a slower path, so the usual parameters must not have any."""
     for fields in ({}, {"stop_token_ids": [3]}, {"top_k": 5, "seed": 1}, {"logits_processors": []}):
         params = SamplingParams(**fields)
-        assert Sampling(embedded.engine, params).rules is None
+        assert embedded.engine.input_processor.make_task(params).rules is None
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])

@@ -2,7 +2,6 @@
 
 import random
 import sys
-import threading
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,6 @@ from engines import is_idle
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
-from nanovllm.engine import turns
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.policies import HEAD, WaitingQueue
@@ -38,8 +36,7 @@ def make_engine(**options: Any) -> LLMEngine:
 def add(engine: LLMEngine, count: int, call: Progress | None = None, **more: Any) -> list[Request]:
     requests: list[Request] = []
     pairs = [([i % 999, 7, 8, 9], PARAMS) for i in range(count)]
-    for _ in engine.add(engine.check(pairs), requests, call, **more):
-        pass
+    engine.add(engine.input_processor.check(pairs), requests, call, **more)
     return requests
 
 
@@ -164,23 +161,12 @@ def test_memory_of_waiting_requests() -> None:
     requests: list[Request] = []
     tracemalloc.start()
     try:
-        for _ in engine.add(engine.check(pairs), requests):
-            pass
+        engine.add(engine.input_processor.check(pairs), requests)
         size, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert len(requests) == count
     assert size / count < 1700
-
-
-def test_prompts_share_their_token_ids() -> None:
-    """A tokenizer returns new objects, which take more memory than the rest of the request."""
-    engine = make_engine()
-    texts = [[int(str(300 + i)) for i in range(20)] for _ in range(2)]
-    assert texts[0][5] is not texts[1][5]
-    first, second = (checked.token_ids for checked in engine.check([(t, PARAMS) for t in texts]))
-    assert first == second == texts[0]
-    assert all(a is b for a, b in zip(first, second, strict=True))
 
 
 def test_texts_are_tokenized_in_batches(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,22 +176,22 @@ def test_texts_are_tokenized_in_batches(embedded: LLM, monkeypatch: pytest.Monke
     expected = [tokenizer.encode(text) for text in texts]
     params = SamplingParams()
     monkeypatch.setattr(inputs, "encode", None)
-    checked = embedded.engine.check([(text, params) for text in texts])
+    checked = embedded.engine.input_processor.check([(text, params) for text in texts])
     assert [prompt.token_ids for prompt in checked] == expected
     assert [prompt.text for prompt in checked] == texts
 
 
 def test_parameters_are_checked_once_for_each_object(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, calls = make_engine(), []
-    make_task = engine.make_task
+    make_task = engine.input_processor.make_task
 
     def counted(params: Any) -> Any:
         calls.append(params)
         return make_task(params)
 
-    monkeypatch.setattr(engine, "make_task", counted)
+    monkeypatch.setattr(engine.input_processor, "make_task", counted)
     a, b = SamplingParams(max_tokens=2), SamplingParams(max_tokens=3)
-    checked = engine.check([([1, 2], p) for p in (a, b, None, a, b, None, a)])
+    checked = engine.input_processor.check([([1, 2], p) for p in (a, b, None, a, b, None, a)])
     assert calls == [a, b, None]
     lengths = [prompt.task.params.max_tokens for prompt in checked]
     assert lengths == [2, 3, 64, 2, 3, 64, 2]
@@ -229,7 +215,7 @@ def test_all_prompts_are_checked_before_one_is_added(bad: Any, message: str) -> 
     prompts: list[Any] = [[1, 2]] * 3000
     prompts[1500] = bad
     with pytest.raises((TypeError, ValueError), match=message):
-        engine.check([(prompt, PARAMS) for prompt in prompts])
+        engine.input_processor.check([(prompt, PARAMS) for prompt in prompts])
     assert engine.num_requests == 0
     assert is_idle(engine)
 
@@ -239,47 +225,6 @@ def test_a_text_that_cannot_be_encoded_is_named(embedded: LLM) -> None:
     with pytest.raises(ValueError, match=r"prompts\[1200\]: the text cannot be encoded"):
         embedded.generate(texts, use_tqdm=False)
     assert is_idle(embedded.engine)
-
-
-def test_the_lock_is_free_while_many_are_added_and_aborted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Another thread gets it after each batch, and nothing is lost or ended twice."""
-    engine, taken, pauses = make_engine(), 0, 0
-    begin, done = threading.Event(), threading.Event()
-
-    def use() -> None:
-        nonlocal taken
-        while True:
-            begin.wait()
-            if stopped:
-                return
-            with engine.lock:
-                taken += 1
-            begin.clear()
-            done.set()
-
-    def pause(seconds: float) -> None:
-        nonlocal pauses
-        pauses += 1
-        done.clear()
-        begin.set()
-        assert done.wait(60), "the lock is held"
-
-    stopped = False
-    monkeypatch.setattr(turns.time, "sleep", pause)
-    thread = threading.Thread(target=use, daemon=True)
-    thread.start()
-    call = Progress()
-    requests = add(engine, 3500, call)
-    engine.abort_all()
-    stopped = True
-    begin.set()
-    thread.join(60)
-    assert pauses == taken == 3 + 3
-    assert call.num_ended == 3500
-    assert all(request.ended for request in requests)
-    assert is_idle(engine)
 
 
 def test_results_of_step_are_found_by_their_ids() -> None:

@@ -113,7 +113,7 @@ def test_stop_strings_in_one_token(stop: list[str], text: str, reason: str) -> N
             tokenizer = SimpleNamespace(backend_tokenizer=rules)
             inputs = InputProcessor(tokenizer, 99, 99, frozenset(), SamplingParams(), 0)
             params = SamplingParams(stop=stop, include_stop_str_in_output=include)
-            task = Sampling(SimpleNamespace(input_processor=inputs), params)
+            task = Sampling(inputs, params)
             request = Request("0", 0, task, None, RequestMetrics(0.0), False, True)
             seq = task.start(request, [0], 99)
             streamed, found = "", None

@@ -69,12 +69,10 @@ class BeamHistory(History):
         stops = frozenset({rng.randrange(ALPHABET)} if rng.random() < 0.6 else ())
         width = rng.randint(1, min(3, self.max_num_seqs))
         params = BeamSearchParams(width, 99, not stops, length_penalty=rng.choice((0.0, 1.0)))
-        inputs = SimpleNamespace(
+        inputs: Any = SimpleNamespace(
             check_head=lambda: None, vocab_size=ALPHABET, eos_token_ids=stops, tokenizer=None
         )
-        task: Any = BeamSearch(
-            SimpleNamespace(input_processor=inputs, scheduler=self.scheduler), params
-        )
+        task: Any = BeamSearch(inputs, params, self.scheduler)
         request = Request("", self.arrivals, task, None, RequestMetrics(0.0), False, False)
         seq = task.start(request, list(prompt), longest)
         self.arrivals += 1

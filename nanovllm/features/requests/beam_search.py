@@ -23,7 +23,8 @@ from nanovllm.plan import LogitRules, ResultKind, RowResult
 from nanovllm.sampling_params import BeamSearchParams
 
 if TYPE_CHECKING:
-    from nanovllm.engine.llm_engine import LLMEngine
+    from nanovllm.engine.input_processor import InputProcessor
+    from nanovllm.engine.scheduler import Scheduler
 
 
 @dataclass
@@ -62,13 +63,14 @@ class BeamSearch(Task):
     result_kind = ResultKind.CANDIDATES
     changes_queues = True
 
-    def __init__(self, engine: LLMEngine, params: BeamSearchParams) -> None:
+    def __init__(
+        self, input_processor: InputProcessor, params: BeamSearchParams, scheduler: Scheduler
+    ) -> None:
         """Check the parameters. Raises TypeError or ValueError. May compile a grammar."""
-        self.input_processor = input_processor = engine.input_processor
-        self.scheduler = engine.scheduler
+        self.input_processor, self.scheduler = input_processor, scheduler
         input_processor.check_head()
         self.params = params = replace(params)  # fields may have been set since the last check
-        vocab_size, max_num_seqs = input_processor.vocab_size, self.scheduler.max_num_seqs
+        vocab_size, max_num_seqs = input_processor.vocab_size, scheduler.max_num_seqs
         if params.beam_width > vocab_size:
             raise ValueError(
                 f"beam_width={params.beam_width} is more than the vocabulary={vocab_size}; lower it"

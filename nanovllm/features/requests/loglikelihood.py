@@ -16,7 +16,6 @@ from nanovllm.utils.checks import located
 
 if TYPE_CHECKING:
     from nanovllm.engine.input_processor import InputProcessor
-    from nanovllm.engine.llm_engine import LLMEngine
 
 
 @dataclass(frozen=True)
@@ -102,9 +101,9 @@ class Scoring(Task):
 
     result_kind = ResultKind.NOTHING
 
-    def __init__(self, engine: LLMEngine, params: ScoringParams) -> None:
-        engine.input_processor.check_head()
-        self.input_processor = engine.input_processor
+    def __init__(self, input_processor: InputProcessor, params: ScoringParams) -> None:
+        input_processor.check_head()
+        self.input_processor = input_processor
         self.params = params
 
     def max_length(self, num_tokens: int) -> int:

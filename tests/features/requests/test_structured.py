@@ -23,7 +23,7 @@ from nanovllm import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from nanovllm.engine.sampling import Sampling, read_stream
+from nanovllm.engine.sampling import read_stream
 from nanovllm.features.requests import structured as structured_module
 from nanovllm.features.requests.logit_rules import rows as logit_rules_rows
 from nanovllm.features.requests.logit_rules.rows import RowRules, RulesBatch, RulesState
@@ -591,7 +591,7 @@ def test_compilations_that_still_run_are_few(
 
     def add(regex: str) -> None:
         params = SamplingParams(structured_outputs=StructuredOutputsParams(regex=regex))
-        embedded.engine.make_task(params)
+        embedded.engine.input_processor.make_task(params)
 
     add("before")
     monkeypatch.setattr(GrammarCompiler, "_call_with_limit", slow)
@@ -748,7 +748,7 @@ def test_other_requests_pay_nothing(embedded: LLM, monkeypatch: pytest.MonkeyPat
     params = SamplingParams(temperature=0, repetition_penalty=1.1)
     embedded.generate("What is 12 + 30?\n", params, use_tqdm=False)
     assert compiler.vocabulary is None
-    assert Sampling(embedded.engine, SamplingParams()).rules is None
+    assert embedded.engine.input_processor.make_task(SamplingParams()).rules is None
 
 
 def test_requests_share_a_compiled_grammar(embedded: LLM) -> None:

@@ -19,7 +19,7 @@ from nanovllm.plan import ResultKind, RowResult
 from nanovllm.utils.checks import Positive, check_scalars
 
 if TYPE_CHECKING:
-    from nanovllm.engine.llm_engine import LLMEngine
+    from nanovllm.engine.input_processor import InputProcessor
 
 
 @dataclass(slots=True)
@@ -112,10 +112,11 @@ class Embedding(Task):
 
     result_kind = ResultKind.HIDDEN_STATE
 
-    def __init__(self, engine: LLMEngine, params: PoolingParams) -> None:
+    def __init__(
+        self, input_processor: InputProcessor, params: PoolingParams, settings: PoolingSettings
+    ) -> None:
         """Check the parameters, and add the settings of the checkpoint."""
-        self.input_processor = engine.input_processor
-        settings = engine.input_processor.pooling
+        self.input_processor = input_processor
         self.params = settings.complete(params)
         self.prefix = settings.prefix(self.params)
 
