@@ -27,7 +27,7 @@ SEVERAL = {
     "backends/gpu/test_gpu.py": "kernels and whole engines on a GPU",
     "engine/test_any_line.py": "an error or Ctrl-C at any line of a step",
     "engine/test_failures.py": "errors in one request's own data",
-    "engine/test_large_batches.py": "the work and the memory of many requests",
+    "engine/test_large_batches.py": "the work of a step with many requests",
     "features/requests/test_beam_histories.py": "beams with the scheduler and the host cache",
     "lessons/test_lesson_pages.py": "the pages of the lessons",
     "lessons/test_lessons.py": "the command, and what lessons share",
