@@ -47,7 +47,6 @@ import nanovllm.backends.int4
 import nanovllm.backends.int8
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.gpu import chunk_graphs, graphs, profile
-from nanovllm.backends.gpu.decode_inputs import decode_inputs
 from nanovllm.backends.gpu.kernels import attention, pointwise
 from nanovllm.features.memory.host_cache import pool as host_pool
 from nanovllm.features.memory.tensor_parallel import ranks as tensor_parallel
@@ -472,22 +471,6 @@ def add_rms_norm(a: Any) -> None:
     a.total.copy_(total)
 
 
-def read_rows(a: Any) -> None:
-    tensors = a.block_tables, a.positions, a.row_params, a.seeds, a.last_tokens
-    found = decode_inputs(a.rows, *tensors, a.BLOCK)
-    results = a.out_ids, a.out_positions, a.out_slots, a.out_lens
-    for result, x in zip(results, found, strict=False):
-        result.copy_(x)
-    for table, row, length in zip(
-        a.out_tables, found.block_tables, found.context_lens, strict=True
-    ):
-        num_blocks = -(-int(length) // a.BLOCK)
-        table[:num_blocks] = row[:num_blocks]
-    a.out_params.copy_(a.row_params[:, a.rows])
-    a.out_ints.copy_(a.out_params)
-    a.out_seeds.copy_(found.seeds)
-
-
 def draw(a: Any) -> None:
     filters = {"top_k": a.top_ks, "top_p": a.top_ps, "min_p": a.min_ps}
     batch = SamplingBatch(a.temperatures, a.seeds, a.positions, filters)
@@ -562,7 +545,6 @@ REFERENCES: dict[str, Callable[[Any], Any]] = {
     "_norm_rope_store": norm_rope_store,
     "_add_rms_norm": add_rms_norm,
     "_silu_and_mul": lambda a: a.out.copy_(layers.silu_and_mul(a.x)),
-    "_decode_inputs": read_rows,
     "_weigh_chunks": lambda a: None,  # the reference of _draw reads all logits
     "_draw": draw,
 }

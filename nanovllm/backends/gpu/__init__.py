@@ -14,8 +14,7 @@ kernels/int8.py        Products with weights in int8. Needs backends/int8.py.
 kernels/int4.py        The same in int4. Needs backends/int4.py.
 kernels/experts.py     Products of rows that are sorted by expert, for mixtures of experts.
 kernels/delta_rule.py  The gated delta rule of linear attention, for decodes and for chunks.
-kernels/rows.py        Reads ids, positions, slots and parameters of the rows of a decode.
-decode_inputs.py       The reference of kernels/rows.py in plain torch.
+decode_inputs.py       Reads ids, positions, slots and parameters of the rows of a decode.
 graphs.py              DecodeGraphs: a decode step is captured once and replayed. Needs no kernel.
 chunk_graphs.py        ChunkGraphs: the same for steps with chunks, without their attention.
 profile.py             Measures the memory of the largest steps, for the size of the KV cache.

@@ -35,7 +35,6 @@ from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
 from nanovllm import LLM, SamplingParams  # noqa: E402
 from nanovllm.backends import int4 as plain_int4  # noqa: E402
-from nanovllm.backends.gpu import decode_inputs  # noqa: E402
 from nanovllm.backends.gpu.kernels import (  # noqa: E402
     attention,
     convert,
@@ -43,7 +42,6 @@ from nanovllm.backends.gpu.kernels import (  # noqa: E402
     int4,
     int8,
     pointwise,
-    rows,
     sampling,
     store,
 )
@@ -573,33 +571,6 @@ def test_draws_follow_the_distribution() -> None:
     chi_squared = float(((counts[:4] - expected) ** 2 / expected).sum())
     # With 3 degrees of freedom, one draw in a thousand exceeds this.
     assert chi_squared < 16.3
-
-
-def test_decode_inputs_are_those_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows in any order, among them padding more than once, at both ends of a block."""
-    monkeypatch.setattr(rows, "BLOCKS", tl.constexpr(2))  # a table is copied in several parts
-    size, at = 4, torch.tensor([3, 0, 11, 4, 0])
-    tables = torch.tensor([[5, 0, 0], [9, 0, 0], [1, 7, 3], [8, 2, 0], [0, 0, 0]]).int()
-    params = torch.tensor([[0.5] * 5, [7.0, 0.0, 20.0, 1.0, 0.0], [0.9] * 5, [0.1] * 5])
-    seeds, last = torch.tensor([-(2**60), 1, 2**62, 3, 4]), torch.tensor([50, 51, 52, 53, 0])
-    chosen = torch.tensor([4, 2, 0, 1, 4, 3])
-    found, wanted = (
-        function(chosen, tables, positions, params, seeds, last, size)
-        for function, positions in (
-            (rows.decode_inputs, at),
-            (decode_inputs.decode_inputs, at.clone()),
-        )
-    )
-    assert at.tolist() == [4, 1, 12, 5, 0]
-    for name, tensor in wanted._asdict().items():
-        if name not in ("block_tables", "params"):
-            assert getattr(found, name).tolist() == tensor.tolist(), name
-    for x, y in zip(found.params, wanted.params, strict=True):
-        assert x.dtype == y.dtype
-        assert x.tolist() == y.tolist()
-    for i, length in enumerate(wanted.context_lens.tolist()):
-        blocks = slice(-(-length // size))
-        assert found.block_tables[i, blocks].tolist() == wanted.block_tables[i, blocks].tolist()
 
 
 # Answers of four tokens: each takes the interpreter a second.

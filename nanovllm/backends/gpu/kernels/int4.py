@@ -83,7 +83,3 @@ def linear(x: Tensor, module: Linear) -> Tensor:
     packed, constants = weight.values.view(torch.uint8), dict(GROUP=GROUP)
     constants["ALIGNED"] = weight.shape[1] % GROUP == 0
     return int8.multiply(_int4_linear, x, module, packed, GROUP, **constants)
-
-
-def compile_for(module: Linear) -> None:
-    int8.compile_for(module, linear)

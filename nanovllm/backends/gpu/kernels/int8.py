@@ -142,7 +142,7 @@ def linear_in_parts(x: Tensor, module: Linear) -> Tensor:
     return out
 
 
-def compile_for(module: Linear, linear: Callable[[Tensor, Linear], Tensor] = linear) -> None:
+def compile_for(module: Linear, linear: Callable[[Tensor, Linear], Tensor]) -> None:
     """Compile what a Linear needs, with each number of rows, before requests are served."""
     weight = module.weight
     for rows in FLOAT32 if weight.dtype == torch.float32 else HALF:
