@@ -10,13 +10,18 @@ A batch is ragged: S sequences are concatenated without padding, first chunks, t
     logits_indices   [ 4, 7, 8, 9 ]                    the tokens whose logits are sampled
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
 from nanovllm.plan import FILTERS
+
+if TYPE_CHECKING:
+    from nanovllm.features.models.hybrid.states import StepStates
 
 
 @dataclass(slots=True)
@@ -33,7 +38,7 @@ class ForwardBatch:
     num_decodes: int = 0  # the last `num_decodes` sequences have one token each
     order: Tensor | None = None  # [num_decodes] int64: `longest_first`, if on the device
     attention_metadata: Any = None  # set by `prepare` of the attention backend
-    states: Any = None  # a StepStates of features/models/hybrid, if the model has linear attention
+    states: StepStates | None = None  # if the model has linear attention
 
 
 @dataclass(slots=True)

@@ -9,8 +9,10 @@ sampled tokens. On a GPU, runner/device_rows.py has the same arrays and builds t
     last token, position, block table and sampling of each row  ->  one ForwardBatch, SamplingBatch
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +21,9 @@ from torch import Tensor
 from nanovllm.models.batch import ForwardBatch, SamplingBatch, typed_params
 from nanovllm.models.transfers import send
 from nanovllm.plan import FILTERS, ResultKind, StepPlan
+
+if TYPE_CHECKING:
+    from nanovllm.features.requests.logit_rules.rows import RulesBatch, RulesState
 
 
 @dataclass(slots=True)
@@ -39,11 +44,11 @@ class StepBatch:
     sampling_batch: SamplingBatch
     num_decodes: int  # number of consecutive one-token sequences at the end, chunks included
     forward_batch: ForwardBatch = field(init=False)
-    rules: Any = None  # a RulesBatch of features/requests/logit_rules, if a sampling row has rules
+    rules: RulesBatch | None = None  # if a sampling row has rules
 
 
 class Rows:
-    rules: Any = None  # a RulesState of features/requests/logit_rules, unless it is deleted
+    rules: RulesState | None = None  # set by loading/make_runner.py
 
     def __init__(
         self, num_rows: int, max_blocks: int, block_size: int, device: torch.device
@@ -115,7 +120,7 @@ class Rows:
         step.sampling_batch.positions = sampling_positions
         return step
 
-    def rules_of(self, rows: list[int] | np.ndarray) -> Any:
+    def rules_of(self, rows: list[int] | np.ndarray) -> RulesBatch | None:
         """Return the RulesBatch of `rows` [R], or None if no row has rules."""
         if self.rules is None or not self.rules.rows:
             return None

@@ -528,6 +528,8 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         target.write_bytes(text)
         refused(source, target, "has a line that run-batch did not write: .*name another output")
     target.write_bytes(whole)
+    save(source, few(2)[:2])
+    refused(source, target, "a result for line 3 of .*in.jsonl, which has no such request; name")
     save(source, few(3))  # with another line 3
     refused(source, target, "the result of 'wrong' for line 3 of .*in.jsonl, which is 'q2'; name")
 
