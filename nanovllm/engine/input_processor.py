@@ -145,6 +145,22 @@ class InputProcessor:
             end = self.vocab_size - 1
             raise ValueError(f"{what} token id {token}; the vocabulary of the model ends at {end}")
 
+    def num_logprobs(self, name: str, value: int | None) -> int | None:
+        """Return how many log-probabilities a field requests. Raises ValueError for too many."""
+        if value is None:
+            return None
+        size = self.vocab_size
+        limit = size if self.max_logprobs == -1 else self.max_logprobs
+        if value > size:
+            raise ValueError(f"{name}={value} is more than the vocabulary of {size} tokens")
+        if value > limit or (value == -1 and size > limit):
+            raise ValueError(
+                f"{name}={value} is more than max_logprobs={limit}"
+                + f", because -1 is the whole vocabulary of {size}" * (value == -1)
+                + "; ask for fewer, or give LLM() a larger max_logprobs (-1: no limit)"
+            )
+        return size if value == -1 else value
+
     def compile_grammar(
         self, params: StructuredOutputsParams, stop_token_ids: Iterable[int]
     ) -> Any:

@@ -45,6 +45,7 @@ class Sequence:
     result_kind: ResultKind = ResultKind.TOKEN
     targets: list[int] = EMPTY  # tokens whose log-probabilities are requested
     first_target: int = 1  # position of the first target
+    num_logprobs: int = 0  # how many of the most likely tokens to report with each target
     # The sequence from which it is forked: the first sample of its request, or a beam.
     parent: "Sequence | None" = None
     forks: list["Sequence"] = EMPTY  # not queued yet

@@ -182,7 +182,8 @@ def make_cache(
         runner.attention = make_attention(1)  # everything is written to the null block
         runner.attention.copy_blocks([(0, 0)])
         runner.run(plan)
-        runner.rows.rules.reset()  # requests with rules allocate their memory again
+        if runner.rows.rules is not None:
+            runner.rows.rules.reset()  # requests with rules allocate their memory again
 
     if num_host_blocks := budget.num_host_blocks:  # staging buffers come before the KV cache
         from nanovllm.features.memory.host_cache.pool import make_pool

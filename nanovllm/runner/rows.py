@@ -20,6 +20,7 @@ from nanovllm.models.batch import ForwardBatch, SamplingBatch
 from nanovllm.models.decode_inputs import typed_params
 from nanovllm.models.transfers import send
 from nanovllm.plan import FILTERS, ResultKind, StepPlan
+from nanovllm.runner.features import RulesBatch, RulesState
 
 
 @dataclass(slots=True)
@@ -40,11 +41,11 @@ class StepBatch:
     sampling_batch: SamplingBatch
     num_decodes: int  # number of consecutive one-token sequences at the end, chunks included
     forward_batch: ForwardBatch = field(init=False)
-    rules: Any = None  # a RulesBatch of features/requests/logit_rules, if a sampling row has rules
+    rules: RulesBatch | None = None  # if a row that samples has rules
 
 
 class Rows:
-    rules: Any = None  # a RulesState of features/requests/logit_rules, unless it is deleted
+    rules: RulesState | None = None  # set by loading/make_runner.py
 
     def __init__(
         self, num_rows: int, max_blocks: int, block_size: int, device: torch.device
@@ -116,11 +117,9 @@ class Rows:
         step.sampling_batch.positions = sampling_positions
         return step
 
-    def rules_of(self, rows: list[int] | np.ndarray) -> Any:
-        """Return the RulesBatch of `rows` [R], or None if no row has rules."""
-        if self.rules is None or not self.rules.rows:
-            return None
-        return self.rules.batch(np.asarray(rows).tolist(), self.positions)
+    def rules_of(self, rows: list[int] | np.ndarray) -> RulesBatch | None:
+        """Return the rules of `rows` [R], or None if no row has rules."""
+        return None if self.rules is None else self.rules.batch(rows, self.positions)
 
     def record(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """Record the sampled tokens of `rows` [R], which are the inputs of their next step.
