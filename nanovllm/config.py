@@ -137,7 +137,7 @@ class EngineConfig:
 
 
 def engine_config(options: Mapping[str, Any]) -> EngineConfig:
-    """Return the configuration of `LLM(**options)`. None means the default of an option.
+    """Return the configuration of `LLM(**options)`. None is the default of each option but `model`.
 
     The names of RENAMED and WITHOUT_EFFECT are accepted too. Raises TypeError for an unknown
     option, and TypeError or ValueError for a wrong value.
@@ -147,13 +147,13 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
     values: dict[str, Any] = {}
     for name, value in options.items():
         option = RENAMED.get(name, name)
-        if value is None:
+        if value is None and name != "model":
             continue
         if (accepted := WITHOUT_EFFECT.get(name)) is not None:
             if value not in accepted:
                 raise ValueError(
                     f"{name}={value!r:.80} is not supported; the engine works as with "
-                    f"{' and '.join(f'{name}={other!r}' for other in accepted)}"
+                    f"{' or '.join(f'{name}={other!r}' for other in accepted)}"
                 )
         elif option in values and values[option] != value:
             raise ValueError(

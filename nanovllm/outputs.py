@@ -103,7 +103,7 @@ def why_no_token(params: Any) -> str:
 
 
 class GrammarError(RuntimeError):
-    """An output cannot be continued with its grammar. It ends its own request alone."""
+    """An output cannot be continued with its grammar. Only its request ends; others continue."""
 
 
 class GenerationError(RuntimeError):

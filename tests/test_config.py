@@ -7,6 +7,7 @@ import torch
 from checkpoints import random_llm
 from wrong_values import NAN
 
+from nanovllm import LLM
 from nanovllm.config import RENAMED, WITHOUT_EFFECT, EngineConfig, engine_config
 
 OPTIONS = [
@@ -95,7 +96,9 @@ def test_other_names() -> None:
 def test_none_is_the_default_of_every_option() -> None:
     """As in vLLM, whose defaults are None for some of them."""
     names = [*EngineConfig.__dataclass_fields__, *RENAMED, *WITHOUT_EFFECT]
-    assert engine_config(dict.fromkeys(names)) == EngineConfig()
+    assert engine_config(dict.fromkeys(names[1:])) == EngineConfig()
+    with pytest.raises(TypeError, match="model must be a directory or a name, not None"):
+        LLM(None)  # as in LLM(os.environ.get("MODEL"))
     with pytest.raises(TypeError, match="'max_num_seq'; did you mean 'max_num_seqs'"):
         engine_config({"max_num_seq": None})
 

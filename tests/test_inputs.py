@@ -37,6 +37,8 @@ def test_token_ids_of_tokenizers_numpy_and_torch(embedded: LLM) -> None:
         (list(map(np.array, rows)), [one, two]),
         (list(np.array(one)), [one]),
         ([np.array(one), two, texts[0]], [one, two, one]),
+        (list(np.array(texts)), [one, two]),
+        (np.array(texts), [one, two]),
         (tokenizer(texts)["input_ids"], [one, two]),
         (tokenizer(texts[0], return_tensors="pt")["input_ids"], [one]),
         ({"prompt_token_ids": np.array(one)}, [one]),

@@ -4,7 +4,8 @@
   nanovllm chat --model smollm2/
 
 The package gguf (pip install gguf) dequantizes the weights. They are stored in bfloat16 by default,
-in files of about 1 GiB. OUT appears when it is complete. Its default is greedy sampling.
+in files of about 1 GiB. OUT is renamed into place when it is complete. Its generation_config.json
+selects greedy sampling.
 """
 
 import argparse

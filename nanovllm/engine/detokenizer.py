@@ -2,7 +2,7 @@
 
 The text of a token depends on the tokens before it. A character of several tokens is complete with
 the last of them, and tokenizers of SentencePiece's kind remove a space only at the start of a text.
-DecodeStream of the package tokenizers handles both; its results are those of vLLM.
+DecodeStream of the package tokenizers handles both. vLLM uses it too and gives the same text.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ MAX_CONTEXT = 24  # tokens of a prompt that are tried
 
 
 class Detokenizer:
+    """Decodes the output of one sequence, whose prompt ends with `prompt_ids`."""
+
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: list[int], skip_special_tokens: bool = True
     ) -> None:
@@ -51,8 +53,8 @@ class Detokenizer:
         try:
             text = self.stream.step(self.tokenizer, token)
         except Exception as error:
-            # After invalid bytes, some decoders change text that was returned. As vLLM does, the
-            # text continues with this token.
+            # After invalid bytes, some decoders change text that was already returned. As in vLLM,
+            # the text then continues with this token.
             if not str(error).startswith("Invalid prefix"):
                 raise
             self.stream = DecodeStream([], self.skip_special_tokens)
@@ -64,8 +66,8 @@ def decode_token(tokenizer: Tokenizer, token: int, before: list[int]) -> str:
     """Return the text of one token after the tokens `before`, as vLLM's `decoded_token`.
 
     The text of a token that completes a character is the whole character, and the text of the
-    other tokens of the character is empty. The decoder removes a space at the start of a text,
-    which is inserted again here.
+    other tokens of the character is empty. A decoder removes the space at the start of a text;
+    it is inserted again here.
     """
     rules = tokenizer.backend_tokenizer
     context = before[-CONTEXT:]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import shlex
-import stat
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -69,14 +68,8 @@ def find_checkpoint(
     path = Path(os.path.expanduser(name))
     if name == EMBEDDED:
         path = Path(__file__).with_name(EMBEDDED)
-        if not path.is_dir():
-            raise ValueError(
-                f"{path} is not a directory; pip install the package, do not import it from a zip "
-                "file"
-            )
     # os.path returns False if a parent directory is not accessible; Path can raise an error.
     if os.path.isdir(path):
-        check_files(path, patterns)
         if weights and not list(path.glob("*.safetensors")) and (gguf := list(path.glob("*.gguf"))):
             raise ValueError(f"{name} has no *.safetensors; {convert_command(gguf[0])}")
         return path
@@ -94,27 +87,12 @@ def find_checkpoint(
         )
         near = similar(name, [EMBEDDED, "smollm2-135m"])
         raise ValueError(f"there is no directory {name!r}; {near or remedy}")
-    path = _download(name, revision, patterns)
-    check_files(path, patterns)
-    return path
+    return _download(name, revision, patterns)
 
 
 def convert_command(gguf: Path) -> str:
     name, target = shlex.quote(str(gguf)), shlex.quote(gguf.stem)
     return f"convert {gguf.name}: pip install gguf && nanovllm convert {name} {target}"
-
-
-def check_files(directory: Path, patterns: list[str]) -> None:
-    """Raise ValueError for a file that cannot be read. A FIFO is not opened: that would block."""
-    for path in sorted(path for pattern in patterns for path in directory.glob(pattern)):
-        try:
-            if not stat.S_ISREG(path.stat().st_mode):
-                raise OSError("it is not a regular file")
-            path.open("rb").close()
-        except OSError as error:  # a dangling link, a loop of links, no permission
-            raise ValueError(
-                f"{path} cannot be read ({error.strerror or error}); replace or remove it"
-            ) from None
 
 
 def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
@@ -251,7 +229,7 @@ def find_weight_format(config: Mapping[str, Any], path: Path) -> WeightFormat | 
     """
     # MLX has `quantization`, and in new versions also the same as quantization_config.
     fields = config.get("quantization_config") or config.get("quantization") or {}
-    # If only the KV cache has a scheme, the weights are not quantized; see models/fp8.py.
+    # If only the KV cache has a scheme, the weights are not quantized.
     if not fields or (fields.get("kv_cache_scheme") and not fields.get("config_groups")):
         return None
     from nanovllm.features.formats.quantized_checkpoint import WeightFormat

@@ -21,7 +21,7 @@ from nanovllm.loading.memory import MemoryBudget
 from nanovllm.loading.select_backend import pick_backend, pick_device, pick_dtype
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.backend import Backend
-from nanovllm.models.fp8 import FP8, Scales, read_fp8_scales
+from nanovllm.models.fp8 import FP8, Scales
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.weights import load_weights, random_weights
@@ -92,7 +92,11 @@ def make_runner(
         model = type(on_meta)(model_config, longest, backend)
         load_model(config, model, full_config, files, ranks)
         runner = make_eager_runner(config, model, full_config.vocab_size, longest)
-        scales = read_fp8_scales(files, model_config.kv_layers) if is_fp8 else None
+        scales = None
+        if is_fp8:
+            from nanovllm.features.formats.fp8_scales import read_fp8_scales
+
+            scales = read_fp8_scales(files, model_config.kv_layers)
         make_cache(runner, budget, longest, scales, ranks)
         runner.max_model_len = budget.fitted_length(longest, runner.num_blocks)
         make_fast_steps(config, runner, ranks)
@@ -191,7 +195,9 @@ def make_cache(
         runner.host_pool = make_pool(num_host_blocks, make_attention(1).cache)
     scratch = 0
     if backend.device.type == "cuda":
-        scratch = memory.scratch_bytes(profile, memory.largest_plans(budget.config, max_model_len))
+        from nanovllm.backends.gpu.profile import scratch_bytes
+
+        scratch = scratch_bytes(profile, budget.config, max_model_len)
     free = memory.free_memory(backend.device, ranks.size)
     runner.num_blocks = ranks.smallest(budget.num_kv_blocks(max_model_len, free, scratch))
     runner.attention = make_attention(runner.num_blocks + 1)

@@ -2,22 +2,21 @@
 
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.models.backend import Backend
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.plan import FILTERS, Chunk, LogitRules, NewRow, ResultKind, RowSampling, StepPlan
 from nanovllm.utils.host import available_host_memory
 
 # Parts of the messages of the RuntimeError that torch raises if an allocation on a CPU fails.
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")
 # Device memory left for graph nodes, fragmentation, penalties and workspaces of libraries. cuBLAS
-# takes up to 32 MiB for each thread that runs steps, and `scratch_bytes` measures only one thread.
+# takes up to 32 MiB for each thread that runs steps, and the profile measures only one thread.
 CUDA_MARGIN = 512 << 20
 CPU_CACHE_BYTES = 4 << 30  # the default limit of a CPU's KV cache and states
 INT4 = "quantization='int4', which takes about two thirds of int8"
@@ -134,11 +133,11 @@ class MemoryBudget:
             return 0
         from nanovllm.features.memory.host_cache.pool import num_host_blocks
 
-        free, where = available_host_memory() // self.config.tensor_parallel_size, ""
-        if self.device.type == "cpu":
-            free = self.free_after_load - max(self.requested_bytes, 2 * self.block_bytes)
-            where = " next to weights and KV cache"
-        return num_host_blocks(self.config, self.block_bytes, free, where)
+        cache = max(self.requested_bytes, 2 * self.block_bytes)
+        is_cpu = self.device.type == "cpu"
+        return num_host_blocks(
+            self.config, self.block_bytes, self.free_after_load - cache if is_cpu else None
+        )
 
     def check(self, name: str, dtype: torch.dtype, note: str = "") -> None:
         """Raise ValueError if the weights of `name`, or a cache of a requested size, do not fit.
@@ -182,49 +181,6 @@ class MemoryBudget:
                 f"it out, or set {option} to {more:,} or more{remedy}"
             )
         return min(max_model_len, num_tokens)
-
-
-def largest_plans(config: EngineConfig, max_model_len: int) -> Iterator[StepPlan]:
-    """Yield the plans that need the most memory and together use every kernel variant.
-
-    The first plan decodes all rows with rules, of which one has penalties, and the second decodes
-    one row. The third computes as many tokens in as many rows as possible, and scores all of them.
-    It is last, because a row may be full after it, and a decode needs a free position.
-    """
-    num_seqs, budget = config.max_num_seqs, config.max_num_batched_tokens
-    num_rows = min(num_seqs, budget)
-    length = min(budget // num_rows, max_model_len)
-    table = [0] * -(-length // config.block_size)
-
-    def new_rows(rules: list[LogitRules | None]) -> list[NewRow]:
-        filters = tuple(1 if isinstance(off, int) else 0.5 for off in FILTERS.values())
-        sampling = [RowSampling(1.0, seed=0, filters=filters, rules=each) for each in rules]
-        return [NewRow(row, table, each, prompt=[0]) for row, each in enumerate(sampling)]
-
-    rules = LogitRules(logit_bias=((0, 1.0),), allowed_token_ids=(0,), logprobs=1)
-    # Penalties of all rows at the largest length would need gigabytes, which requests rarely use.
-    penalized = replace(rules, repetition_penalty=2.0)
-    new = new_rows([penalized, *[rules] * (num_seqs - 1)])
-    yield StepPlan(new, decode_rows=list(range(num_seqs)))
-    yield StepPlan(new_rows([None] * num_seqs), decode_rows=[0])
-    tokens = [0] * length
-    yield StepPlan(
-        chunks=[Chunk(row, 0, tokens, ResultKind.TOKEN, tokens) for row in range(num_rows)]
-    )
-
-
-def scratch_bytes(run: Callable[[StepPlan], None], plans: Iterator[StepPlan]) -> int:
-    """Return the scratch memory that steps on a GPU need, in bytes. Runs them to measure it.
-
-    This is the sum over the steps, because graphs use a separate memory pool.
-    """
-    size = 0
-    for plan in plans:
-        torch.cuda.reset_peak_memory_stats()
-        allocated = torch.cuda.memory_allocated()
-        run(plan)
-        size += torch.cuda.max_memory_allocated() - allocated
-    return size
 
 
 def free_memory(device: torch.device, ranks: int = 1) -> int:

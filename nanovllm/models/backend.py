@@ -8,15 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.models import decode_inputs, layers, logprobs, sampler
+from nanovllm.models import layers, logprobs, sampler
 from nanovllm.models.attention import PlainAttention
+from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.layers import Linear
+
+if TYPE_CHECKING:
+    from nanovllm.backends.gpu.decode_inputs import DecodeInputs
+    from nanovllm.backends.gpu.graphs import DecodeGraphs
+    from nanovllm.models.qwen3 import Qwen3
+
+
+class FusedModel(Protocol):
+    """The model, or an object that computes the same in fewer calls."""
+
+    def forward(self, batch: ForwardBatch, attention: Any) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
 
 
 def num_experts(names: Iterable[str]) -> int:
@@ -28,7 +43,8 @@ class Backend:
     """The backend in plain torch, for any device. loading/select_backend.py selects a backend."""
 
     attention_class: type[PlainAttention] = PlainAttention
-    captures = False  # whether `capture_decode` is implemented
+    captures = False  # whether `capture_decode` and `decode_inputs` are implemented
+    decode_inputs: Callable[..., DecodeInputs]  # see backends/gpu/decode_inputs.py
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         """`dtype` is the dtype of the model."""
@@ -66,7 +82,7 @@ class Backend:
     add_rms_norm = staticmethod(layers.add_rms_norm)
     silu_and_mul = staticmethod(layers.silu_and_mul)
 
-    def delta_rule(self) -> Any:
+    def delta_rule(self) -> ModuleType | None:
         """Return a module of kernels for features/models/hybrid/delta_rule.py, or None.
 
         It has `decode`, and either `chunk` or the parts of it: `convolve_chunk`, `solve` and
@@ -74,14 +90,14 @@ class Backend:
         """
         return None
 
-    def experts(self, module: Linear) -> Any:
+    def experts(self, module: Linear) -> ModuleType | None:
         """Return a module with the function `expert_linear` of models/moe/experts.py, or None.
 
         `module` is a Linear with the weights of all experts.
         """
         return None
 
-    def expert_mlp(self, gate_up: Linear, down: Linear) -> Any:
+    def expert_mlp(self, gate_up: Linear, down: Linear) -> Callable[..., Tensor] | None:
         """Return a faster `expert_mlp` of models/moe/experts.py for these weights, or None."""
         return None
 
@@ -92,15 +108,13 @@ class Backend:
 
     # ---- steps ----
 
-    def fuse_layers(self, model: Any, attention: Any) -> Any:
-        """Return a faster object with the methods `forward` and `logits` of `model`, or None."""
+    def fuse_layers(self, model: Qwen3, attention: Any) -> FusedModel | None:
+        """Return a faster object that computes the same as `model`, or None."""
         return None
-
-    decode_inputs = staticmethod(decode_inputs.decode_inputs)
 
     def capture_decode(
         self, decode: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], positions: np.ndarray
-    ) -> Any:
+    ) -> DecodeGraphs:
         """Capture a decode step. See backends/gpu/graphs.py.
 
         `decode` takes rows [S] and their order [S], and returns hidden states [S, E] and tokens
@@ -108,8 +122,10 @@ class Backend:
         """
         raise NotImplementedError
 
-    def capture_chunks(self, model: Any, attention: Any, graphs: Any, max_tokens: int) -> Any:
-        """Return None, or an object like the result of `fuse_layers`, faster for chunks.
+    def capture_chunks(
+        self, model: Qwen3, attention: Any, graphs: DecodeGraphs, max_tokens: int
+    ) -> FusedModel | None:
+        """Return an object like the result of `fuse_layers` that is faster for chunks, or None.
 
         `graphs` were returned by `capture_decode`. A step has at most `max_tokens` tokens.
         """

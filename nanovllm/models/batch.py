@@ -10,11 +10,18 @@ A batch is ragged: S sequences are concatenated without padding, first chunks, t
     logits_indices   [ 4, 7, 8, 9 ]                    the tokens whose logits are sampled
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
+
+from nanovllm.plan import FILTERS
+
+if TYPE_CHECKING:
+    from nanovllm.features.models.hybrid.states import StepStates
 
 
 @dataclass(slots=True)
@@ -31,7 +38,7 @@ class ForwardBatch:
     num_decodes: int = 0  # the last `num_decodes` sequences have one token each
     order: Tensor | None = None  # [num_decodes] int64: `longest_first`, if on the device
     attention_metadata: Any = None  # set by `prepare` of the attention backend
-    states: Any = None  # a StepStates of features/models/hybrid, if the model has linear attention
+    states: StepStates | None = None  # if the model has linear attention
 
 
 @dataclass(slots=True)
@@ -44,3 +51,18 @@ class SamplingBatch:
     # Name -> values [R], int64 or float32 as in plan.FILTERS. Unused filters may be missing.
     filters: dict[str, Tensor]
     all_greedy: bool = False
+
+
+def longest_first(context_lens: np.ndarray) -> np.ndarray:
+    """Return the indices [S] int64 of sequences by length, for a device that starts them in order.
+
+    A long sequence that started last would still run when all others have ended.
+    """
+    return np.argsort(-context_lens, kind="stable")
+
+
+def typed_params(params: Tensor | list[Tensor]) -> list[Tensor]:
+    """Convert the temperature and each filter [R] float32 to the dtypes of SamplingBatch."""
+    temperature, *values = params
+    pairs = zip(FILTERS.values(), values, strict=True)
+    return [temperature, *(x.long() if isinstance(off, int) else x for off, x in pairs)]

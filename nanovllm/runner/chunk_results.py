@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.models.backend import Backend
+from nanovllm.models.backend import Backend, FusedModel
 from nanovllm.models.transfers import to_device
 from nanovllm.plan import Chunk, ResultKind
 from nanovllm.runner.pending import PendingOutput, start_copy
@@ -20,7 +18,7 @@ def add_chunk_results(
     chunks: list[Chunk],
     hidden: Tensor,
     rows: Rows,
-    model: Any,
+    model: FusedModel,
     backend: Backend,
 ) -> None:
     """Add to `output` the hidden states, candidates and prompt log-probabilities of chunks.

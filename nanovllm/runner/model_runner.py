@@ -12,37 +12,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nanovllm.models.attention import PlainAttention
-from nanovllm.models.backend import Backend
-from nanovllm.models.batch import ForwardBatch, SamplingBatch
-from nanovllm.models.decode_inputs import longest_first
+from nanovllm.models.backend import Backend, FusedModel
+from nanovllm.models.batch import SamplingBatch, longest_first
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.transfers import send, to_device
 from nanovllm.plan import StepOutput, StepPlan
 from nanovllm.runner.chunk_results import add_chunk_results
 from nanovllm.runner.device_rows import DeviceRows
-from nanovllm.runner.features import HostPool, RulesBatch, States
 from nanovllm.runner.pending import PendingOutput, start_copy
 from nanovllm.runner.rows import Rows
 
 if TYPE_CHECKING:
     from nanovllm.backends.gpu.graphs import DecodeGraphs
-
-
-class Model(Protocol):
-    """A Qwen3, or an object that computes the same."""
-
-    def forward(self, batch: ForwardBatch, attention: PlainAttention) -> Tensor:
-        """Return the hidden states [T, E] of a step."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Map hidden states [R, E] to logits [R, V]."""
+    from nanovllm.features.memory.host_cache.pool import HostPool
+    from nanovllm.features.models.hybrid.states import States
+    from nanovllm.features.requests.logit_rules.rows import RulesBatch
 
 
 class ModelRunner:
@@ -66,7 +57,7 @@ class ModelRunner:
         self.device, self.dtype = rows.device, model.embed_tokens.dtype
         self.async_scheduling = self.device.type == "cuda"  # the device works while the host plans
         self.thread_limit = thread_limit
-        self.fused_model: Model = model  # or an object that computes the same in fewer calls
+        self.fused_model: FusedModel = model  # or an object that computes the same in fewer calls
         self.graphs: DecodeGraphs | None = None  # captured decode steps, if any
 
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
@@ -110,7 +101,9 @@ class ModelRunner:
         if len(step.sampling_rows):
             last = hidden[step.logits_indices]
             output = self._sample(last, step.sampling_batch, step.sampling_rows, step.rules)
-        add_chunk_results(output, plan.chunks, hidden, self.rows, self.fused_model, self.backend)
+        if plan.chunks:
+            model, backend = self.fused_model, self.backend
+            add_chunk_results(output, plan.chunks, hidden, self.rows, model, backend)
         return output
 
     def _sample(

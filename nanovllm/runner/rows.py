@@ -9,18 +9,21 @@ sampled tokens. On a GPU, runner/device_rows.py has the same arrays and builds t
     last token, position, block table and sampling of each row  ->  one ForwardBatch, SamplingBatch
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.models.batch import ForwardBatch, SamplingBatch
-from nanovllm.models.decode_inputs import typed_params
+from nanovllm.models.batch import ForwardBatch, SamplingBatch, typed_params
 from nanovllm.models.transfers import send
 from nanovllm.plan import FILTERS, ResultKind, StepPlan
-from nanovllm.runner.features import RulesBatch, RulesState
+
+if TYPE_CHECKING:
+    from nanovllm.features.requests.logit_rules.rows import RulesBatch, RulesState
 
 
 @dataclass(slots=True)
@@ -95,7 +98,7 @@ class Rows:
             self.device,
             np.array([token for c in chunks for token in c.token_ids], np.int64),
             positions,
-            self.slots(self.block_tables, token_rows, positions),
+            self.slots(token_rows, positions),
             context_lens,
             self.block_tables[:, : -(-int(context_lens.max()) // self.block_size)][rows],
             context_lens[step.samples],
@@ -129,9 +132,9 @@ class Rows:
         self.last_tokens[rows] = tokens = tokens.clamp(min=0)
         return tokens
 
-    def slots(self, tables: Any, rows: Any, positions: Any) -> Any:
-        """Compute the cache slots of tokens, from arrays on the host."""
-        blocks = tables[rows, positions // self.block_size]
+    def slots(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Return the cache slots [T] of the tokens at `positions` [T] of `rows` [T]."""
+        blocks = self.block_tables[rows, positions // self.block_size]
         return blocks * self.block_size + positions % self.block_size
 
     def _start_step(self, plan: StepPlan) -> StepBatch:

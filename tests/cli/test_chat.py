@@ -88,6 +88,16 @@ def test_a_terminal_without_the_characters(embedded: LLM, monkeypatch: pytest.Mo
     assert shown.getvalue() == b"Gr??e\n"
 
 
+def test_stderr_that_is_closed(
+    embedded: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("nanovllm.cli.chat.LLM", lambda *_, **__: embedded)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("What is 12 + 30?\n"))
+    monkeypatch.setattr(sys, "stderr", None)
+    assert program.main(["chat", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == "12 + 30 = 42\n"
+
+
 def test_an_answer_that_is_cut_is_marked(
     embedded: LLM,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""Chats, and those that are refused."""
+"""Chats, and messages that are refused."""
 
 from pathlib import Path
 

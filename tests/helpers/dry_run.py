@@ -47,8 +47,9 @@ import references
 import nanovllm.backends.int4
 import nanovllm.backends.int8
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.backends.gpu import chunk_graphs, graphs
+from nanovllm.backends.gpu import chunk_graphs, graphs, profile
 from nanovllm.backends.gpu.attention import TritonAttention
+from nanovllm.backends.gpu.decode_inputs import decode_inputs
 from nanovllm.backends.gpu.kernels import attention, pointwise
 from nanovllm.features.memory.host_cache import pool as host_pool
 from nanovllm.features.memory.tensor_parallel import ranks as tensor_parallel
@@ -59,7 +60,6 @@ from nanovllm.loading import memory as runner_memory
 from nanovllm.models import layers, sampler
 from nanovllm.models.backend import Backend
 from nanovllm.models.batch import SamplingBatch
-from nanovllm.models.decode_inputs import decode_inputs
 from nanovllm.models.qwen3 import DecoderLayer, Qwen3
 
 ROOT = f"{Path(__file__).parents[2]}/"
@@ -901,14 +901,14 @@ def memory(directory: str) -> Any:
         lengths.append(length)
         return read(state, rows, positions, length)
 
-    for scratch in (runner_memory._scratch_bytes, lambda *_: 0):
+    for scratch in (profile.scratch_bytes, lambda *_: 0):
         gc.collect()
         GPU.pool, GPU.memory = 0, GPU.allocated + (18 << 20)
         with (
             GPU,
             patch.object(runner_memory, "CUDA_MARGIN", 1 << 18),  # for penalties
             patch.object(chunk_graphs, "MIN_FREE_BYTES", 0),
-            patch.object(runner_memory, "_scratch_bytes", scratch),
+            patch.object(profile, "scratch_bytes", scratch),
         ):
             options = dict(max_num_seqs=8, max_num_batched_tokens=64, skip_tokenizer_init=True)
             with patch.object(penalties.PenaltyState, "read", recorded):

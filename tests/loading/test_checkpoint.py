@@ -2,9 +2,6 @@
 
 import json
 import os
-import re
-import signal
-import zipfile
 from pathlib import Path
 
 import fresh
@@ -14,7 +11,6 @@ from checkpoints import edited, make_checkpoint, random_llm
 from transformers import AutoTokenizer
 from wrong_values import GENERATION, POINTER, WRONG
 
-import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.features.requests.embeddings.sentence_transformers import read_pooling_settings
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint, weight_files
@@ -103,77 +99,6 @@ def test_git_lfs_pointer(path: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text(POINTER)
     with pytest.raises(ValueError, match=f"{name} is a git-lfs pointer.*'git lfs pull'"):
         random_llm(tmp_path)
-
-
-KINDS = ["directory", "dangling link", "loop of links", "FIFO", "no permission"]
-FILES = [
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", FILES)
-def test_files_that_cannot_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
-) -> None:
-    """A FIFO is not opened, which would wait for a writer."""
-    for file in find_checkpoint("qwen3-nano").iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    path, open_path = tmp_path / name, Path.open
-    path.unlink(missing_ok=True)
-    if kind == "directory":
-        path.mkdir()
-    elif kind == "dangling link":
-        path.symlink_to("nowhere")
-    elif kind == "loop of links":
-        path.symlink_to(name)
-    elif kind == "FIFO":
-        os.mkfifo(path)
-    else:
-        path.write_text("{}")
-        refusal = PermissionError(13, "Permission denied")
-
-        def refuse(opened: Path, *args: object, **kwargs: object) -> object:
-            if opened == path:
-                raise refusal
-            return open_path(opened, *args, **kwargs)
-
-        # Not by chmod, because root may read every file.
-        monkeypatch.setattr(Path, "open", refuse)
-
-    def waited(number: int, frame: object) -> None:
-        raise TimeoutError("a file was opened that never ends")
-
-    before = signal.signal(signal.SIGALRM, waited)
-    signal.alarm(60)
-    try:
-        with pytest.raises(
-            ValueError, match=rf"{name} cannot be read \(.+\); replace or remove it"
-        ):
-            LLM(str(tmp_path))
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-    if name == "model.safetensors":  # random weights do not need it
-        LLM(str(tmp_path), load_format="dummy", num_kv_cache_blocks=8)
-
-
-def test_a_package_in_a_zip_file(tmp_path: Path) -> None:
-    package = Path(nanovllm.__file__).parent
-    with zipfile.ZipFile(tmp_path / "package.zip", "w") as file:
-        for path in package.rglob("*.py"):
-            file.write(path, path.relative_to(package.parent))
-    code = "import nanovllm; print(nanovllm.__file__); nanovllm.LLM()"
-    done = fresh.run(code, cwd=tmp_path, PYTHONPATH=str(tmp_path / "package.zip"))
-    assert "package.zip" in done.stdout
-    assert re.search("ValueError: .*is not a directory; pip install the package", done.stderr)
 
 
 def test_models_that_no_file_system_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

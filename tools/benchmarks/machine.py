@@ -71,21 +71,13 @@ def busy_process() -> Iterator[None]:
             process.kill()
 
 
-def commit(file: Path) -> str:
-    """Return the commit of `file`, or "" if no repository of this project tracks it.
-
-    The package may be in a virtual environment inside a repository that does not track it.
-    """
-
-    def git(*arguments: str) -> str:
-        command = ["git", *arguments]
-        return subprocess.run(command, cwd=file.parent, capture_output=True, text=True).stdout
-
+def commit() -> str:
+    """Return the commit of this clone, or "unknown" without git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     with suppress(OSError):
-        tracked = git("ls-files", "--full-name", "--", file.name).strip()
-        if tracked == file.relative_to(file.parents[2]).as_posix():
-            return git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*").strip()
-    return ""
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+        return done.stdout.strip() or "unknown"
+    return "unknown"
 
 
 def describe(device: torch.device) -> dict[str, Any]:
@@ -105,6 +97,6 @@ def describe(device: torch.device) -> dict[str, Any]:
         "GiB": psutil.virtual_memory().total >> 30,
         "Python": platform.python_version(),
         **{d.name: d.version for d in distributions() if d.name in packages},
-        "commit": commit(Path(__file__)) or "unknown",
+        "commit": commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }

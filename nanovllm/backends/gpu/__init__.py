@@ -12,8 +12,10 @@ kernels/sampling.py    Filters and draws tokens without a sort and without a syn
 kernels/int8.py        Products with weights in int8. Needs backends/int8.py.
 kernels/experts.py     Products of rows that are sorted by expert, for mixtures of experts.
 kernels/rows.py        Reads ids, positions, slots and parameters of the rows of a decode.
+decode_inputs.py       The reference of kernels/rows.py in plain torch.
 graphs.py              DecodeGraphs: a decode step is captured once and replayed. Needs no kernel.
 chunk_graphs.py        ChunkGraphs: the same for steps with chunks, without their attention.
+profile.py             Measures the memory of the largest steps, for the size of the KV cache.
 backend.py             Joins all of it into a Backend, or says why the device cannot run it.
 
 The first two suffice to read any other kernel. The plain torch reference of each kernel is in

@@ -8,8 +8,7 @@ from torch import Tensor
 from nanovllm.backends.gpu.kernels import attention, store
 from nanovllm.backends.gpu.kernels.configs import GpuInfo, decode_tile, prefill_tile
 from nanovllm.models.attention import PlainAttention
-from nanovllm.models.batch import ForwardBatch
-from nanovllm.models.decode_inputs import longest_first
+from nanovllm.models.batch import ForwardBatch, longest_first
 from nanovllm.models.fp8 import Scales
 from nanovllm.models.layers import Norms, Rope
 from nanovllm.models.model_config import ModelConfig

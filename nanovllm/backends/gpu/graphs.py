@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.models.decode_inputs import longest_first
+from nanovllm.models.batch import longest_first
 from nanovllm.models.transfers import to_device
 from nanovllm.utils.log import logger, progress_bar
 

@@ -34,16 +34,15 @@ Fields = dict[str, Any]
 OTHER = {"detokenize", "logits_processors", "max_tokens", "logprobs", "logit_bias"}
 SAMPLING = {f.name for f in fields(SamplingParams)} - OTHER - {"structured_outputs"}
 BOTH = SAMPLING | {"max_tokens", "logprobs", "logit_bias", "response_format", "structured_outputs"}
-TEMPLATE = {"add_generation_prompt", "continue_final_message"}
-CHAT_ONLY = {"messages", "max_completion_tokens", "top_logprobs"}
+TEMPLATE = {"add_generation_prompt", "continue_final_message", "chat_template"}
+CHAT_ONLY = {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
 KNOWN = {
-    CHAT: BOTH | TEMPLATE | CHAT_ONLY | {"chat_template", "chat_template_kwargs"},
+    CHAT: BOTH | TEMPLATE | CHAT_ONLY,
     COMPLETIONS: BOTH | {"prompt"},
     EMBEDDINGS: {f.name for f in fields(PoolingParams)} | {"input", "encoding_format"},
 }
 # Fields with a value that changes nothing. Another value is an error.
 UNUSED = {"best_of": 1, "echo": False, "stream": False, "suffix": "", "tools": []}
-UNUSED |= {"use_beam_search": False}
 NO_EFFECT = {"metadata", "parallel_tool_calls", "service_tier", "store", "tool_choice", "user"}
 
 
@@ -146,11 +145,8 @@ def chat_prompt(llm: LLM, given: Fields) -> Prompt:
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"messages must be a list of at least one message, not {messages!r:.80}")
     more = given.pop("chat_template_kwargs", None)
-    variables: Fields = {"add_generation_prompt": True}
-    variables |= {name: given.pop(name) for name in sorted(TEMPLATE) if name in given}
-    for name, value in variables.items():
-        check_scalar(name, value, bool)
-    variables["chat_template"] = given.pop("chat_template", None)
+    variables: Fields = {"add_generation_prompt": True, "chat_template": None}
+    variables |= {name: given.pop(name) for name in TEMPLATE & given.keys()}
     return llm.engine.input_processor.chat_prompt(messages, variables, more)
 
 
@@ -165,8 +161,7 @@ def sampling_params(given: Fields, defaults: SamplingParams, chat: bool) -> Samp
     fields["max_tokens"] = given.get("max_completion_tokens", max_tokens)
     fields["logprobs"] = given.get("logprobs")
     if chat:
-        top = given.get("top_logprobs", 0)
-        with_logprobs = given.get("logprobs", False)
+        top, with_logprobs = given.get("top_logprobs", 0), given.get("logprobs", False)
         check_scalar("logprobs", with_logprobs, bool)
         check_scalar("top_logprobs", top, int, (-1, math.inf))
         if top and not with_logprobs:

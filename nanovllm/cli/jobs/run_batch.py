@@ -17,6 +17,7 @@ import argparse
 import ast
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,11 +50,19 @@ class BatchFiles:
     def __init__(self, source: Path, target: Path, retry_errors: bool = False) -> None:
         self.source, self.target = source, target
         self.lines = source.open("rb")
-        self.results = target.open("ab")
-        self.results.truncate(self._read_results())
+        target.touch()
+        self._read_results()
         if retry_errors and self.errors:
             self._remove_errors()
-        self.num_requests = sum(1 for _ in self.requests())
+            self._read_results()
+        numbers = {number for number, *_ in self.requests()}
+        if extra := self.done.keys() - numbers:
+            raise ValueError(
+                f"{target} has a result for line {min(extra)} of {source}, which has no such "
+                "request; name another output"
+            )
+        self.num_requests = len(numbers)
+        self.results = target.open("ab")
 
     def __enter__(self) -> BatchFiles:
         return self
@@ -62,8 +71,8 @@ class BatchFiles:
         self.lines.close()
         self.results.close()
 
-    def _read_results(self) -> int:
-        """Read which lines are done. Returns the size of the complete lines of the output."""
+    def _read_results(self) -> None:
+        """Read which lines are done, and cut off an incomplete last line."""
         self.done: dict[int, str | None] = {}  # number of a line, from 1 -> its custom_id
         self.errors: list[str] = []  # custom_id and message of each result with an error
         size = 0
@@ -81,7 +90,7 @@ class BatchFiles:
                         "name another output"
                     ) from None
                 size += len(line)
-        return size
+        os.truncate(self.target, size)
 
     def _mark_done(self, number: int, custom_id: str | None, error: Any) -> None:
         self.done[number] = custom_id
@@ -90,13 +99,10 @@ class BatchFiles:
 
     def _remove_errors(self) -> None:
         """Replace the output by a file without its errors. A kill leaves one or the other."""
-        self.results.close()
         rest = self.target.with_name(self.target.name + ".rest")
         with self.target.open("rb") as results, rest.open("wb") as kept:
             kept.writelines(line for line in results if json.loads(line)["error"] is None)
         rest.replace(self.target)
-        self.results = self.target.open("ab")
-        self._read_results()
 
     def requests(self) -> Iterator[tuple[int, str | None, bytes]]:
         """Yield the lines that are not empty, each with its number and its custom_id.
@@ -175,8 +181,7 @@ def run_batch(
     left = (item for item in files.requests() if item[0] not in files.done)
     in_flight: dict[int, tuple[str | None, Job | Exception, list[Request]]] = {}
     options = {"total": files.num_requests, "initial": len(files.done), "unit": "req"}
-    quiet = not use_tqdm or sys.stderr is None
-    with tqdm(desc="Running", disable=quiet, **options) as bar:
+    with tqdm(desc="Running", disable=not use_tqdm, **options) as bar:
         try:
             while True:
                 while len(in_flight) < max_concurrency and (item := next(left, None)):

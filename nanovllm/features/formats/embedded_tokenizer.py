@@ -1,7 +1,7 @@
 """The tokenizer of the embedded model, without the package transformers.
 
-To import transformers takes longer than everything else that `python example.py` does. Of all other
-models the tokenizer is that of transformers, which may not follow every field of tokenizer.json.
+The import of transformers takes about 0.8 times as long as the import of torch, and `python
+example.py` needs nothing else from it. All other models use the tokenizer of transformers.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class GrammarCompiler:
         # A model may have more or fewer tokens than its tokenizer. Tokens that the model lacks are
         # removed, because llguidance would prefer them to their shorter parts.
         ids = set(tokenizer.get_vocab().values())
-        if max(ids) >= self.vocab_size and tokenizer.is_fast:
+        if max(ids) >= self.vocab_size:
             tokenizer = with_tokens_below(self.vocab_size, tokenizer)
         end_tokens = sorted(self.eos_token_ids & ids)
         return from_tokenizer(tokenizer, n_vocab=self.vocab_size, eos_token=end_tokens or None)

@@ -21,8 +21,8 @@ from graphs import capture_with, stand_in
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.gpu import graphs as gpu_graphs
 from nanovllm.backends.gpu.graphs import CudaCapture, DecodeGraphs, batch_sizes
+from nanovllm.backends.gpu.profile import largest_plans
 from nanovllm.config import EngineConfig
-from nanovllm.loading import memory
 from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.loading.make_runner import make_runner
 from nanovllm.runner.single_rank import SingleRank
@@ -306,7 +306,7 @@ def test_profile_steps_are_the_largest_that_can_occur(
     runner.fused_model.forward = lambda batch, attention: (  # type: ignore[method-assign]
         seen.append((len(batch.input_ids), len(batch.context_lens))) or forward(batch, attention)
     )
-    for plan in memory.largest_plans(config, 32):
+    for plan in largest_plans(config, 32):
         runner.run(plan)
     assert seen == [(num_seqs, num_seqs), (1, 1), (chunk * num_seqs, num_seqs)]
 

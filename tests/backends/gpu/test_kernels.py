@@ -35,6 +35,7 @@ from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
 from nanovllm import LLM, SamplingParams  # noqa: E402
 from nanovllm.backends import int4 as plain_int4  # noqa: E402
+from nanovllm.backends.gpu import decode_inputs  # noqa: E402
 from nanovllm.backends.gpu.kernels import (  # noqa: E402
     attention,
     convert,
@@ -51,7 +52,7 @@ from nanovllm.backends.gpu.kernels.configs import Tile  # noqa: E402
 from nanovllm.backends.int4 import Int4Weight  # noqa: E402
 from nanovllm.backends.int8 import Int8Weight, weight_only  # noqa: E402
 from nanovllm.features.models.moe.experts import expert_linear  # noqa: E402
-from nanovllm.models import decode_inputs, sampler  # noqa: E402
+from nanovllm.models import sampler  # noqa: E402
 from nanovllm.models.backend import Backend  # noqa: E402
 from nanovllm.models.batch import SamplingBatch  # noqa: E402
 from nanovllm.models.fp8 import FP8  # noqa: E402

@@ -305,7 +305,6 @@ WRONG: list[tuple[Any, str]] = [
     (line("x", CHAT, **ask("Hi", chat_template_kwargs=[1])), "chat_template_kwargs must be an obj"),
     (line("x", CHAT, **ask("Hi", chat_template_kwargs={"tokenize": True})), "TypeError"),
     (line("x", CHAT, **ask("Hi", chat_template_kwargs={"chat_template": 5})), "must be a string"),
-    (line("x", CHAT, **ask("Hi", add_generation_prompt="yes")), "add_generation_prompt must be"),
     (line("x", COMPLETIONS), "prompt must be a string"),
     (line("x", COMPLETIONS, prompt=""), "the prompt is empty"),
     (line("x", COMPLETIONS, prompt=[]), "prompt must have at least one prompt"),
@@ -529,6 +528,8 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         target.write_bytes(text)
         refused(source, target, "has a line that run-batch did not write: .*name another output")
     target.write_bytes(whole)
+    save(source, few(2)[:2])
+    refused(source, target, "a result for line 3 of .*in.jsonl, which has no such request; name")
     save(source, few(3))  # with another line 3
     refused(source, target, "the result of 'wrong' for line 3 of .*in.jsonl, which is 'q2'; name")
 

@@ -21,7 +21,7 @@ def tokenizer() -> EmbeddedTokenizer:
     return EmbeddedTokenizer(EMBEDDED, load_full)
 
 
-def test_ids_are_those_of_transformers(tokenizer: EmbeddedTokenizer) -> None:
+def test_ids_equal_transformers(tokenizer: EmbeddedTokenizer) -> None:
     full, rng = tokenizer.full, random.Random(0)
     texts = TEXTS + ["".join(rng.choices([*TEXTS, "word", ","], k=9)) for _ in range(300)]
     wanted = [full.encode(text) for text in texts]
@@ -31,7 +31,7 @@ def test_ids_are_those_of_transformers(tokenizer: EmbeddedTokenizer) -> None:
     assert tokenizer.eos_token_id == full.eos_token_id
 
 
-def test_chats_are_those_of_transformers(tokenizer: EmbeddedTokenizer) -> None:
+def test_chats_equal_transformers(tokenizer: EmbeddedTokenizer) -> None:
     roles = ["system", "user", "assistant", "user"]
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     for i, content in enumerate([*TEXTS, parts]):

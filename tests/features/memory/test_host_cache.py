@@ -455,7 +455,7 @@ def test_a_failed_step_empties_both_tiers(path: Path, monkeypatch: pytest.Monkey
 
     llm.reset_prefix_cache()
     assert not blocks.host_index
-    monkeypatch.setattr(pool, "save", broken)
+    monkeypatch.setattr(host_pool, "save", broken)
     with pytest.raises(RuntimeError, match="on purpose"):
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert not blocks.host_index
@@ -493,10 +493,10 @@ def test_names_and_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine_config({"kv_offloading_size": None}).swap_space == 0
     config = EngineConfig(swap_space=4)
     gpu = torch.device("cuda", 0), 1
-    monkeypatch.setattr(memory, "available_host_memory", lambda: 3 * GIB)
+    monkeypatch.setattr(host_pool, "available_host_memory", lambda: 3 * GIB)
     with pytest.raises(ValueError, match="takes 4,294,967,296 bytes .* 3,221,225,472 are free;"):
         _ = memory.MemoryBudget(config, *gpu, 5 * GIB, 1000).num_host_blocks
-    monkeypatch.setattr(memory, "available_host_memory", lambda: 5 * GIB)
+    monkeypatch.setattr(host_pool, "available_host_memory", lambda: 5 * GIB)
     assert memory.MemoryBudget(config, *gpu, 5 * GIB, 1000).num_host_blocks == 4 * GIB // 1000
     # Weights and KV cache of a CPU take the same memory.
     cpu = torch.device("cpu"), 5 * GIB

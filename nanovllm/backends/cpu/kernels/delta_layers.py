@@ -138,6 +138,8 @@ class HybridLayers(FusedLayers):
 
     def decode(self, step: Step, batch: ForwardBatch) -> None:
         config: Any = self.config
+        assert batch.states is not None
+        assert batch.states.rows is not None
         conv, rule = batch.states.states.conv, batch.states.states.rule
         states = (
             *(tensor.data_ptr() for tensor in (conv, rule, batch.states.rows)),

@@ -1,12 +1,15 @@
-"""What a decode reads of its rows, in one launch. The reference is in models/decode_inputs.py."""
+"""Gathers the inputs of a decode step from the row tensors, in one launch.
+
+The reference is in backends/gpu/decode_inputs.py.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.backends.gpu.decode_inputs import DecodeInputs
 from nanovllm.backends.gpu.kernels.launch import launch
-from nanovllm.models.decode_inputs import DecodeInputs
 from nanovllm.plan import FILTERS
 
 # A program copies this many blocks of a block table at a time.

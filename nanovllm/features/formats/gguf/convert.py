@@ -63,7 +63,7 @@ def convert(
         generation = {"do_sample": False, "eos_token_id": raw["eos_token_id"]}
         (temporary / "generation_config.json").write_text(json.dumps(generation, indent=2))
         weights = file.weights(config, DTYPES[dtype])
-        show = use_tqdm and sys.stderr.isatty()
+        show = use_tqdm and sys.stderr is not None and sys.stderr.isatty()
         bar = tqdm(weights, f"Converting {source.name}", len(expected), disable=not show)
         save_weights(bar, temporary)
         temporary.chmod(0o755)

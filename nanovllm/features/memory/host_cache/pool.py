@@ -30,19 +30,22 @@ from torch import Tensor
 from nanovllm.config import EngineConfig
 from nanovllm.models.transfers import to_device
 from nanovllm.plan import BlockCopy
+from nanovllm.utils.host import available_host_memory
 from nanovllm.utils.log import progress_bar
 
 CHUNK_BYTES = 256 << 20  # torch rounds an allocation of pinned memory up to a power of two
 STAGING_BYTES = 64 << 20  # of each of the two staging buffers on a GPU
 
 
-def num_host_blocks(config: EngineConfig, block_bytes: int, free: int, where: str) -> int:
+def num_host_blocks(config: EngineConfig, block_bytes: int, free_of_cpu: int | None) -> int:
     """Return the number of blocks that the option swap_space holds.
 
-    Raises ValueError if it is less than one block, or more than the `free` bytes of host memory.
-    `where` describes them in the message.
+    free_of_cpu: bytes that are free next to weights and KV cache, if these are in host memory too.
+    Raises ValueError if swap_space is less than one block, or more than the free host memory.
     """
-    size = int(config.swap_space * 2**30)
+    size, free, where = int(config.swap_space * 2**30), free_of_cpu, " next to weights and KV cache"
+    if free is None:
+        free, where = available_host_memory() // config.tensor_parallel_size, ""
     if size > free:
         raise ValueError(
             f"swap_space={config.swap_space} takes {size:,} bytes of host memory, and {free:,} "

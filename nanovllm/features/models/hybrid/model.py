@@ -51,6 +51,7 @@ class LinearAttention:
     def __call__(
         self, x: Tensor, rope: Rope, batch: ForwardBatch, attention: PlainAttention
     ) -> Tensor:
+        assert batch.states is not None
         return self.out_proj(batch.states.attend(self, self.in_proj(x)))
 
     def linears(self) -> tuple[Linear, Linear]:

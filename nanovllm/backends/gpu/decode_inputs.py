@@ -1,19 +1,10 @@
-"""What a decode reads of its rows, from tensors on the device. The reference for a GPU's kernel."""
+"""Gathers the inputs of a decode step from the row tensors: the reference of kernels/rows.py."""
 
 from typing import NamedTuple
 
-import numpy as np
 from torch import Tensor
 
-from nanovllm.plan import FILTERS
-
-
-def longest_first(context_lens: np.ndarray) -> np.ndarray:
-    """Return the indices [S] int64 of sequences by length, for a device that starts them in order.
-
-    A long sequence that started last would still run when all others have ended.
-    """
-    return np.argsort(-context_lens, kind="stable")
+from nanovllm.models.batch import typed_params
 
 
 class DecodeInputs(NamedTuple):
@@ -49,10 +40,3 @@ def decode_inputs(
     slots = blocks * block_size + at % block_size
     values = typed_params(params[:, rows])
     return DecodeInputs(last_tokens[rows], at, slots, context_lens, tables, values, seeds[rows])
-
-
-def typed_params(params: Tensor | list[Tensor]) -> list[Tensor]:
-    """Convert the temperature and each filter [R] float32 to the dtypes of SamplingBatch."""
-    temperature, *values = params
-    pairs = zip(FILTERS.values(), values, strict=True)
-    return [temperature, *(x.long() if isinstance(off, int) else x for off, x in pairs)]
