@@ -48,7 +48,7 @@ THEMES = (
     Theme(
         "prefix cache",
         (3, 4, 5, 6, 7, 8, 25),
-        ("answers", "context", "cached", "fresh", "progress", "no error"),
+        ("answers", "context", "cached", "index", "owners", "progress", "no error"),
     ),
     Theme(
         "scheduling",
@@ -143,13 +143,13 @@ def show_blocks(history: History) -> None:
     """Print the blocks that are owned or cached when the history ends."""
     size, memory, rows = history.size, history.runner.memory, []
     for block in history.block_manager.blocks:
-        if block.ref_count or block.serial:
+        if block.ref_count or block.is_cached:
             pairs = memory[block.block_id * size : (block.block_id + 1) * size]
             held = " ".join("empty" if p is None else f"{p[0]}@{p[1]}" for p in pairs)
-            cached = memoryview(block.key[1]).cast("I").tolist() if block.serial else ""
+            cached = block.token_ids if block.is_cached else ""
             rows.append((block.block_id, block.ref_count, cached, held))
-    say("""The owned or cached blocks at the end: the reference count, its tokens in the prefix
-    index, and the content of each slot, token@position:""")
+    say("""The owned or cached blocks at the end: the reference count, the tokens with which it is
+        cached, and the content of each slot, token@position:""")
     show_table(("block", "ref_count", "cached as", "holds"), rows)
 
 

@@ -2,15 +2,17 @@
 
 The keys and values of a token depend on this token and those before it, and on nothing after it.
 Two prompts that begin with the same tokens have the same KV there, so both block tables can
-contain the same blocks. The prefix cache finds a block by its tokens and the block before it. The
-samples of one prompt (n=2) share blocks too, and a sample that writes into a shared block copies it
-first. Sharing and copy-on-write are from PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
-SGLang (Zheng et al. 2023, arXiv:2312.07104) finds prefixes in a tree, and vLLM by hashes.
+contain the same blocks. The prefix cache finds a block by a hash of its tokens and the hash of the
+block before it, as vLLM does; SGLang (Zheng et al. 2023, arXiv:2312.07104) uses a tree. The samples
+of one prompt (n=2) share blocks too, and a sample that writes into a shared block copies it first.
+Sharing and copy-on-write are from PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
 
     prompt A   [ t0 t1 t2 t3 | t4 t5 t6 t7 | t8 t9       ]   block table  1 2 3
     prompt B   [ t0 t1 t2 t3 | t4 t5 u6 u7 | u8          ]   block table  1 4 5
                  block 1: shared   blocks 4 and 5: B only, as t6 and u6 differ
 """
+
+from itertools import pairwise
 
 from lessons.lesson import GREEDY, ask, make_llm
 from lessons.show import Questions, link, say, show_source, show_table
@@ -46,18 +48,21 @@ def share_blocks(llm: LLM) -> dict[int, int]:
     return dict(sorted(counts.items()))
 
 
-def key_chains(llm: LLM) -> list[tuple[str, str, str, str]]:
-    """Run three prompts. Returns their blocks: name, tokens, parent, serial number."""
+def hash_chains(llm: LLM) -> list[tuple[str, str, str, str]]:
+    """Run three prompts. Returns their blocks: name, tokens, parent_block_hash, block_hash.
+
+    Of each hash, the first six of 32 hexadecimal digits.
+    """
     tokenizer, rows = llm.get_tokenizer(), []
     a, b = tokenizer.encode(A), tokenizer.encode(B)
     other = tokenizer.encode("Sort") + a[1:]
     for name, ids in (("A", a), ("B", b), ("A with another first token", other)):
         run_prompts(llm, [ids])
         cached = llm.engine.scheduler.block_manager.match(new_sequence([*ids, 0]))
-        keys = [(str(block.key[0]), str(block.serial)) for block in cached]
-        for i, key in enumerate([*keys, ("-", "not full")]):
+        hashes = ["none", *(block.block_hash.hex()[:6] for block in cached), "not full"]
+        for i, pair in enumerate(pairwise(hashes)):
             texts = [tokenizer.decode([token]) for token in ids[4 * i : 4 * i + 4]]
-            rows.append((name, str(texts), *key))
+            rows.append((name, str(texts), *pair))
     return rows
 
 
@@ -96,11 +101,14 @@ def run() -> None:
         computes the other {same - 4} of the same tokens itself, because only full blocks are
         shared: the owner of a block that is not full will write into it.""")
     QUESTIONS.show(1)
-    say("""Each cached block has a serial number. The cache finds a block by its tokens and the
-        serial number of its parent, the block before it. The same tokens after another beginning
-        have another parent, so they are another block:""")
-    chains = key_chains(make_llm(block_size=4, num_kv_cache_blocks=32))
-    show_table(("prompt", "tokens of a block", "parent", "serial number"), chains)
+    say("""Each full block has a hash: block_hash = xxh3_128(parent_block_hash, token ids), where
+        the parent is the block before it. Below are the first six digits of the hashes. The same
+        tokens after another beginning have another parent, so they have another hash:""")
+    chains = hash_chains(make_llm(block_size=4, num_kv_cache_blocks=32))
+    show_table(("prompt", "tokens of a block", "parent_block_hash", "block_hash"), chains)
+    say("""The cache is a dictionary from hashes to blocks. Two blocks with different tokens could
+        have the same hash. With 128 bits this is very unlikely, but a match compares the tokens
+        too.""")
 
     llm.reset_prefix_cache()
     runs = [run_prompts(llm, [a, b, a[:8]]) for _ in range(2)]
@@ -133,7 +141,7 @@ QUESTIONS = Questions("""
     (a) The cache compares whole prompts.
     (b) Their positions differ.
     (c) The keys and values of a token depend on all tokens before it, so they differ.
-    Answer: c. This is why the cache finds a block by its tokens and its parent. Equal tokens after
+    Answer: c. This is why the hash of a block contains the hash of its parent. Equal tokens after
     different beginnings are different blocks.
     Hint: Which tokens do the keys and values of the fifth token depend on, in the second layer?
 

@@ -1,4 +1,4 @@
-"""Lesson 7: scheduling: FCFS, SJF, chunked prompts, preemption.
+"""Lesson 7: scheduling: FCFS, SJF, chunked prefill, preemption.
 
 The scheduler decides in every step which sequences compute which tokens. A policy orders the
 requests that wait: first come first served (FCFS), or the shortest prompt first (SJF). A token

@@ -100,12 +100,11 @@ class LLM:
         return self.engine.stats()
 
     def reset_prefix_cache(self) -> bool:
-        """Remove every block from the prefix cache. Returns True, as vLLM does if it can.
+        """Remove every block from the prefix cache, also from host memory.
 
-        Running requests keep their blocks, but later requests cannot share them.
+        Returns False, and changes nothing, while a request runs, as vLLM does.
         """
-        self.engine.reset_prefix_cache()
-        return True
+        return self.engine.reset_prefix_cache()
 
     def generate(
         self,

@@ -29,14 +29,13 @@ BLOCKS, SCHEDULER = block_manager, scheduler
 MUTANTS = {
     "a reference is not counted": Mutant(BLOCKS, "attach_cached", "A.ref_count += 1", "pass"),
     "a shared block stays evictable": Mutant(BLOCKS, "attach_cached", "del A[B]", "pass"),
-    "a stale key is kept when a block is reused": Mutant(
-        BLOCKS,
-        "_evict",
-        "self._uncache(A)",
-        "self.free.append(self.evictable.popitem(last=False)[0])",
+    "an evicted block can still be found": Mutant(
+        BLOCKS, "_evict", "del self.hash_to_block[A]", "pass"
     ),
-    "a key lacks the parent": Mutant(BLOCKS, "_key", "(parent, A)", "(0, A)"),
-    "a key lacks the last token": Mutant(BLOCKS, "_key", "(parent, A)", "(parent, A[:-4])"),
+    "a hash lacks the parent": Mutant(
+        BLOCKS, "hash_block", "xxh3_128_digest(A + B)", "xxh3_128_digest(B)"
+    ),
+    "a match does not compare the tokens": Mutant(BLOCKS, "match", "A is None or B", "A is None"),
     "a match goes to the very end": Mutant(BLOCKS, "match", "len(A) - 1", "len(A)"),
     "a block is cached before it is full": Mutant(
         BLOCKS, "cache_full_blocks", "min(A, B) // C", "-(-min(A, B) // C)"
@@ -85,8 +84,8 @@ MUTANTS = {
         "Chunk(A, B, C[start:end], D)",
         "Chunk(A, B, C[start + 1 : end + 1], D)",
     ),
-    "a block computed before a reset is cached after it": Mutant(
-        BLOCKS, "cache_full_blocks", "A.began_after != B", "False"
+    "the cache is reset while sequences run": Mutant(
+        BLOCKS, "reset_prefix_cache", "A < self.num_blocks", "False"
     ),
 }
 

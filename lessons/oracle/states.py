@@ -51,7 +51,7 @@ MUTANTS = {
         STATES, "_return_slot", "A in self._fresh", "False"
     ),
     "a snapshot outlives its block": Mutant(
-        STATES, "_uncache", "A.block_id in self.snapshots", "False"
+        STATES, "_evict", "A.block_id in self.snapshots", "False"
     ),
     "a snapshot of a token that is not known is shared": Mutant(
         STATES, "_snapshot_at_boundary", "A < boundary", "False"
@@ -69,7 +69,6 @@ class State(NamedTuple):
     """What a model with linear attention would have computed its state from."""
 
     pairs: tuple[tuple[int, int], ...] | None  # None: unknown, because a step failed
-    age: int  # resets of the prefix cache before the oldest of it was computed
 
 
 class HybridRunner(OracleRunner):
@@ -77,7 +76,7 @@ class HybridRunner(OracleRunner):
 
     def __init__(self, num_blocks: int, block_size: int, num_rows: int, num_states: int) -> None:
         super().__init__(num_blocks, block_size, num_rows)
-        self.states = [State(None, 0)] * num_states
+        self.states = [State(None)] * num_states
 
     def run(self, plan: StepPlan) -> list[int]:
         states, decoded = self.states, {row: self.last[row] for row in plan.decode_rows}
@@ -98,7 +97,7 @@ class HybridRunner(OracleRunner):
         require(all(save.row in computed for save in plan.state_saves), "state slots")
         for row, start, ids in work:
             saves = [save for save in plan.state_saves if save.row == row]
-            state = State((), self.resets) if start == 0 else states[row]
+            state = State(()) if start == 0 else states[row]
             for number in range(len(ids) + 1):
                 for save in saves:
                     if save.tokens_after == len(ids) - number:
@@ -106,9 +105,7 @@ class HybridRunner(OracleRunner):
                 if number < len(ids):
                     position = start + number
                     pair = (ids[number], position)
-                    age = min(state.age, self.ages[self.slot(row, position)])
-                    pairs = None if state.pairs is None else (*state.pairs, pair)
-                    state = State(pairs, age)
+                    state = State(None if state.pairs is None else (*state.pairs, pair))
             states[row] = state
             consumed = "unknown tokens" if state.pairs is None else [*state.pairs]
             detail = f"row {row} has consumed {consumed} and its context is {self.context(row)}"
@@ -116,14 +113,15 @@ class HybridRunner(OracleRunner):
         return drawn
 
     def forget_states(self) -> None:
-        """A step has failed: no state may be used any more."""
-        self.states = [State(None, 0)] * len(self.states)
+        """No state may be used any more: a step has failed, or the cache has been reset."""
+        self.states = [State(None)] * len(self.states)
 
 
 class HybridHistory(History):
     """Most of these histories repeat the beginnings of earlier requests."""
 
     repeats = 0.8
+    collisions = False  # a state depends on all tokens, of which a match compares one block's
     runner: HybridRunner
 
     def __init__(
@@ -150,6 +148,10 @@ class HybridHistory(History):
         super().abandon()
         self.runner.forget_states()
 
+    def forget_memory(self) -> None:
+        super().forget_memory()
+        self.runner.forget_states()
+
     def check(self) -> None:
         super().check()
         manager: state_blocks.StateBlockManager = self.block_manager
@@ -167,23 +169,19 @@ class HybridHistory(History):
         )
         for block_id, slot in manager.snapshots.items():
             block, state = manager.blocks[block_id], self.runner.states[slot]
-            require(bool(block.serial), "snapshots", "a block with a snapshot is not cached")
-            require(state.age == self.runner.resets, "fresh", "a snapshot is from before a reset")
+            require(block.is_cached, "snapshots", "a block with a snapshot is not cached")
             pairs = state.pairs or ()
             held = self.runner.memory[block_id * self.size : (block_id + 1) * self.size]
             name = f"the snapshot of block {block_id} has consumed {[*pairs]}"
             detail = f"{name} and the block holds {held}"
             require(list(pairs[-self.size :]) == held, "snapshots", detail)
-            parent, position = block.key[0], len(pairs) - self.size
-            while parent:  # the blocks before it, as far as they are cached
-                before = [b for b in manager.blocks if b.serial == parent]
-                if not before:
-                    break
-                held = self.runner.memory[before[0].block_id * self.size :][: self.size]
-                detail = f"{name} and an earlier block holds {held}"
-                require(list(pairs[position - self.size : position]) == held, "snapshots", detail)
-                parent, position = before[0].key[0], position - self.size
-            require(bool(parent) or position == 0, "snapshots", f"{name}, which is too much")
+            tokens = [token for token, _ in pairs]
+            parent_block_hash = b""
+            for start in range(0, len(tokens), self.size):
+                of_block = tokens[start : start + self.size]
+                parent_block_hash = manager.hash_block(parent_block_hash, of_block)
+            detail = f"{name}, which is another prefix than that of the block"
+            require(parent_block_hash == block.block_hash, "snapshots", detail)
         require(set(manager.rolling.values()) <= manager.snapshots.keys(), "snapshots")
         for seq in (*manager.rolling, *manager.unknown, *manager._sources, *manager.wanted):
             require(

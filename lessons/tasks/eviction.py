@@ -13,15 +13,14 @@ before it, and of the two the one that was used less recently.
 What must stay true:
   - choose_victim returns a block of self.evictable, and changes nothing.
   - Among blocks with equally many hits, the least recently used one is evicted first.
-  - Hits belong to the content of a block. A block that is evicted and filled anew starts at 0. A
-    block keeps its hits when sequences take it and when they release it.
+  - Hits belong to the content of a block. A block that is evicted and filled with other content
+    starts at 0. A block keeps its hits when sequences take it and when they release it.
 
 Where it goes. BlockManager.choose_victim in nanovllm/engine/block_manager.py is the one place
 where the victim is chosen. Your class overrides it, and whatever else it needs to count hits.
 
 Hints: self.evictable iterates over block indices, the least recently used first, and min() returns
-the first of equal ones. Block.serial is a new number each time a block is cached, and is never
-used again.
+the first of equal ones. Block.block_hash is the hash of the content of a cached block.
 """
 
 from nanovllm.engine.block_manager import BlockManager

@@ -8,16 +8,17 @@ two blocks. [5, 6, 7, 8] matches one: at least one token is computed, because it
 [7, 8, 9] matches none, although there is a block with the tokens 7 and 8: it follows other tokens.
 
 What must stay true:
-  - A block is found by its tokens and its parent, the block before it. Block.serial is the serial
-    number of a cached block. The parent of a first block has the number 0.
+  - A block is found by its hash, which depends on its tokens and on the hash of the block before
+    it, the parent. The parent hash of a first block is b"".
+  - Blocks with different tokens can have the same hash, so their tokens have to be compared.
   - Nothing changes.
 
 Where it goes. BlockManager.match in nanovllm/engine/block_manager.py. The check puts your class in
 its place, and random requests run on it.
 
-Hints: self._key(seq, i, parent) returns the key of logical block i of the sequence after the block
-with the serial number `parent`. self.prefix_index maps a key to the number of a block, self.blocks
-that to the Block. A logical block has self.block_size tokens.
+Hints: self.hash_block(parent_block_hash, token_ids) returns the hash of a block.
+self.hash_to_block[block_hash] is the Block with this hash, if it is cached. Block.token_ids are its
+tokens. A logical block has self.block_size tokens.
 """
 
 from nanovllm.engine.block_manager import Block, BlockManager

@@ -1,6 +1,6 @@
 """BlockManager: records which sequences own each block of the KV cache, and what the block holds.
 
-It owns the pool of blocks and the prefix index, and updates the block fields of sequences. It
+It owns the pool of blocks and the prefix cache, and updates the block fields of sequences. It
 copies no data. The time of an operation is proportional to the number of blocks that it changes.
 Paging and copy-on-write follow PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
 
@@ -16,28 +16,29 @@ Every block except block 0, the null block, is in exactly one of three states:
     evictable  ref_count = 0 and cached: its content can be shared until it is evicted
     free       ref_count = 0 and not cached
 
-A cached block has a serial number, which is never reused. Its key in the prefix index is the serial
-number of its parent, which is the block before it, and its token ids. Blocks with equal keys
-therefore have equal prefixes. Two prompts with a common prefix:
+The keys and values of a block depend on its tokens and on all tokens before it. A full block is
+therefore cached under a hash of both, as in vLLM and nano-vllm:
 
-    block 3 [ a b ] serial 1, key (0, a b) <--+-- block 5 [ c d ] serial 2, key (1, c d)
-                                              +-- block 8 [ x y ] serial 3, key (1, x y)
+    block_hash = xxh3_128(block_hash of the block before it, its token ids)
 
-After block 3 is evicted, blocks 5 and 8 are still cached, but no prompt matches them. If [ a b ] is
-computed again, its block has serial number 4, and the next block of [ c d ] has the key (4, c d).
+Two prompts with a common prefix have the same hashes up to the first block that differs:
+
+    [ a b ] hash 51.. <--+-- [ c d ] hash 0e..
+                         +-- [ x y ] hash 9f..
+
+If the block of [ a b ] is evicted, no prompt matches its children, although they are still cached.
+When [ a b ] is computed again, its hash is the same, and its children are found again.
 """
 
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, field
+
+from xxhash import xxh3_128_digest
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import BlockCopy, StepPlan
-
-# The serial number of the parent, which is 0 for a first block, and the token ids as uint32.
-Key: TypeAlias = tuple[int, bytes]
 
 
 @dataclass(slots=True)
@@ -45,8 +46,12 @@ class Block:
     block_id: int
     ref_count: int = 0
     # Set while the block is cached.
-    serial: int = 0  # serial number; 0 if not cached
-    key: Key = (0, b"")
+    block_hash: bytes = b""
+    token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def is_cached(self) -> bool:
+        return bool(self.block_hash)
 
 
 class BlockManager:
@@ -58,15 +63,14 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.evictions = 0
-        self.num_resets = 0  # of the prefix cache
-        self._last_serial = 0
         self._free_all()
 
     def _free_all(self) -> None:
+        """Make every block free. What the plan being made contains is forgotten."""
         self.blocks = [Block(i) for i in range(self.num_blocks + 1)]
         self.free = list(range(self.num_blocks, 0, -1))  # taken from the end
         self.evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self.prefix_index: dict[Key, int] = {}  # key -> block id
+        self.hash_to_block: dict[bytes, Block] = {}  # the prefix cache
         # For the plan that is being made; see `fill_copies`.
         self._copies: list[BlockCopy] = []
         self._evicted: list[int] = []
@@ -79,32 +83,44 @@ class BlockManager:
     # ---- the prefix cache ----
 
     def match(self, seq: Sequence) -> list[Block]:
-        """Return the cached blocks that hold the beginning of `seq`. Changes nothing.
+        """Return the cached blocks that hold the beginning of `seq`. Changes no block.
 
         The block of the last token is not matched, because the logits of this token must be
         computed. If all other blocks match, 1 to `block_size` tokens remain to be computed. If
         `seq` has targets, the token before the first target and all later tokens remain too.
         """
         matched: list[Block] = []
-        parent = 0
         end = seq.first_target - 1 if seq.targets else len(seq.token_ids) - 1
         for i in range(end // self.block_size):
-            block = self._find(self._key(seq, i, parent))
-            if block is None:
+            block = self._find(self.block_hash(seq, i))
+            # Blocks with different tokens can have the same hash.
+            if block is None or block.token_ids != self._token_ids(seq, i):
                 break
             matched.append(block)
-            parent = block.serial
         return matched
 
-    def _key(self, seq: Sequence, i: int, parent: int) -> Key:
-        """Return the key of logical block `i` of `seq`. `parent` is a serial number."""
-        token_ids = seq.token_ids[i * self.block_size : (i + 1) * self.block_size]
-        return (parent, array("I", token_ids).tobytes())
+    def block_hash(self, seq: Sequence, i: int) -> bytes:
+        """Return the hash of logical block `i` of `seq`, whose tokens are all known.
 
-    def _find(self, key: Key) -> Block | None:
-        """Return the cached block with this key, if any."""
-        block_id = self.prefix_index.get(key)
-        return None if block_id is None else self.blocks[block_id]
+        The hashes of a sequence are computed once, and kept in `seq.block_hashes`.
+        """
+        for j in range(len(seq.block_hashes), i + 1):
+            # Whatever else the KV of a sequence depends on, such as an adapter, has to be in the
+            # parent hash of its first block.
+            parent_block_hash = seq.block_hashes[-1] if seq.block_hashes else b""
+            seq.block_hashes.append(self.hash_block(parent_block_hash, self._token_ids(seq, j)))
+        return seq.block_hashes[i]
+
+    def hash_block(self, parent_block_hash: bytes, token_ids: list[int]) -> bytes:
+        """Return the hash of a full block: 16 bytes."""
+        return xxh3_128_digest(parent_block_hash + array("I", token_ids).tobytes())
+
+    def _token_ids(self, seq: Sequence, i: int) -> list[int]:
+        return seq.token_ids[i * self.block_size : (i + 1) * self.block_size]
+
+    def _find(self, block_hash: bytes) -> Block | None:
+        """Return the cached block with this hash, if any."""
+        return self.hash_to_block.get(block_hash)
 
     def is_ready(self, matched: list[Block]) -> bool:
         """Return whether a sequence that is admitted now can continue after `matched`.
@@ -122,49 +138,39 @@ class BlockManager:
 
         "Computed" includes the plan being made, because each layer stores K and V of the whole
         step before any query attends. Sequences of the same step can therefore share a block.
-
-        A sequence that began before the last reset of the prefix cache caches no more blocks,
-        because its later blocks depend on KV that was computed before the reset.
         """
         full = min(seq.num_computed, len(seq.token_ids)) // self.block_size
-        if not self.enable_prefix_caching or seq.num_cached_blocks >= full:
-            return
-        if seq.began_after != self.num_resets:
+        if not self.enable_prefix_caching:
             return
         for i in range(seq.num_cached_blocks, full):
-            key = self._key(seq, i, seq.parent_serial)
-            if key not in self.prefix_index:
-                self._cache(self.blocks[seq.block_table[i]], key)
-            seq.parent_serial = self.blocks[self.prefix_index[key]].serial
+            block_hash = self.block_hash(seq, i)
+            if block_hash not in self.hash_to_block:
+                block = self.blocks[seq.block_table[i]]
+                self._cache(block, block_hash, self._token_ids(seq, i))
             seq.num_cached_blocks += 1
 
-    def _cache(self, block: Block, key: Key) -> None:
-        if block.serial:  # it is cached with another parent serial, for a fork that shares it
-            self._uncache(block)
-        self._last_serial += 1
-        block.serial = self._last_serial
-        block.key = key
-        self.prefix_index[key] = block.block_id
-
-    def _uncache(self, block: Block) -> None:
-        if block.block_id in self.evictable:
-            del self.evictable[block.block_id]
-            self.free.append(block.block_id)
-        del self.prefix_index[block.key]
-        block.serial = 0
+    def _cache(self, block: Block, block_hash: bytes, token_ids: list[int]) -> None:
+        block.block_hash, block.token_ids = block_hash, token_ids
+        self.hash_to_block[block_hash] = block
 
     def revert(self, seqs: Iterable[Sequence]) -> None:
-        """Free all blocks after a failure, whatever their state, and clear the fields of `seqs`."""
+        """Free all blocks after a failure, whatever their state, and clear the fields of `seqs`.
+
+        The prefix cache is cleared too, because a failed step may have left any content in blocks.
+        """
         self._free_all()
-        self.reset_prefix_cache()
         for seq in seqs:
             self._forget_blocks(seq)
 
-    def reset_prefix_cache(self) -> None:
-        """Remove every block from the prefix cache. Sequences keep the blocks that they own."""
-        self.num_resets += 1
-        for block_id in list(self.prefix_index.values()):
-            self._uncache(self.blocks[block_id])
+    def reset_prefix_cache(self) -> bool:
+        """Remove every block from the prefix cache.
+
+        Returns False, and changes nothing, if a sequence owns a block.
+        """
+        if self.num_available < self.num_blocks:
+            return False
+        self._free_all()
+        return True
 
     # ---- ownership ----
 
@@ -181,9 +187,7 @@ class BlockManager:
             block.ref_count += 1
         seq.block_table = [block.block_id for block in matched]
         seq.num_cached_blocks = len(matched)
-        seq.parent_serial = matched[-1].serial if matched else 0
         seq.num_computed = len(matched) * self.block_size
-        seq.began_after = self.num_resets
 
     def can_fork(self, parent: Sequence, num_computed: int) -> bool:
         """Return whether `fork` is possible. If not, the child is admitted like a new sequence."""
@@ -198,23 +202,22 @@ class BlockManager:
         for block_id in child.block_table:
             self.blocks[block_id].ref_count += 1
         child.num_computed = num_computed
-        child.began_after = parent.began_after
-        if parent.num_cached_blocks <= num_computed // self.block_size:
-            child.num_cached_blocks = parent.num_cached_blocks
-            child.parent_serial = parent.parent_serial
+        full = num_computed // self.block_size
+        child.block_hashes = parent.block_hashes[:full]
+        child.num_cached_blocks = min(parent.num_cached_blocks, full)
         child.needs_copy_on_write = parent.needs_copy_on_write = True
 
     def _shared_block(self, seq: Sequence) -> Block | None:
         """Return the block that `seq` writes next if it must be copied first, else None.
 
         A cached block counts as shared even if no other sequence owns it, because its content must
-        not differ from its entry in the prefix index.
+        not differ from its hash.
         """
         i = seq.num_computed // self.block_size
         if not seq.needs_copy_on_write or i >= len(seq.block_table):
             return None
         block = self.blocks[seq.block_table[i]]
-        return None if block.ref_count == 1 and not block.serial else block
+        return None if block.ref_count == 1 and not block.is_cached else block
 
     def copy_on_write(self, seq: Sequence) -> int | None:
         """Copy the block that `seq` writes next if it is shared. Returns the copy, or None."""
@@ -244,16 +247,19 @@ class BlockManager:
     def _take_block(self) -> int:
         """Return a block with one owner. Evicts a cached block if none is free."""
         if not self.free:
-            self._evict(self.choose_victim())
+            self._evict(self.blocks[self.choose_victim()])
         block_id = self.free.pop()
         self.blocks[block_id].ref_count = 1
         return block_id
 
-    def _evict(self, block_id: int) -> None:
+    def _evict(self, block: Block) -> None:
         """Free an evictable block. Its content is lost, unless the host cache saves it."""
-        self._uncache(self.blocks[block_id])
+        del self.hash_to_block[block.block_hash]
+        block.block_hash = b""
+        del self.evictable[block.block_id]
+        self.free.append(block.block_id)
         self.evictions += 1
-        self._evicted.append(block_id)
+        self._evicted.append(block.block_id)
 
     def fill_copies(self, plan: StepPlan) -> list[int]:
         """Put the pending copies into `plan`. Returns the blocks that were evicted for it."""
@@ -264,7 +270,7 @@ class BlockManager:
 
     def _release_block(self, block: Block) -> None:
         block.ref_count -= 1
-        if block.ref_count == 0 and block.serial:
+        if block.ref_count == 0 and block.is_cached:
             self.evictable[block.block_id] = None
         elif block.ref_count == 0:
             self.free.append(block.block_id)
@@ -278,4 +284,4 @@ class BlockManager:
     def _forget_blocks(self, seq: Sequence) -> None:
         seq.block_table = []
         seq.needs_copy_on_write = False
-        seq.num_computed = seq.num_cached_blocks = seq.parent_serial = 0
+        seq.num_computed = seq.num_cached_blocks = 0

@@ -93,9 +93,9 @@ class InputProcessor:
         """Raise ValueError if the model has no head."""
         if not self.has_head:
             raise ValueError(
-                "the checkpoint has no lm_head.weight, and tie_word_embeddings in its config.json "
-                "is false; generation and log-likelihoods need a head. Use embed, or load a "
-                "checkpoint with a head"
+                "the checkpoint has no head (lm_head.weight), and tie_word_embeddings in its "
+                "config.json is false; generation and log-likelihoods need a head: use embed, or "
+                "load a checkpoint with a head"
             )
 
     def check_length(self, num_tokens: int, max_length: int) -> None:

@@ -188,10 +188,10 @@ class LLMEngine(EngineCore):
 
     # ---- the state of the engine ----
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self) -> bool:
         """See `LLM.reset_prefix_cache`."""
         with hold_interrupt(), self.lock:
-            self.scheduler.block_manager.reset_prefix_cache()
+            return self.scheduler.block_manager.reset_prefix_cache()
 
     def stats(self) -> dict[str, int | float]:
         """See `LLM.stats`. Does not wait for the lock: a step may change counters meanwhile."""

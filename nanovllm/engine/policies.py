@@ -1,10 +1,10 @@
 """Scheduling policies and the waiting queue: the order in which sequences are admitted."""
 
-import itertools
 import sys
-from collections.abc import Callable, Iterator
-from heapq import heappop, heappush
-from typing import TypeAlias
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable
+from operator import attrgetter
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
@@ -12,6 +12,7 @@ from nanovllm.engine.sequence import Sequence
 # The waiting sequence with the smallest key is admitted first.
 PolicyKey = Callable[[Sequence, BlockManager], int]
 HEAD = -sys.maxsize  # the key of preempted sequences and forks, smaller than every policy's
+QUEUE_KEY = attrgetter("queue_key")
 AGING = 16  # with "sjf", each position in the order of arrival counts as this many tokens
 
 
@@ -32,53 +33,23 @@ def shortest_job_first(seq: Sequence, blocks: BlockManager) -> int:
 POLICIES: dict[str, PolicyKey] = {"fcfs": first_come_first_served, "sjf": shortest_job_first}
 
 
-# Key, arrival, index among the samples, unique number, sequence. The smallest entry is first.
-Entry: TypeAlias = tuple[int, int, int, int, Sequence]
+class WaitingQueue(deque[Sequence]):
+    """Waiting sequences, sorted by policy key and then by arrival. The first is admitted first.
 
-
-class WaitingQueue:
-    """Waiting sequences, sorted. Adding or removing one of n takes O(log n), amortized.
-
-    An entry that is removed stays in the heap until it is the first, or until half of all entries
-    are removed. The number of an entry tells whether its sequence has been removed, or added again.
+    Removing the first takes constant time. Adding or removing another one of n moves up to n / 2
+    pointers.
     """
 
-    def __init__(self) -> None:
-        self._heap: list[Entry] = []
-        self._num_waiting = 0
-        self._numbers = itertools.count()
-
-    def __len__(self) -> int:
-        return self._num_waiting
-
-    def __iter__(self) -> Iterator[Sequence]:
-        """Yield the sequences in their order. Takes O(n log n)."""
-        return (entry[-1] for entry in sorted(self._waiting()))
-
-    def _waiting(self) -> list[Entry]:
-        """Return the entries that were not removed, in any order."""
-        return [entry for entry in self._heap if is_waiting(entry)]
-
-    @property
-    def first(self) -> Sequence:
-        """The sequence to admit next. There must be one."""
-        while not is_waiting(self._heap[0]):
-            heappop(self._heap)
-        return self._heap[0][-1]
-
     def add(self, seq: Sequence, key: int) -> None:
-        """Add a sequence before all sequences with larger keys."""
-        seq.queue_number = next(self._numbers)
-        heappush(self._heap, (key, seq.arrival, seq.index, seq.queue_number, seq))
-        self._num_waiting += 1
+        """Add a sequence behind all sequences with smaller keys."""
+        seq.queue_key = (key, seq.arrival, seq.index)
+        insort(self, seq, key=QUEUE_KEY)
 
     def remove(self, seq: Sequence) -> None:
-        seq.queue_number = -1
-        self._num_waiting -= 1
-        if len(self._heap) > 2 * self._num_waiting:
-            self._heap = sorted(self._waiting())
-
-
-def is_waiting(entry: Entry) -> bool:
-    """Return whether the entry was not removed."""
-    return entry[-1].queue_number == entry[-2]
+        if seq is self[0]:
+            self.popleft()
+            return
+        i = bisect_left(self, seq.queue_key, key=QUEUE_KEY)
+        while self[i] is not seq:
+            i += 1
+        del self[i]

@@ -6,7 +6,7 @@ same decisions.
 
 As in vLLM v1's scheduler, there are no prefill steps and no decode steps. `schedule` plans as many
 uncomputed tokens as the token budget allows: first for running sequences, oldest first, then for
-waiting sequences. This covers iteration-level batching (Orca, OSDI 2022), chunked prompts
+waiting sequences. This covers iteration-level batching (Orca, OSDI 2022), chunked prefill
 (Sarathi-Serve, arXiv:2403.02310), prefix hits and resumption after preemption.
 
     add -> WAITING --admit--> RUNNING --commit: stop or length--> FINISHED
@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.policies import HEAD, POLICIES, WaitingQueue
-from nanovllm.engine.sequence import EMPTY, Sequence, Status
+from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.plan import COMPLETE, Chunk, NewRow, ResultKind, StepOutput, StepPlan
 
 
@@ -93,7 +93,7 @@ class Scheduler:
         self._queue(child)
         has_row = parent.status is Status.RUNNING and len(self.running) < self.max_num_seqs
         can_fork = has_row and self.block_manager.can_fork(parent, num_computed)
-        if can_fork and self.waiting.first is child:
+        if can_fork and self.waiting[0] is child:
             self.block_manager.fork(parent, child, num_computed)
             if self._has_room(child, []):
                 self._start_running(child)
@@ -138,7 +138,7 @@ class Scheduler:
         # 2. Waiting sequences, until one cannot be admitted.
         self.why_waiting = ""
         while self.waiting and not self.why_waiting:
-            seq = self.waiting.first
+            seq = self.waiting[0]
             self.why_waiting = self._admit(seq, budget, self.preemptions > preemptions)
             if not self.why_waiting:
                 budget -= self._plan_chunk(step, seq, budget)
@@ -302,7 +302,7 @@ class Scheduler:
             # Each fork computes the prompt's last token again, and samples its own first token.
             for fork in seq.forks:
                 self.fork(seq, fork, seq.num_prompt - 1)
-            seq.forks = EMPTY
+            seq.forks = []
             if token < 0:  # NO_TOKEN or COMPLETE
                 self.finish(seq, "stop" if token == COMPLETE else "error")
                 continue
@@ -350,8 +350,7 @@ class Scheduler:
         """Revert all steps in flight after an error at any line.
 
         Only known tokens are kept. All rows and blocks are freed, and the `unfinished` sequences
-        return to the waiting queue. The steps may have left any content in the blocks that they
-        cached, so the whole prefix cache is reset.
+        return to the waiting queue. The prefix cache is cleared.
         """
         ran = self.running
         for seq in ran:

@@ -20,10 +20,6 @@ from typing import Any
 
 from nanovllm.plan import ResultKind, RowSampling
 
-# The default of lists that stay empty in most sequences. A million sequences may wait, and a list
-# in each would take memory and slow down the garbage collector.
-EMPTY: Any = ()
-
 
 class Status(Enum):
     UNQUEUED = 0  # a fork before its parent has a token, or a beam; see `awaits_token`
@@ -41,6 +37,7 @@ class Sequence:
     max_length: int  # of prompt and output together
     stop_token_ids: frozenset[int]
     sampling: RowSampling
+<<<<<<< HEAD
     index: int = 0  # number among the samples of its request
     result_kind: ResultKind = ResultKind.TOKEN
     targets: list[int] = EMPTY  # tokens whose log-probabilities are requested
@@ -50,18 +47,17 @@ class Sequence:
     parent: "Sequence | None" = None
     forks: list["Sequence"] = EMPTY  # not queued yet
     num_candidates: int = 0  # number of candidates, if `result_kind` is CANDIDATES
+=======
+>>>>>>> main
     request: Any = None  # the Request that it belongs to; None after the request has ended
 
     status: Status = Status.UNQUEUED
-    num_placeholders: int = 0  # tokens that are sampled by steps in flight
     num_computed: int = 0  # tokens whose KV is in the cache after all plans made so far
-    # Whether it has yielded a result, such as candidates, and its next token has not been chosen
-    # yet. If it is preempted in this state, it is UNQUEUED until that token is appended.
-    awaits_token: bool = False
+    num_placeholders: int = 0  # tokens that are sampled by steps in flight
     decoding: bool = False  # whether the last token sampled by its row is its only uncomputed token
-    queue_number: int = -1  # number of its entry in the waiting queue, or -1
     row: int = -1
     known_to_runner: bool = False  # whether a plan has contained its NewRow
+    queue_key: tuple[int, int, int] = (0, 0, 0)  # its place in the waiting queue
     preemptions: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at its first admission
     finish_reason: str | None = None
@@ -69,11 +65,29 @@ class Sequence:
 
     # Maintained by the block manager.
     block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)  # of its first full blocks
+    num_cached_blocks: int = 0  # full blocks whose content is cached, possibly in another block
+
+    # ---- optional features ----
+
+    result_kind: ResultKind = ResultKind.TOKEN
+
+    # Several samples of one prompt, and beams.
+    index: int = 0  # number among the samples of its request
+    parent: "Sequence | None" = None  # the first sample, or the beam, from which it is forked
+    forks: list["Sequence"] = field(default_factory=list)  # not queued yet
     # Whether its next token may be written to a shared or cached block.
     needs_copy_on_write: bool = False
-    num_cached_blocks: int = 0  # full blocks whose content is cached, possibly in another block
-    parent_serial: int = 0  # serial number of its last cached block
-    began_after: int = 0  # resets of the prefix cache before it, or its parent, was admitted
+
+    # Beams.
+    num_candidates: int = 0  # number of candidates, if `result_kind` is CANDIDATES
+    # Whether it has yielded a result, such as candidates, and its next token has not been chosen
+    # yet. If it is preempted in this state, it is UNQUEUED until that token is appended.
+    awaits_token: bool = False
+
+    # Log-probabilities of given tokens.
+    targets: list[int] = field(default_factory=list)
+    first_target: int = 1  # position of the first target
 
     @property
     def num_output(self) -> int:

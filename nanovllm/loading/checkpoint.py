@@ -19,20 +19,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from nanovllm.config import EMBEDDED
-from nanovllm.models.model_config import (
-    FEATURES,
-    Fields,
-    ModelConfig,
-    check_field,
-    check_fields,
-    read_json,
-    unreadable,
-    with_text_config,
-)
+from nanovllm.models.model_config import FEATURES, ModelConfig, with_text_config
 from nanovllm.models.weights import EMBEDDINGS, HEAD
 from nanovllm.plan import FILTERS
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import scalar_fields, similar
+from nanovllm.utils.json_files import Fields, check_field, check_fields, read_json, unreadable
 
 if TYPE_CHECKING:
     from nanovllm.features.formats.quantized_checkpoint import WeightFormat
@@ -58,6 +50,7 @@ def find_checkpoint(
     Raises ValueError with a remedy. Weights are fetched from the hub only if `weights` is true.
     """
     from nanovllm.features.formats.gguf.named import find_named
+    from nanovllm.features.formats.hub import download
 
     if not isinstance(model, str | os.PathLike):
         raise TypeError(f"model must be a directory or a name, not {model!r}")
@@ -87,33 +80,12 @@ def find_checkpoint(
         )
         near = similar(name, [EMBEDDED, "smollm2-135m"])
         raise ValueError(f"there is no directory {name!r}; {near or remedy}")
-    return _download(name, revision, patterns)
+    return download(name, revision, patterns)
 
 
 def convert_command(gguf: Path) -> str:
     name, target = shlex.quote(str(gguf)), shlex.quote(gguf.stem)
     return f"convert {gguf.name}: pip install gguf && nanovllm convert {name} {target}"
-
-
-def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except HFValidationError as error:
-        raise ValueError(f"{name!r} is not a directory and not a valid hub id: {error}") from None
-    except RepositoryNotFoundError:
-        raise ValueError(
-            f"the hub has no model {name!r}, or it is private; check the spelling, or set HF_TOKEN"
-        ) from None
-    except Exception as error:  # for example: no network, a wrong revision
-        raise ValueError(
-            f"{name!r} is not a local directory and could not be fetched from the hub "
-            f"({type(error).__name__}: {next(iter(str(error).splitlines()), 'no details')}). "
-            "Give a local directory, set HF_ENDPOINT to a mirror, or set HF_HOME to a cache that "
-            f"has the model already; {EMBEDDED!r} needs no hub"
-        ) from error
 
 
 def config_class(architectures: Any) -> type[ModelConfig]:
@@ -124,10 +96,6 @@ def config_class(architectures: Any) -> type[ModelConfig]:
             from nanovllm.features.models.hybrid.hybrid_config import HybridConfig
 
             return HybridConfig
-        case "hybrid_moe":
-            from nanovllm.features.models.hybrid_moe.hybrid_moe_config import HybridMoeConfig
-
-            return HybridMoeConfig
         case "moe":
             from nanovllm.features.models.moe.moe_config import MoeConfig
 

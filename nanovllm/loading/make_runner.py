@@ -30,6 +30,7 @@ from nanovllm.runner.device_rows import DeviceRows
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.rows import Rows
 from nanovllm.runner.single_rank import SingleRank
+from nanovllm.utils.host import check_fork
 from nanovllm.utils.log import logger
 
 
@@ -46,19 +47,9 @@ def make_runner(
     `files` are its open safetensors files, or empty for random weights. Requests have at most
     `max_model_len` tokens, or fewer if memory limits them.
     """
-    from nanovllm.backends.cpu.openmp import check_openmp
-
-    if has_states := full_config.state_bytes(1) > 0:
-        # Before the model is divided among ranks, which explains only sizes that do not fit.
-        from nanovllm.features.models.hybrid import memory as hybrid_memory
-
-        hybrid_memory.check_options(config, full_config)
-    elif config.num_state_slots is not None:
-        raise ValueError(
-            f"num_state_slots={config.num_state_slots} is an option for models with linear "
-            f"attention, and {full_config.architecture} has none; leave it out"
-        )
-    check_openmp()
+    # Before the model is divided among ranks, which explains only sizes that do not fit.
+    full_config.check_options(config)
+    check_fork()
     device = pick_device(config.device)
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     remedy = (
@@ -70,22 +61,8 @@ def make_runner(
         model_config = ranks.config_of_rank(full_config)
         on_meta = model_config.model_class().on_meta(model_config)
         backend = make_backend(config, on_meta, device)
-        is_fp8 = config.kv_cache_dtype != "auto"
-        cache_dtype = FP8 if is_fp8 else backend.dtype
-        block_bytes = model_config.block_bytes(config.block_size, cache_dtype.itemsize)
-        weight_bytes = memory.weight_bytes(on_meta, backend)
-        budget = MemoryBudget(config, device, free, weight_bytes, max(1, block_bytes))
-        budget.check(name, backend.dtype, model_config.weights_note)
-        if has_states:
-            num_rows, num_slots, state_bytes = hybrid_memory.num_states(
-                config,
-                model_config.state_bytes(backend.dtype.itemsize),
-                budget.cache_bytes(budget.free_after_load)[0],
-            )
-            config = replace(config, max_num_seqs=num_rows)
-            budget = replace(
-                budget, config=config, state_bytes=state_bytes, num_state_slots=num_slots
-            )
+        budget = plan_memory(config, on_meta, backend, free, name)
+        config = budget.config  # with fewer sequences, if the states of more do not fit
         # The longest request that can fit limits the size of rows and rotary tables.
         num_blocks = budget.num_kv_blocks(max_model_len, budget.free_after_load)
         longest = budget.fitted_length(max_model_len, ranks.smallest(num_blocks))
@@ -93,7 +70,7 @@ def make_runner(
         load_model(config, model, full_config, files, ranks)
         runner = make_eager_runner(config, model, full_config.vocab_size, longest)
         scales = None
-        if is_fp8:
+        if config.kv_cache_dtype != "auto":
             from nanovllm.features.formats.fp8_scales import read_fp8_scales
 
             scales = read_fp8_scales(files, model_config.kv_layers)
@@ -102,6 +79,29 @@ def make_runner(
         make_fast_steps(config, runner, ranks)
     log_sizes(runner, budget, name, max_model_len, ranks)
     return runner
+
+
+def plan_memory(
+    config: EngineConfig, on_meta: Qwen3, backend: Backend, free: int, name: str
+) -> MemoryBudget:
+    """Divide `free` bytes between weights, states and KV cache, before they are allocated.
+
+    `on_meta` has the sizes of the model `name`. Raises ValueError if something does not fit.
+    """
+    model_config, dtype = on_meta.config, backend.dtype
+    cache_dtype = dtype if config.kv_cache_dtype == "auto" else FP8
+    block_bytes = max(1, model_config.block_bytes(config.block_size, cache_dtype.itemsize))
+    weight_bytes = memory.weight_bytes(on_meta, backend)
+    budget = MemoryBudget(config, backend.device, free, weight_bytes, block_bytes)
+    budget.check(name, dtype, model_config.weights_note)
+    if state_bytes := model_config.state_bytes(dtype.itemsize):
+        from nanovllm.features.models.hybrid.memory import num_states
+
+        max_bytes, _ = budget.cache_bytes(budget.free_after_load)
+        rows, slots, size = num_states(config, state_bytes, max_bytes)
+        config = replace(config, max_num_seqs=rows)
+        budget = replace(budget, config=config, state_bytes=size, num_state_slots=slots)
+    return budget
 
 
 def make_backend(config: EngineConfig, on_meta: Qwen3, device: torch.device) -> Backend:

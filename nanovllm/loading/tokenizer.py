@@ -8,7 +8,7 @@ from typing import cast
 
 from nanovllm.config import EMBEDDED
 from nanovllm.engine.detokenizer import Tokenizer
-from nanovllm.models.model_config import read_json
+from nanovllm.utils.json_files import read_json
 
 # Held while transformers loads a tokenizer. It imports its modules on first use, and two threads
 # that import the same module there at the same time can fail with ImportError.

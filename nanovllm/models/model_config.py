@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.config import DTYPES
+from nanovllm.config import DTYPES, EngineConfig
 from nanovllm.models.rope import RopeConfig
-from nanovllm.utils.checks import KINDS, check_scalar
+from nanovllm.utils.json_files import Fields, check_fields
 
 if TYPE_CHECKING:
     from nanovllm.models.qwen3 import Qwen3
 
-Fields = dict[str, tuple[type, tuple[Any, ...]]]  # name -> type, and its range or choices
 ANY: tuple[Any, ...] = ()
 SIZE, LENGTH = (1, 2**31 - 1), (1, 10_000_000)
 TIE = "tie_word_embeddings"
@@ -66,7 +64,6 @@ class ModelConfig:
     qk_norm: bool
     sliding_window: int | None  # the number of tokens that a layer attends to; None: all
     dtype: str | None  # the stored dtype of the weights, if config.json names it
-    feature: ClassVar[str] = ""  # the folder of features/ that has the model, if it is not core
 
     @classmethod
     def from_json(cls, raw: dict[str, Any], path: Path) -> ModelConfig:
@@ -75,7 +72,7 @@ class ModelConfig:
         Raises ValueError for missing or unsupported fields.
         """
         fields = raw.keys()  # with the fields that are null
-        raw = check_fields(raw, path)
+        raw = check_fields(raw, path, FIELDS)
         architectures = raw.get("architectures") or []
         known = [name for name in ARCHITECTURES if name in architectures]
         if not known:
@@ -124,6 +121,19 @@ class ModelConfig:
             sliding_window=window,
             dtype=dtype if dtype in DTYPES else None,
         )
+
+    @property
+    def feature(self) -> str:
+        """The kind of model in features/, which tells a backend whether it can fuse the layers."""
+        return ""
+
+    def check_options(self, config: EngineConfig) -> None:
+        """Raise ValueError for an option that the model does not support."""
+        if config.num_state_slots is not None:
+            raise ValueError(
+                f"num_state_slots={config.num_state_slots} is an option for models with linear "
+                f"attention, and {self.architecture} has none; leave it out"
+            )
 
     def model_class(self) -> type[Qwen3]:
         """Return the class of the model that this config describes."""
@@ -179,7 +189,7 @@ FEATURES = {
     prefix + kind: folder
     for prefix, folder, kinds in (
         ("Qwen3_5", "hybrid", ("ForCausalLM", "ForConditionalGeneration", "TextModel", "Model")),
-        ("Qwen3_5Moe", "hybrid_moe", ("ForCausalLM", "ForConditionalGeneration", "TextModel")),
+        ("Qwen3_5Moe", "hybrid", ("ForCausalLM", "ForConditionalGeneration", "TextModel")),
         ("Qwen3Moe", "moe", ("ForCausalLM", "Model")),
     )
     for kind in kinds
@@ -211,7 +221,7 @@ def _rope(raw: dict[str, Any], path: Path) -> RopeConfig:
     new, old = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
     if new and old and new != old:
         raise ValueError(f"{path} has both rope_parameters and rope_scaling; keep one of them")
-    params = check_fields(new or old, path)
+    params = check_fields(new or old, path, FIELDS)
     kind = params.pop("type", "default")
     params = {"rope_type": kind, "rope_theta": raw.get("rope_theta", 10_000.0)} | params
     for name in ("partial_rotary_factor", "original_max_position_embeddings"):
@@ -237,52 +247,3 @@ def _sliding_window(raw: dict[str, Any], architecture: str, is_null: bool) -> in
     else:
         slides = "sliding_attention" in layers
     return raw.get("sliding_window", 4096) if slides else None
-
-
-def check_fields(raw: dict[str, Any], path: Path, fields: Fields = FIELDS) -> dict[str, Any]:
-    """Return `raw` without nulls, with each known field converted to its type.
-
-    Raises ValueError for a field of a wrong type or value.
-    """
-    raw = {name: value for name, value in raw.items() if value is not None}
-    known = raw.keys() & fields.keys()
-    return raw | {name: check_field(path, name, raw[name], *fields[name]) for name in known}
-
-
-def check_field(path: Path, name: str, value: Any, kind: type, limits: tuple[Any, ...]) -> Any:
-    """Return the value as `kind`. JSON may contain 1 for a float and 64.0 for an int."""
-    if kind is int and isinstance(value, float) and value.is_integer():
-        value = int(value)
-    try:
-        check_scalar(name, value, kind, limits)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
-    return kind(value)
-
-
-def read_json(path: Path, kind: type = dict) -> Any:
-    """Return the object or list in a JSON file. Raises ValueError with the name of the file."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # RecursionError: nested too deeply
-        raise unreadable(path, "valid JSON", error) from None
-    if not isinstance(raw, kind):
-        name = type(raw).__name__
-        raise ValueError(f"{path} is not valid: it must hold {KINDS[kind]}, not {name}")
-    return raw
-
-
-def unreadable(path: Path, what: str, error: Exception) -> ValueError:
-    """Return the error for a file that could not be read or parsed."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(23)
-    except OSError as failure:
-        return ValueError(
-            f"{path} cannot be read ({failure.strerror or failure}); replace or remove it"
-        )
-    if start == b"version https://git-lfs":
-        return ValueError(
-            f"{path} is a git-lfs pointer, not the file itself; run 'git lfs pull' in {path.parent}"
-        )
-    return ValueError(f"{path} is not {what}: {error}")

@@ -21,6 +21,7 @@ from moe_checkpoints import make_moe_checkpoint
 from nanovllm import LLM, BeamSearchParams, GenerationError, SamplingParams, Trace
 from nanovllm.cli.trace.show import describe_changes, steps
 from nanovllm.cli.trace.trace import Event, State
+from nanovllm.engine.block_manager import Block
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.observer import NO_OBSERVER
 from nanovllm.engine.scheduler import Scheduler
@@ -48,9 +49,9 @@ class CheckedTrace(Trace):
         for counter, key in (("evictions", "evicted"), ("preemptions", "preempted")):
             count = sum(len(e.get(key, ())) for e in self.events)  # type: ignore[arg-type]
             assert count == stats[counter] - self.before[counter], counter
-        assert state.cached == set(blocks.prefix_index.values())
-        host_index = getattr(blocks, "host_index", {})
-        assert state.host_cached == {block.block_id for block in host_index.values()}
+        assert state.cached == {block.block_id for block in blocks.hash_to_block.values()}
+        on_host = getattr(blocks, "hash_to_host_block", {})
+        assert state.host_cached == {block.block_id for block in on_host.values()}
         shared = sum(block.ref_count > 1 for block in blocks.blocks)
         assert state.pool(blocks.num_blocks) == (len(blocks.free), len(blocks.evictable), shared)
         for seq, number in numbers.items():
@@ -97,20 +98,20 @@ def drive(engine: LLMEngine, rng: random.Random) -> None:
 
 def test_events_equal_the_engine(llm: LLM) -> None:
     """The traces begin in the middle of a run, perhaps with a step in flight."""
-    engine, kinds, evicted = llm.engine, set[str](), list[tuple[int, tuple[int, bytes]]]()
+    engine, kinds, evicted = llm.engine, set[str](), list[tuple[int, bytes]]()
     blocks = engine.scheduler.block_manager
     evict = blocks._evict
 
-    def noted(block_id: int) -> None:
-        evicted.append((block_id, blocks.blocks[block_id].key))
-        evict(block_id)
+    def noted(block: Block) -> None:
+        evicted.append((block.block_id, block.block_hash))
+        evict(block)
 
     class EvictionTrace(CheckedTrace):
         def _add(self, event: Event) -> None:
             super()._add(event)
             if "plan" in event:
                 assert event.get("evicted", []) == [block for block, _ in evicted]
-                lost = [block for block, key in evicted if key not in blocks.host_index]
+                lost = [block for block, key in evicted if key not in blocks.hash_to_host_block]
                 assert event.get("lost", []) == lost
                 evicted.clear()
 
@@ -187,7 +188,7 @@ def test_the_table(embedded_run: Trace) -> None:
         table = line[at["block table"] : at["token"]].split()
         first, last = map(int, (computes[1].split("-") * 2)[:2])
         slots = re.findall(r"(\d+)(?:-(\d+))?", line[at["slots"] : at["block table"]])
-        if "…" in line[: at["token"]] or not slots:
+        if "..." in line[: at["token"]] or not slots:
             continue
         written = [s for a, b in slots for s in range(int(a), int(b or a) + 1)]
         assert written == [int(table[p // 4]) * 4 + p % 4 for p in range(first, last + 1)]

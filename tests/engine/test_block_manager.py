@@ -4,6 +4,8 @@ import pytest
 from machines import MACHINE, BlockManagerMachine
 from oracle_engine import Engine, right, sequence
 
+from nanovllm.engine.block_manager import BlockManager
+
 TestBlockManager = pytest.mark.slow(BlockManagerMachine.TestCase)
 TestBlockManager.settings = MACHINE
 
@@ -17,8 +19,8 @@ def test_equal_blocks_under_different_prefixes() -> None:
     assert all(right(s) for s in seqs)
 
 
-def test_stale_key_after_reuse() -> None:
-    """A block that was evicted and filled anew is not found under its old content."""
+def test_an_evicted_block_is_not_found() -> None:
+    """A block that was evicted and filled anew is not found under its old hash."""
     engine = Engine(blocks=4, size=2, seqs=1, budget=100)
     old, new, again = ([t] * 6 for t in (1, 2, 1))
     seqs = [sequence(p, 2, i) for i, p in enumerate((old, new, again))]
@@ -37,3 +39,48 @@ def test_least_recently_used_goes_first_and_tails_before_heads() -> None:
     engine.run()
     probe = [sequence(p, 1, 9) for p in ([1, 2, 3, 0], [4, 5, 6, 0])]
     assert [len(engine.block_manager.match(p)) for p in probe] == [1, 3]
+
+
+def test_a_block_that_is_computed_again_finds_its_children_again() -> None:
+    blocks = BlockManager(8, 2)
+
+    def cached(*token_ids: int) -> int:
+        """Run a sequence of these tokens. Returns how many of its blocks were cached."""
+        seq = sequence([*token_ids, 9], 1, 0)
+        blocks.attach_cached(seq, found := blocks.match(seq))
+        for _ in range(blocks.num_needed(seq, len(seq.token_ids))):
+            blocks.append_block(seq)
+        seq.num_computed = len(token_ids)
+        blocks.cache_full_blocks(seq)
+        blocks.release(seq)
+        return len(found)
+
+    assert cached(1, 2, 3, 4) == 0
+    assert cached(1, 2, 3, 4) == 2
+    [parent] = blocks.match(sequence([1, 2, 9], 1, 0))
+    blocks._evict(parent)
+    assert len(blocks.match(sequence([1, 2, 3, 4, 9], 1, 0))) == 0
+    assert cached(1, 2) == 0
+    assert cached(1, 2, 3, 4) == 2
+
+
+def test_hashes_are_computed_once_and_shared_by_forks() -> None:
+    blocks, computed = BlockManager(8, 2), []
+    hash_block = blocks.hash_block
+
+    def counted(parent_block_hash: bytes, token_ids: list[int]) -> bytes:
+        computed.append(token_ids)
+        return hash_block(parent_block_hash, token_ids)
+
+    blocks.hash_block = counted  # type: ignore[method-assign]
+    parent, child = sequence([1, 2, 3, 4, 5], 1, 0), sequence([1, 2, 3, 4, 6], 1, 1)
+    for _ in range(3):
+        blocks.match(parent)
+    for _ in range(3):
+        blocks.append_block(parent)
+    parent.num_computed = 5
+    blocks.cache_full_blocks(parent)
+    assert computed == [[1, 2], [3, 4]]
+    blocks.fork(parent, child, 3)
+    assert child.block_hashes == parent.block_hashes[:1]
+    assert child.num_cached_blocks == 1

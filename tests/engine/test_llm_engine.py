@@ -180,33 +180,29 @@ def test_results_are_kept_if_a_logits_processor_raises(path: Path, asynchronous:
     assert [out["token_ids"] for out in again] == want
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize(("length", "n"), [(8, 1), (21, 2), (32, 2), (40, 1)])  # blocks of 16
 @pytest.mark.parametrize("swap", [{}, dict(swap_space=0.01)], ids=["", "swap"])
-def test_a_reset_while_requests_run(
-    path: Path, length: int, n: int, steps: int, swap: dict
-) -> None:
-    """After the weights have changed, no request shares what was computed with the old ones."""
+def test_a_reset_of_the_prefix_cache(path: Path, swap: dict) -> None:
+    """It is refused while a request runs. After it, nothing is shared with earlier requests."""
     options = dict(num_kv_cache_blocks=12, block_size=16, attention_backend="sdpa")
     llm = random_llm(path, **options, **swap)
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, n=n)
-    short = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    request = llm.engine.submit([i % 90 + 1 for i in range(length)], params)
-    for _ in range(steps):
-        llm.engine.run_step()
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    prompt = [i % 90 + 1 for i in range(40)]
+    want = llm.generate([prompt], params, use_tqdm=False)[0]["token_ids"]
+    request = llm.engine.submit(prompt, params)
+    llm.engine.run_step()
+    before = llm.stats()
+    assert llm.reset_prefix_cache() is False
+    assert llm.stats() == before
+    for _ in llm.engine.run([request]):
+        pass
+    assert request.output.outputs[0].token_ids == want
+    assert request.output.num_cached_tokens == 32
     with torch.inference_mode():
         for weight in weights_of(llm).values():
             weight.mul_(1.1)
-    llm.reset_prefix_cache()
-    for _ in llm.engine.run([request]):
-        pass
-    output = request.output
-    later = [[*output.prompt_token_ids, *sample.token_ids, 5] for sample in output.outputs]
-    got = llm.generate(later, short, use_tqdm=False)
-    assert got[0].num_cached_tokens == 0
-    llm.reset_prefix_cache()
-    want = llm.generate(later, short, use_tqdm=False)
-    assert [out["token_ids"] for out in got] == [out["token_ids"] for out in want]
+    assert llm.reset_prefix_cache() is True
+    [got] = llm.generate([[*prompt, *want, 5]], params, use_tqdm=False)
+    assert got.num_cached_tokens == 0
 
 
 def test_the_order_of_vllms_add_request(small_llm: LLM) -> None:

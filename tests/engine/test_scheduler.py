@@ -206,7 +206,7 @@ def test_preempted_first_under_any_policy(monkeypatch: pytest.MonkeyPatch) -> No
     engine.step()
     engine.scheduler._preempt(old)
     engine.add(new)
-    assert engine.scheduler.waiting.first is old
+    assert engine.scheduler.waiting[0] is old
     engine.run()
     assert right(old)
     assert right(new)

@@ -1,7 +1,6 @@
 """Histories of the oracle with a host cache."""
 
 import random
-from array import array
 from types import ModuleType
 
 from lessons.oracle.oracle import History, require
@@ -30,18 +29,12 @@ class HostCacheHistory(History):
         )
 
     def check(self) -> None:
-        """What each cache holds is what its index says, and the same under the same serial number."""
+        """The host cache holds what its blocks say, and nothing else."""
         super().check()
         blocks = self.block_manager
-        held = [block.block_id for block in blocks.host_index.values()]
+        held = [block.block_id for block in blocks.hash_to_host_block.values()]
         everything = sorted([*held, *blocks.host_free])
         require(everything == list(range(blocks.num_host_blocks)), "host")
-        names = dict[int, tuple[int, bytes]]()
-        for block in (*blocks.host_index.values(), *blocks.blocks):
-            if block.serial:
-                same = names.setdefault(block.serial, block.key) == block.key
-                require(same, "host", "a serial number has two blocks")
-        for key, block in blocks.host_index.items():
-            pairs = self.runner.host[block.block_id]
-            tokens = array("I", [pair[0] if pair else 99 for pair in pairs]).tobytes()
-            require(block.key == key and tokens == key[1], "host")
+        for block_hash, block in blocks.hash_to_host_block.items():
+            tokens = [pair and pair[0] for pair in self.runner.host[block.block_id]]
+            require(block.block_hash == block_hash and tokens == block.token_ids, "host")

@@ -57,7 +57,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         for position in range(seq.num_computed, upto):
             block = seq.block_table[position // size]
             assert self.block_manager.blocks[block].ref_count == 1
-            assert not self.block_manager.blocks[block].serial, "a cached block is written"
+            assert not self.block_manager.blocks[block].is_cached, "a cached block is written"
             self.content[block][position % size] = seq.token_ids[position]
         seq.num_computed = upto
         self.block_manager.cache_full_blocks(seq)
@@ -98,7 +98,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        self.block_manager.reset_prefix_cache()
+        if self.block_manager.reset_prefix_cache():
+            assert not any(seq.block_table for seq in self.live)
+            for content in (self.content, self.host_content):
+                content.update((block, [None] * len(held)) for block, held in content.items())
 
     @invariant()
     def all_holds(self) -> None:
@@ -116,8 +119,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert sorted([*blocks.free, *blocks.evictable, *owned]) == list(
             range(1, blocks.num_blocks + 1)
         )
-        assert {b.key: b.block_id for b in blocks.blocks if b.serial} == blocks.prefix_index
-        for index in blocks.prefix_index.values():
-            named = memoryview(blocks.blocks[index].key[1]).cast("I").tolist()
-            assert self.content[index] == named
-            assert len(named) == size
+        assert {b.block_hash: b for b in blocks.blocks if b.is_cached} == blocks.hash_to_block
+        for block in blocks.hash_to_block.values():
+            assert self.content[block.block_id] == block.token_ids
+            assert len(block.token_ids) == size

@@ -131,9 +131,9 @@ def test_a_solution_is_checked_from_any_directory(tmp_path: Path) -> None:
     solution = EXERCISES / "solutions" / "slots.py"
     text = solution.read_text()
     (tmp_path / "mine.py").write_text(text.replace("start + count)", "start + count - 1)"))
-    arguments = ["lessons", "build", "slots", "--check"]
-    right = fresh.run(fresh.module("nanovllm", *arguments, str(solution)))
-    wrong = fresh.run(fresh.module("nanovllm", *arguments, str(tmp_path / "mine.py")))
+    arguments = ["build", "slots", "--check"]
+    right = fresh.run(fresh.module("lessons", *arguments, str(solution)))
+    wrong = fresh.run(fresh.module("lessons", *arguments, str(tmp_path / "mine.py")))
     assert (right.returncode, wrong.returncode) == (0, 1)
     assert right.stdout.endswith("All checks of slots pass.\n")
     assert "the slots [30, 31, 8, 9], but yours have [30, 31, 8]." in wrong.stdout

@@ -54,14 +54,14 @@ def test_prefix_sharing():
     )
 
 
-def test_equal_serial_numbers_are_equal_prefixes():
-    rows = sharing.key_chains(make_llm(block_size=4, num_kv_cache_blocks=12))
-    _, tokens, parents, serials = zip(*rows, strict=True)
-    assert serials[0] == serials[3] != serials[6]
-    assert parents[1] == parents[4] == serials[0]
+def test_equal_hashes_are_equal_prefixes():
+    rows = sharing.hash_chains(make_llm(block_size=4, num_kv_cache_blocks=12))
+    _, tokens, parents, hashes = zip(*rows, strict=True)
+    assert hashes[0] == hashes[3] != hashes[6]
+    assert parents[1] == parents[4] == hashes[0]
     assert tokens[1] == tokens[7]
-    assert serials[1] != serials[7]  # after another first block
-    assert serials[2] == serials[5] == serials[8] == "not full"
+    assert hashes[1] != hashes[7]  # after another first block
+    assert hashes[2] == hashes[5] == hashes[8] == "not full"
 
 
 def test_the_least_recently_used_block_is_evicted():

@@ -118,7 +118,7 @@ def test_a_missing_head(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     llm = random_llm(tmp_path)
     with pytest.raises(
-        ValueError, match=r"no lm_head\.weight, and tie_word_embeddings .* is false"
+        ValueError, match=r"no head \(lm_head\.weight\), and tie_word_embeddings .* is false"
     ):
         llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
 

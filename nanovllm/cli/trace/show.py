@@ -114,7 +114,7 @@ def block_list(blocks: list[int]) -> str:
 
 def last_words(text: str, width: int) -> str:
     """Shorten a line at its beginning, because a step works on the last blocks and slots."""
-    return textwrap.shorten(text[::-1], width, placeholder=" …")[::-1]
+    return textwrap.shorten(text[::-1], width, placeholder=" ...")[::-1]
 
 
 def table_row(cells: tuple[str, ...], width: int) -> str:

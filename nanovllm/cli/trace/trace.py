@@ -27,7 +27,7 @@ from nanovllm.cli.trace import show
 from nanovllm.cli.trace.events import Event as Event
 from nanovllm.cli.trace.events import State as State
 from nanovllm.cli.trace.experts import ExpertCounter
-from nanovllm.engine.block_manager import Block, Key
+from nanovllm.engine.block_manager import Block
 from nanovllm.engine.detokenizer import decode_token
 from nanovllm.engine.observer import NO_OBSERVER, Observer
 from nanovllm.engine.scheduler import InFlightStep
@@ -85,7 +85,7 @@ class Trace(Observer):
         self._numbers: dict[Sequence, int] = {}
         self._preemptions: dict[Sequence, int] = {}  # of the unfinished sequences
         self._searches: dict[int, Search] = {}  # arrival -> beam search
-        self._cached_keys: dict[int, Key] = {}  # with a host cache: cached block -> its key
+        self._hashes: dict[int, bytes] = {}  # with a host cache: cached block -> its hash
         self._in_flight: deque[int] = deque()  # steps; 0 for one that was planned before the trace
         self._start = self._begun = 0.0
 
@@ -147,8 +147,8 @@ class Trace(Observer):
                 event["host"] = self._blocks.stats()
             if step.evicted:
                 event["evicted"] = step.evicted
-                keys, host = self._cached_keys, self._host_index
-                lost = [block for block in step.evicted if keys.get(block) not in host]
+                hashes, host = self._hashes, self._hash_to_host_block
+                lost = [block for block in step.evicted if hashes.get(block) not in host]
                 if lost and self.options["num_host_blocks"]:
                     event["lost"] = lost
             self._in_flight.append(number)
@@ -255,9 +255,10 @@ class Trace(Observer):
                 tables.append([number, keep, *blocks[keep:]])
         if tables:
             event["tables"] = tables
-        if cached := sorted(state.cached.symmetric_difference(self._blocks.prefix_index.values())):
+        in_cache = (block.block_id for block in self._blocks.hash_to_block.values())
+        if cached := sorted(state.cached.symmetric_difference(in_cache)):
             event["cached"] = cached
-        on_host = (block.block_id for block in self._host_index.values())
+        on_host = (block.block_id for block in self._hash_to_host_block.values())
         if changed := sorted(state.host_cached.symmetric_difference(on_host)):
             event["host_cached"] = changed
         if scores := list(self._scores()):
@@ -269,9 +270,9 @@ class Trace(Observer):
         return event
 
     @property
-    def _host_index(self) -> dict[Key, Block]:
-        """Return the prefix index of the host cache, empty if there is none."""
-        return getattr(self._blocks, "host_index", {})
+    def _hash_to_host_block(self) -> dict[bytes, Block]:
+        """Return the blocks of the host cache by their hash, empty if there is none."""
+        return getattr(self._blocks, "hash_to_host_block", {})
 
     def _scores(self) -> Iterator[tuple[int, float]]:
         """Yield `Event.scores`, of all beams of the searches that have chosen beams."""
@@ -307,7 +308,8 @@ class Trace(Observer):
         self._state.apply(event)
         self._preemptions = {s: s.preemptions for s in live if s.status is not Status.FINISHED}
         if self.options["num_host_blocks"]:
-            self._cached_keys = {block: key for key, block in self._blocks.prefix_index.items()}
+            blocks = self._blocks.hash_to_block.values()
+            self._hashes = {block.block_id: block.block_hash for block in blocks}
 
     # ---- the events as a table and as a page ----
 

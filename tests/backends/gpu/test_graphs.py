@@ -95,7 +95,7 @@ def test_padded_equals_unpadded(path: Path, maximum: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_rows_come_and_go(path: Path, asynchronous: bool) -> None:
-    """More requests than rows, chunked prompts, samples that part from one prompt (copy-on-write),
+    """More requests than rows, chunked prefill, samples that part from one prompt (copy-on-write),
     a pool that runs out: the tokens stay the same."""
     generator = torch.Generator().manual_seed(0)
 

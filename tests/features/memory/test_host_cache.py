@@ -74,20 +74,17 @@ BLOCKS_MUTANTS = {
     "blocks for loads are not counted": Mutant(
         BLOCKS,
         "_save",
-        "HostBlock(A, serial=B, key=C)",
+        "HostBlock(A, 0, B, C)",
         "HostBlock(A, 1, B, C)",
     ),
     "a saved block is not forgotten when it is replaced": Mutant(
         BLOCKS, "_drop", "del A[B]", "pass"
     ),
-    "the parent of what follows is lost": Mutant(
-        BLOCKS,
-        "attach_cached",
-        "seq.parent_serial = A",
-        "pass",
-    ),
     "an abandoned step's host blocks stay cached": Mutant(
-        BLOCKS, "reset_prefix_cache", "self._empty_host()", "pass"
+        BLOCKS,
+        "_free_all",
+        "self.hash_to_host_block: B = A",
+        "self.hash_to_host_block = getattr(self, 'hash_to_host_block', A)",
     ),
 }
 
@@ -112,7 +109,6 @@ def test_a_matched_block_that_a_load_evicts_is_caught() -> None:
             seq.block_table = loaded
             seq.num_cached_blocks = len(matched)
             seq.num_computed = len(matched) * self.block_size
-            seq.parent_serial = matched[-1].serial if matched else 0
 
     def hosted(block: object) -> bool:
         return isinstance(block, HostBlock)
@@ -136,12 +132,11 @@ class TieredMachine(BlockManagerMachine):
         if not hasattr(self, "block_manager"):
             return
         blocks = self.block_manager
-        held = [block.block_id for block in blocks.host_index.values()]
+        held = [block.block_id for block in blocks.hash_to_host_block.values()]
         assert sorted([*held, *blocks.host_free]) == list(range(blocks.num_host_blocks))
-        for key, block in blocks.host_index.items():
-            assert block.key == key
-            named = memoryview(key[1]).cast("I").tolist()
-            assert self.host_content[block.block_id] == named
+        for block_hash, block in blocks.hash_to_host_block.items():
+            assert block.block_hash == block_hash
+            assert self.host_content[block.block_id] == block.token_ids
 
 
 TestTiers = SLOW(TieredMachine.TestCase)
@@ -441,7 +436,7 @@ def test_a_failed_step_empties_both_tiers(path: Path, monkeypatch: pytest.Monkey
     llm = small(path)
     wanted = tokens_of(llm, rounds=1)
     blocks = llm.engine.scheduler.block_manager
-    assert blocks.host_index
+    assert blocks.hash_to_host_block
     pool, calls = llm.engine.runner.host_pool, [0]
 
     def broken(cache: torch.Tensor, moves: list[BlockCopy]) -> None:
@@ -454,11 +449,11 @@ def test_a_failed_step_empties_both_tiers(path: Path, monkeypatch: pytest.Monkey
         HostPool.save(pool, cache, moves)
 
     llm.reset_prefix_cache()
-    assert not blocks.host_index
-    monkeypatch.setattr(host_pool, "save", broken)
+    assert not blocks.hash_to_host_block
+    monkeypatch.setattr(pool, "save", broken)
     with pytest.raises(RuntimeError, match="on purpose"):
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-    assert not blocks.host_index
+    assert not blocks.hash_to_host_block
     assert len(blocks.host_free) == blocks.num_host_blocks
     assert blocks.num_available == blocks.num_blocks
     assert tokens_of(llm, rounds=1) == wanted

@@ -46,7 +46,7 @@ def evict_all(blocks: BlockManager) -> list[int]:
     while blocks.num_available:
         if not blocks.free:
             block = blocks.blocks[blocks.choose_victim()]
-            order.append(memoryview(block.key[1]).cast("I")[0] if block.serial else -1)
+            order.append(block.token_ids[0] if block.is_cached else -1)
         blocks.append_block(seq)
     blocks.release(seq)
     return order

@@ -24,8 +24,8 @@ def cache(blocks: BlockManager, tokens: list[int]) -> None:
 
 def state(blocks: BlockManager) -> tuple[object, ...]:
     """A copy of all that a match may not change."""
-    each = [(block.ref_count, block.serial, block.key) for block in blocks.blocks]
-    return each, list(blocks.free), list(blocks.evictable), dict(blocks.prefix_index)
+    each = [(b.ref_count, b.block_hash, list(b.token_ids)) for b in blocks.blocks]
+    return each, list(blocks.free), list(blocks.evictable), dict(blocks.hash_to_block)
 
 
 def matched(blocks: BlockManager, tokens: list[int]) -> list[list[int]]:
@@ -35,7 +35,7 @@ def matched(blocks: BlockManager, tokens: list[int]) -> list[list[int]]:
     is_right = isinstance(found, list) and all(isinstance(block, Block) for block in found)
     expect(is_right, f"match should return a list of Blocks, but it returns {found!r}.")
     expect(state(blocks) == before, "match should change nothing, but it changes the manager.")
-    return [memoryview(block.key[1]).cast("I").tolist() for block in found]
+    return [block.token_ids for block in found]
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,6 @@ def matched(blocks: BlockManager, tokens: list[int]) -> list[list[int]]:
 )
 def test_matches(tokens: list[int], want: list[list[int]]) -> None:
     blocks = Matching(8, 2)
-    cache(blocks, [1, 1])
-    blocks.reset_prefix_cache()  # the serial number of a block is not its index any more
     cache(blocks, [5, 6, 7, 8])
     got = matched(blocks, tokens)
     expect(
@@ -87,6 +85,34 @@ def test_equal_tokens_after_different_tokens() -> None:
         got == [[1, 2]],
         "[7, 8] is cached after [5, 6], and [1, 2] alone. [1, 2, 7, 8, 9] should match [[1, 2]], "
         f"but matches {got}.",
+    )
+
+
+def test_a_block_after_one_that_was_evicted() -> None:
+    blocks = Matching(8, 2)
+    cache(blocks, [5, 6, 7, 8])
+    [first] = BlockManager.match(blocks, make_samples([5, 6, 7], 4)[0])
+    blocks._evict(first)
+    got = matched(blocks, [5, 6, 7, 8, 9])
+    expect(
+        got == [],
+        "[5, 6] was cached and has been evicted, and [7, 8] after it is still cached. "
+        f"[5, 6, 7, 8, 9] should match no block, but matches {got}.",
+    )
+
+
+def test_different_tokens_with_the_same_hash() -> None:
+    class Colliding(Matching):
+        def hash_block(self, parent_block_hash: bytes, token_ids: list[int]) -> bytes:
+            return super().hash_block(parent_block_hash, token_ids[:1])
+
+    blocks = Colliding(8, 2)
+    cache(blocks, [5, 6])
+    got = matched(blocks, [5, 7, 8])
+    expect(
+        got == [],
+        "[5, 6] is cached, and [5, 7] has the same hash here. [5, 7, 8] should match no block, but "
+        f"matches {got}.",
     )
 
 

@@ -75,7 +75,9 @@ def load(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+        return AutoTokenizer.from_pretrained(
+            str(path.parent), gguf_file=path.name, mistral_format=False
+        )
     except Exception as error:  # transformers raises errors of many types
         raise ValueError(
             f"transformers cannot read the tokenizer of {path}: {error!r:.300}"

@@ -1,12 +1,15 @@
-"""HybridConfig: the fields of the config.json of Qwen3.5, and the tensors of its text model."""
+"""HybridConfig: the fields of the config.json of Qwen3.5 and Qwen3.5-MoE, and their tensors."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.models.model_config import Fields, ModelConfig, check_field
+from nanovllm.config import EngineConfig
+from nanovllm.features.models.moe.moe_config import Experts, UnstackedFile
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.utils.json_files import Fields, check_field
 
 if TYPE_CHECKING:
     from nanovllm.features.models.hybrid.model import Qwen3_5
@@ -29,13 +32,13 @@ class HybridConfig(ModelConfig):
     of fixed size: Hk key heads of Dk numbers, and Hv value heads of Dv numbers.
     """
 
-    feature: ClassVar[str] = "hybrid"
     layer_types: tuple[str, ...] = ()  # LINEAR or FULL, for each layer
     rotary_dim: int = 0  # how many numbers of a head are rotated
     linear_num_key_heads: int = 0  # Hk
     linear_num_value_heads: int = 0  # Hv
     linear_key_head_dim: int = 0  # Dk
     linear_value_head_dim: int = 0  # Dv
+    experts: Experts | None = None  # of Qwen3.5-MoE, in every layer
 
     @classmethod
     def from_json(cls, raw: dict[str, Any], path: Path) -> HybridConfig:
@@ -45,6 +48,10 @@ class HybridConfig(ModelConfig):
         rope = {name: value for name, value in rope.items() if name not in IMAGE_FIELDS}
         fields = raw | {"rope_parameters": rope, "rope_scaling": None}
         fields["partial_rotary_factor"] = None
+        experts = None
+        if any("Moe" in str(name) for name in raw.get("architectures") or []):
+            experts = Experts.from_json(raw, path, normalized=True, shared=True)
+            fields["intermediate_size"] = 1  # no layer has such an MLP
         base = super().from_json(fields, path)
         assert isinstance(base, HybridConfig)
         share = check_field(path, "partial_rotary_factor", share, float, (0, 1))
@@ -57,6 +64,7 @@ class HybridConfig(ModelConfig):
             base,
             layer_types=_layer_types(raw, base.num_layers, path),
             rotary_dim=int(base.head_dim * share),
+            experts=experts,
             **sizes,
         )
         if config.rotary_dim % 2 or not config.rotary_dim:
@@ -77,6 +85,25 @@ class HybridConfig(ModelConfig):
             )
         return config
 
+    @property
+    def feature(self) -> str:
+        return "hybrid" if self.experts is None else "hybrid-moe"
+
+    @property
+    def weights_note(self) -> str:
+        return "" if self.experts is None else f" ({self.experts})"
+
+    def check_options(self, config: EngineConfig) -> None:
+        for value, option in (
+            (config.tensor_parallel_size > 1, "tensor_parallel_size"),
+            (config.swap_space, "swap_space"),
+        ):
+            if value:
+                raise ValueError(
+                    f"{self.architecture} does not support {option}, because the states of its "
+                    f"linear attention are kept on one device only; leave {option} out"
+                )
+
     def select_tensors(self, files: dict[Path, Any]) -> dict[Path, Any]:
         """Return the files without the tensors for images and for speculative decoding (MTP).
 
@@ -89,7 +116,9 @@ class HybridConfig(ModelConfig):
                 f"{directory} has no text model: all of its tensors are for images or MTP "
                 "(model.visual and mtp); fetch the other *.safetensors files"
             )
-        return dict(texts)
+        if self.experts is None:
+            return dict(texts)
+        return {path: UnstackedFile(text) for path, text in texts.items()}
 
     def model_class(self) -> type[Qwen3_5]:
         from nanovllm.features.models.hybrid.model import Qwen3_5

@@ -3,23 +3,9 @@
 from __future__ import annotations
 
 from nanovllm.config import EngineConfig
-from nanovllm.models.model_config import ModelConfig
 from nanovllm.utils.log import logger
 
 SLOTS_PER_ROW = 2
-
-
-def check_options(config: EngineConfig, model_config: ModelConfig) -> None:
-    """Raise ValueError for an option that models with linear attention do not support."""
-    for value, option in (
-        (config.tensor_parallel_size > 1, "tensor_parallel_size"),
-        (config.swap_space, "swap_space"),
-    ):
-        if value:
-            raise ValueError(
-                f"{model_config.architecture} does not support {option}, because the states of its "
-                f"linear attention are kept on one device only; leave {option} out"
-            )
 
 
 def num_states(config: EngineConfig, state_bytes: int, max_bytes: int) -> tuple[int, int, int]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.features.models.hybrid.hybrid_config import FULL, KERNEL_SIZE, LINEAR, HybridConfig
+from nanovllm.features.models.moe.model import make_mlp
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.backend import Backend
 from nanovllm.models.batch import ForwardBatch
@@ -189,6 +190,11 @@ class Qwen3_5(Qwen3):
             attn = attention(config, next(numbers), backend)
             layers.append(HybridLayer(config, attn, self.make_mlp(i), backend))
         return layers
+
+    def make_mlp(self, layer: int) -> MLP:
+        if self.config.experts is None:
+            return super().make_mlp(layer)
+        return make_mlp(self.config, layer, self.backend)
 
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
         for tensor in super().checkpoint_tensors():

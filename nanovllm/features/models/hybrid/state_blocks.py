@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from nanovllm.engine.block_manager import Block, BlockManager, Key
+from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import StateSave, StepPlan
 
@@ -61,9 +61,7 @@ class StateBlockManager(BlockManager):
         # A snapshot whose block is not cached yet, because its last token is in flight.
         self.unknown: dict[Sequence, tuple[int, int]] = {}  # -> (number of tokens, slot)
         self.fork_slots: dict[Sequence, int] = {}  # of parents
-        # The point where the match of a sequence ran out: (number of tokens, serial number).
-        self.wanted: dict[Sequence, tuple[int, int]] = {}
-        self._cached: dict[int, Block] = {}  # by serial number
+        self.wanted: dict[Sequence, int] = {}  # -> number of tokens where its match ran out
         # For the plan that is being made; see `fill_copies`.
         self._sources: dict[Sequence, int] = {}  # the state with which it begins
         self._saves: list[StateSave] = []
@@ -94,7 +92,7 @@ class StateBlockManager(BlockManager):
         with_kv = super().match(seq)
         super().attach_cached(seq, matched)
         if len(with_kv) > len(matched):
-            self.wanted[seq] = len(with_kv) * self.block_size, with_kv[-1].serial
+            self.wanted[seq] = len(with_kv) * self.block_size
         if matched:
             self.state_hits += 1
             last = matched[-1].block_id
@@ -129,11 +127,12 @@ class StateBlockManager(BlockManager):
             slot = self._save(seq, fork_at)
             if slot is not None:
                 self.fork_slots[seq] = slot
-        if not self.enable_prefix_caching or seq.began_after != self.num_resets:
+        if not self.enable_prefix_caching:
             return
-        if seq in self.wanted and start < self.wanted[seq][0] <= end:
-            position, serial = self.wanted.pop(seq)
-            if (block := self._cached.get(serial)) is not None:
+        if seq in self.wanted and start < self.wanted[seq] <= end:
+            position = self.wanted.pop(seq)
+            block = self._cached_block(seq, position)
+            if block is not None:
                 self._snapshot(seq, position, block)
         boundary = end // self.block_size * self.block_size
         if boundary <= start:
@@ -142,9 +141,13 @@ class StateBlockManager(BlockManager):
         before = boundary - self.block_size
         if boundary == seq.num_prompt == end and before > start:
             # The same prompt again computes its last token, and cannot use the last snapshot.
-            block = self._cached.get(self._cached[seq.parent_serial].key[0])
+            block = self._cached_block(seq, before)
             if block is not None:
                 self._snapshot(seq, before, block)
+
+    def _cached_block(self, seq: Sequence, position: int) -> Block | None:
+        """Return the cached block whose last token is the one before `position`, if any."""
+        return self._find(self.block_hash(seq, position // self.block_size - 1))
 
     def _snapshot_at_boundary(self, seq: Sequence, boundary: int) -> None:
         """Make a snapshot after the last full block that the plan computes."""
@@ -153,7 +156,7 @@ class StateBlockManager(BlockManager):
                 self._return_unknown(seq)
                 self.unknown[seq] = boundary, slot
             return
-        block = self._cached[seq.parent_serial]
+        block = self.hash_to_block[seq.block_hashes[seq.num_cached_blocks - 1]]
         rolls = boundary != seq.num_prompt // self.block_size * self.block_size
         if block.block_id not in self.snapshots:
             self._roll(seq)
@@ -180,7 +183,7 @@ class StateBlockManager(BlockManager):
         boundary, slot = self.unknown.get(seq, (0, 0))
         if slot and seq.num_cached_blocks * self.block_size == boundary:
             del self.unknown[seq]
-            block = self._cached[seq.parent_serial]
+            block = self.hash_to_block[seq.block_hashes[seq.num_cached_blocks - 1]]
             self._roll(seq)
             if block.block_id in self.snapshots:
                 self._return_slot(slot)
@@ -227,15 +230,10 @@ class StateBlockManager(BlockManager):
 
     # ---- blocks ----
 
-    def _cache(self, block: Block, key: Key) -> None:
-        super()._cache(block, key)
-        self._cached[block.serial] = block
-
-    def _uncache(self, block: Block) -> None:
-        del self._cached[block.serial]
+    def _evict(self, block: Block) -> None:
         if block.block_id in self.snapshots:
             self._drop(block.block_id)
-        super()._uncache(block)
+        super()._evict(block)
 
     def _forget_blocks(self, seq: Sequence) -> None:
         super()._forget_blocks(seq)

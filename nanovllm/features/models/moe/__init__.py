@@ -1,1 +1,1 @@
-"""Models whose MLPs are mixtures of experts: Qwen3-MoE. hybrid_moe/ has Qwen3.5-MoE."""
+"""Models whose MLPs are mixtures of experts: Qwen3-MoE. Qwen3.5-MoE in hybrid/ uses them."""

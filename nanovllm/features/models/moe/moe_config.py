@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.models.model_config import ANY, SIZE, Fields, ModelConfig, check_field
+from nanovllm.models.model_config import ANY, SIZE, ModelConfig
+from nanovllm.utils.json_files import Fields, check_field
 
 if TYPE_CHECKING:
     from nanovllm.features.models.moe.model import Qwen3Moe
@@ -84,7 +85,6 @@ class Experts:
 class MoeConfig(ModelConfig):
     """A ModelConfig of a model with mixtures of experts."""
 
-    feature: ClassVar[str] = "moe"
     experts: Experts | None = field(default=None, kw_only=True)
 
     @classmethod
@@ -108,6 +108,10 @@ class MoeConfig(ModelConfig):
         from nanovllm.features.models.moe.model import Qwen3Moe
 
         return Qwen3Moe
+
+    @property
+    def feature(self) -> str:
+        return "moe"
 
     @property
     def weights_note(self) -> str:

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from nanovllm.features.requests.embeddings.pooling import PoolingSettings
-from nanovllm.models.model_config import Fields, check_field, check_fields, read_json
+from nanovllm.utils.json_files import Fields, check_field, check_fields, read_json
 
 OLD = "pooling_mode_"
 FIELDS: Fields = {

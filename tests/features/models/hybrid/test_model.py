@@ -18,7 +18,6 @@ from nanovllm.backends.cpu.kernels.delta_layers import HybridLayers
 from nanovllm.cli.trace.trace import Trace
 from nanovllm.config import EngineConfig
 from nanovllm.features.models.hybrid import delta_rule
-from nanovllm.features.models.hybrid.memory import check_options
 from nanovllm.features.models.hybrid.model import LinearAttention
 from nanovllm.loading import memory
 from nanovllm.loading.checkpoint import Checkpoint
@@ -402,7 +401,7 @@ def test_repeated_prefixes_of_names(times: int, tmp_path: Path) -> None:
 def test_refused_options(checkpoint: tuple[Path, torch.nn.Module], option: dict[str, Any]) -> None:
     model_config = Checkpoint(checkpoint[0]).model_config
     with pytest.raises(ValueError, match=f"does not support {next(iter(option))}"):
-        check_options(EngineConfig(**option), model_config)
+        model_config.check_options(EngineConfig(**option))
 
 
 def test_the_size_option_bounds_cache_and_states(checkpoint: tuple[Path, torch.nn.Module]) -> None:

@@ -62,7 +62,7 @@ SHAPES = [
 @pytest.mark.parametrize("backend", ["sdpa", "numba"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_parity(shape: dict[str, Any], backend: str, tmp_path: Path) -> None:
-    """Batches with chunked prompts, decodes and preemption."""
+    """Batches with chunked prefill, decodes and preemption."""
     model = make_moe_checkpoint(tmp_path, **shape)
     options = dict(max_num_batched_tokens=24, max_num_seqs=6, num_kv_cache_blocks=14)
     llm = random_llm(tmp_path, attention_backend=backend, **options)

@@ -7,12 +7,12 @@ from nanovllm.engine.sequence import Sequence
 class Matching(BlockManager):
     def match(self, seq: Sequence) -> list[Block]:
         matched: list[Block] = []
-        parent = 0
+        parent = b""
         for i in range((len(seq.token_ids) - 1) // self.block_size):
-            number = self.prefix_index.get(self._key(seq, i, parent))
-            if number is None:
+            token_ids = seq.token_ids[i * self.block_size : (i + 1) * self.block_size]
+            parent = self.hash_block(parent, token_ids)
+            block = self.hash_to_block.get(parent)
+            if block is None or block.token_ids != token_ids:
                 break
-            block = self.blocks[number]
             matched.append(block)
-            parent = block.serial
         return matched
