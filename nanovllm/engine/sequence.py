@@ -37,18 +37,6 @@ class Sequence:
     max_length: int  # of prompt and output together
     stop_token_ids: frozenset[int]
     sampling: RowSampling
-<<<<<<< HEAD
-    index: int = 0  # number among the samples of its request
-    result_kind: ResultKind = ResultKind.TOKEN
-    targets: list[int] = EMPTY  # tokens whose log-probabilities are requested
-    first_target: int = 1  # position of the first target
-    num_logprobs: int = 0  # how many of the most likely tokens to report with each target
-    # The sequence from which it is forked: the first sample of its request, or a beam.
-    parent: "Sequence | None" = None
-    forks: list["Sequence"] = EMPTY  # not queued yet
-    num_candidates: int = 0  # number of candidates, if `result_kind` is CANDIDATES
-=======
->>>>>>> main
     request: Any = None  # the Request that it belongs to; None after the request has ended
 
     status: Status = Status.UNQUEUED
@@ -88,6 +76,7 @@ class Sequence:
     # Log-probabilities of given tokens.
     targets: list[int] = field(default_factory=list)
     first_target: int = 1  # position of the first target
+    num_logprobs: int = 0  # how many of the most likely tokens to report with each target
 
     @property
     def num_output(self) -> int:
