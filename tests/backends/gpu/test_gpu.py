@@ -1,6 +1,8 @@
 """What needs a CUDA device: `pytest -m gpu`. Skipped without one."""
 
+import gc
 import inspect
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +42,14 @@ pytestmark = [
 DEVICE = "cuda"
 # ||found - wanted|| / ||wanted||, against a float32 reference on the same inputs.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+@pytest.fixture(autouse=True)
+def exact_and_empty() -> Iterator[None]:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def needs_fp8() -> None:
