@@ -50,6 +50,7 @@ def test_ctrl_c_during_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
     assert program.main(["chat"]) == 130
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has another error")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_reader_that_has_ended(unbuffered: str) -> None:
     reader, writer = os.pipe()

@@ -29,6 +29,7 @@ from nanovllm.runner.device_rows import DeviceRows
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.rows import Rows
 from nanovllm.runner.single_rank import SingleRank
+from nanovllm.utils.host import check_fork
 from nanovllm.utils.log import logger
 
 
@@ -45,11 +46,9 @@ def make_runner(
     `files` are its open safetensors files, or empty for random weights. Requests have at most
     `max_model_len` tokens, or fewer if memory limits them.
     """
-    from nanovllm.backends.cpu.openmp import check_openmp
-
     # Before the model is divided among ranks, which explains only sizes that do not fit.
     full_config.check_options(config)
-    check_openmp()
+    check_fork()
     device = pick_device(config.device)
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     remedy = (

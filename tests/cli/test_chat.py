@@ -134,6 +134,7 @@ chat.main([])
 """
 
 
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="Windows has no such terminals")
 def test_a_long_line_on_a_terminal() -> None:
     """Without readline, a terminal cuts a line at 4,096 characters."""
     controller, terminal = os.openpty()

@@ -330,7 +330,7 @@ def test_copies_are_refused(embedded: LLM, make_copy: Callable) -> None:
 FORK = """
 import os, signal, sys, torch
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.backends.cpu import openmp
+from nanovllm.utils import host
 
 def make(backend: str) -> LLM:
     options = dict(dtype="float32", device="cpu", skip_tokenizer_init=True)
@@ -356,7 +356,7 @@ backends = ("auto", "sdpa")
 for backend in backends:
     fork("nothing", backend)
 torch.ones(1 << 20).exp()
-openmp.PATIENCE = 0.2  # seconds, for which each of the following waits once or twice
+host.TRIAL = 1  # second, for which each of the following waits once or twice
 for backend in backends:
     fork("torch", backend)
 for backend in backends:
