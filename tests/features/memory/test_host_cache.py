@@ -364,7 +364,7 @@ def test_a_failed_step_empties_both_tiers(path: Path, monkeypatch: pytest.Monkey
 
     llm.reset_prefix_cache()
     assert not blocks.hash_to_host_block
-    monkeypatch.setattr(host_pool, "save", broken)
+    monkeypatch.setattr(pool, "save", broken)
     with pytest.raises(RuntimeError, match="on purpose"):
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert not blocks.hash_to_host_block
