@@ -1,4 +1,4 @@
-"""Gathers the inputs of a decode step from the row tensors: the reference of kernels/rows.py."""
+"""Gathers the inputs of a decode step from the row tensors, on the device."""
 
 from typing import NamedTuple
 
