@@ -62,6 +62,7 @@ class Chunk:
     # Consecutive tokens to score. The first follows token `logprobs_from` of the chunk.
     logprob_targets: list[int] = field(default_factory=list)
     logprobs_from: int = 0
+    num_logprobs: int = 0  # how many of the most likely tokens to report with each target
     num_candidates: int = 0  # number of candidates, if `result_kind` is CANDIDATES
 
 
@@ -159,6 +160,5 @@ class LogitRules:
     min_tokens: int = 0
     stops: tuple[int, ...] = ()
     logprobs: int | None = None
-    prompt_logprobs: int | None = None
     logits_processors: tuple[Callable[..., Any], ...] = ()
     grammar: Any = None  # nanovllm.features.requests.structured.Grammar

@@ -179,6 +179,7 @@ class Scheduler:
             # The token at each position predicts the next one, so the targets go up to `end`.
             first = max(start + 1, seq.first_target)
             chunk.logprobs_from = first - 1 - start
+            chunk.num_logprobs = seq.num_logprobs
             begin, stop = first - seq.first_target, end + 1 - seq.first_target
             chunk.logprob_targets = seq.targets[begin:stop]
         step.plan.chunks.append(chunk)

@@ -76,6 +76,7 @@ class Sequence:
     # Log-probabilities of given tokens.
     targets: list[int] = field(default_factory=list)
     first_target: int = 1  # position of the first target
+    num_logprobs: int = 0  # how many of the most likely tokens to report with each target
 
     @property
     def num_output(self) -> int:

@@ -143,16 +143,19 @@ class RulesState:
                 failed.needs_output = True
                 self.rows[row] = failed
 
-    def batch(self, rows: list[int], positions: np.ndarray) -> RulesBatch | None:
+    def batch(self, rows: list[int] | np.ndarray, positions: np.ndarray) -> RulesBatch | None:
         """Return the rules of `rows` as tensors, or None if no row has rules.
 
         `positions` [N] are the positions of all rows.
         """
-        if not self.rows or self.rows.keys().isdisjoint(rows):
+        if not self.rows:
             return None
-        if self.last_batch is None or self.last_batch[0] != rows:
-            with_rules = [(i, self.rows[row]) for i, row in enumerate(rows) if row in self.rows]
-            self.last_batch = rows, RulesBatch(with_rules, self)
+        numbers: list[int] = np.asarray(rows).tolist()
+        if self.rows.keys().isdisjoint(numbers):
+            return None
+        if self.last_batch is None or self.last_batch[0] != numbers:
+            with_rules = [(i, self.rows[row]) for i, row in enumerate(numbers) if row in self.rows]
+            self.last_batch = numbers, RulesBatch(with_rules, self)
         batch = self.last_batch[1]
         batch.length = int(positions[batch.rows].max()) + 1
         return batch
