@@ -114,7 +114,7 @@ def show_chunks() -> None:
         rows.append((budget, tokens, f"{longest:.1f}", f"{total:.0f}"))
     show_table(("budget", "tokens of each step", "longest step, ms", "first token, ms"), rows)
     say("""The small budget keeps the longest step short for the requests that decode. The long
-        prompt then gets its first token later, because each step also reads all weights.""")
+        prompt then gets its first token later, because each step has a fixed cost.""")
 
 
 def show_preemption() -> None:

@@ -15,10 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 @dataclass(slots=True)
 class StepPlan:
-    """The work of one step.
-
-    Each decode row yields a token. A chunk yields the result that its `result_kind` names.
-    """
+    """The work of one step. A decode row yields a token, and a chunk yields its `result_kind`."""
 
     new_rows: list[NewRow] = field(default_factory=list)
     # (row, index in the block table, block) for rows that are not new.
@@ -36,8 +33,8 @@ class StepPlan:
     saves: list[BlockCopy] = field(default_factory=list)  # from the device to host memory
     block_copies: list[BlockCopy] = field(default_factory=list)  # copy-on-write
     loads: list[BlockCopy] = field(default_factory=list)  # from host memory to the device
-    # For models with linear attention; see features/models/hybrid/states.py. (source, target) of
-    # copies before anything is computed, and copies of states that this step computes.
+    # Models with linear attention have copies of states: state_copies (source, target) are made
+    # before anything is computed, state_saves by the step. See features/models/hybrid/states.py.
     state_copies: list[tuple[int, int]] = field(default_factory=list)
     state_saves: list[StateSave] = field(default_factory=list)
 
@@ -71,6 +68,7 @@ class Chunk:
     # Consecutive tokens to score. The first follows token `logprobs_from` of the chunk.
     logprob_targets: list[int] = field(default_factory=list)
     logprobs_from: int = 0
+    num_logprobs: int = 0  # how many of the most likely tokens to report with each target
     num_candidates: int = 0  # number of candidates, if `result_kind` is CANDIDATES
 
 
@@ -83,7 +81,7 @@ class ResultKind(Enum):
     NOTHING = 3  # only the log-probabilities of its targets
 
 
-# In place of a token in `StepOutput.token_ids`:
+# These stand in place of a token in `StepOutput.token_ids`.
 NO_TOKEN = -1  # no token could be sampled
 COMPLETE = -2  # the row's grammar is complete
 
@@ -178,6 +176,5 @@ class LogitRules:
     min_tokens: int = 0
     stops: tuple[int, ...] = ()
     logprobs: int | None = None
-    prompt_logprobs: int | None = None
     logits_processors: tuple[Callable[..., Any], ...] = ()
     grammar: Any = None  # nanovllm.features.requests.structured.Grammar

@@ -193,8 +193,11 @@ def test_anchors_exist() -> None:
 def test_the_workflow_runs_the_versions_of_the_readme() -> None:
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     matrix = next(line for line in workflow.splitlines() if "python: [" in line)
-    versions = re.findall(r'"(3\.\d+)"', matrix)
-    assert f"Python {' or '.join(versions)}." in README.read_text()
+    first, *_, last = re.findall(r'"(3\.\d+)"', matrix)
+    assert f"Python {first} to {last}" in README.read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    versions = [line.rpartition(" ")[2] for line in project["classifiers"]]
+    assert [v for v in versions if "." in v] == re.findall(r'"(3\.\d+)"', matrix)
 
 
 def test_one_answer_for_the_versions_of_python() -> None:

@@ -19,6 +19,7 @@ SEVERAL = {
     "test_idioms.py": "scripts in the idioms of vLLM and nano-vllm",
     "test_imports.py": "the order of imports",
     "test_layout.py": "the folder tests/",
+    "test_other_systems.py": "systems that are not Linux",
     "test_real_model.py": "the whole engine with a trained model",
     "backends/cpu/kernels/test_kernels.py": "all kernels of the CPU",
     "backends/gpu/test_delta_rule.py": "the kernels of features/models/hybrid/delta_rule.py",

@@ -1,6 +1,5 @@
 """Starts Python processes that import the same packages as this process."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,5 +12,4 @@ def python(code: str) -> list[str]:
     """
     # The last entry is for a package that was found without the path.
     paths = [str(p) for p in sys.path if isinstance(p, str)] + [str(Path(__file__).parents[2])]
-    options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    return [sys.executable, *options, "-c", f"import sys; sys.path[:] = {paths!r}\n{code}"]
+    return [sys.executable, "-c", f"import sys; sys.path[:] = {paths!r}\n{code}"]

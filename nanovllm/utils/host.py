@@ -1,10 +1,13 @@
-"""The memory and the cores that this process may use, also in a container."""
+"""The memory, the cores and the instructions that this process may use, also in a container."""
 
 import os
+import signal
+import sys
 from pathlib import Path
 
 # Where Linux shows the limits of a container. No such files exist on other systems.
 CONTROL_GROUP = Path("/sys/fs/cgroup")
+TRIAL = 5  # seconds, in which a parallel region of OpenMP ends unless it waits forever
 
 
 def available_host_memory() -> int:
@@ -39,3 +42,39 @@ def quota(cores: int) -> int:
         return cores if limit == "max" else max(1, min(cores, -(-int(limit) // int(period))))
     except (OSError, ValueError):
         return cores
+
+
+def cpu_has_fast_bf16() -> bool:
+    """Return whether the CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, Arm's BF16)."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return any(f" {flag}" in flags for flag in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def check_fork() -> None:
+    """Raise RuntimeError if this process was forked after OpenMP was used, where torch would hang.
+
+    GNU OpenMP, which torch and Numba use on Linux, waits forever for its threads in a forked
+    process, where they do not exist. Another fork tries a parallel region for at most TRIAL
+    seconds.
+    """
+    if sys.platform != "linux":
+        return
+    flags = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[6])
+    is_forked = flags & 0x40  # the process was forked and has not executed a program
+    if not is_forked or len(os.listdir("/proc/self/task")) > 1:
+        return
+    import torch
+
+    if (trial := os.fork()) == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(TRIAL)
+        torch.ones(1 << 20).exp()
+        os._exit(0)
+    if os.waitpid(trial, 0)[1] != 0:
+        raise RuntimeError(
+            "this process was forked from one that has used OpenMP (torch or another LLM), whose "
+            "threads do not exist here; start it with multiprocessing.get_context('spawn')"
+        )

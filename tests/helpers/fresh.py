@@ -18,8 +18,11 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 ROOT = Path(__file__).parents[2]
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch"])
+# Windows has no forks: there, a new process imports torch by itself.
+CAN_FORK = "forkserver" in multiprocessing.get_all_start_methods()
+CONTEXT: Any = multiprocessing.get_context("forkserver" if CAN_FORK else "spawn")
+if CAN_FORK:
+    CONTEXT.set_forkserver_preload(["torch"])
 
 
 class Done(NamedTuple):
@@ -38,8 +41,9 @@ class Process:
         variables = dict(os.environ) | variables
         arguments = (code, str(cwd or Path.cwd()), threads, variables, self.directory.name)
         self.process = CONTEXT.Process(target=execute, args=arguments)
-        with patch.dict(os.environ, OMP_NUM_THREADS="2"):
-            forkserver.ensure_running()
+        if CAN_FORK:
+            with patch.dict(os.environ, OMP_NUM_THREADS="2"):
+                forkserver.ensure_running()
         self.process.start()
 
     def send_signal(self, number: int) -> None:

@@ -55,7 +55,10 @@ class Process:
         self, command: list[str], job: Result, variables: Mapping[str, str] | None = None
     ) -> None:
         """`variables` are added to the environment."""
-        self.directory = tempfile.TemporaryDirectory(prefix="nanovllm-bench-")
+        # On Windows, a child process that still runs keeps the file `printed`.
+        self.directory = tempfile.TemporaryDirectory(
+            prefix="nanovllm-bench-", ignore_cleanup_errors=True
+        )
         self.printed = Path(self.directory.name) / "printed"  # for an error
         with self.printed.open("w") as printed:
             self.process = subprocess.Popen(

@@ -23,11 +23,10 @@ sampler.py           Filters, draws and log-probabilities of tokens.
 fused_decode.py      All layers of a decode step in one call. Needs the units and linear.py.
 delta_layers.py      The same for hybrid models, with delta_rule.py and delta_tokens.py.
 compile.py           Compiles all kernels above once.
-heap.py              Keeps the memory of activations between layers. No Numba.
 attention.py         NumbaAttention: who computes which tokens of a step. Needs compile.py.
 backend.py           Joins all of it into a Backend.
 
-threads.py and openmp.py stand alone. They limit the threads of a step to free cores, and refuse to
-start where OpenMP would hang. The first six files suffice to read any other kernel. Only a Unit,
-int8.py and linear.py depend on the processor. All others run where Numba does.
+threads.py stands alone. It limits the threads of a step to free cores. The first six files suffice
+to read any other kernel. Only a Unit, int8.py, int4.py and linear.py depend on the processor. All
+others run where Numba does.
 """

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends.cpu.compile import compile_all
-from nanovllm.backends.cpu.heap import keep_freed_memory
 from nanovllm.backends.cpu.kernels import pointwise
 from nanovllm.backends.cpu.kernels.parallel import address_for, run
 from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE
@@ -71,7 +70,7 @@ class Prefix:
 
 @dataclass(slots=True)
 class AttentionPlan:
-    """What `prepare` computes once for all layers."""
+    """The arrays that `prepare` computes once for all layers."""
 
     slot_mapping: np.ndarray  # [T] int64
     work: AttentionWork | None  # the kernel's part
@@ -102,7 +101,6 @@ class NumbaAttention(PlainAttention):
         if fp8_scales and len(units(dtype)) > 1:
             logger.info("an fp8 KV cache is read without AMX and AVX512-BF16, layer by layer")
         compile_all(dtype, self.unit, self.cache.dtype)
-        keep_freed_memory()
         self.attend_groups = address_for(self.unit.attend_groups, dtype, self.cache.dtype)
 
     @staticmethod

@@ -9,6 +9,7 @@ import torch
 
 from nanovllm.backends.cpu import jit, linear
 from nanovllm.backends.cpu.attention import NumbaAttention
+from nanovllm.backends.cpu.compile import compile_now
 from nanovllm.backends.cpu.kernels import (
     delta_layers,
     delta_rule,
@@ -26,12 +27,19 @@ from nanovllm.models.layers import Linear
 
 
 def make_backend(device: torch.device, dtype: torch.dtype) -> Backend:
-    """Return the backend. Raises ValueError for a device or dtype that it does not support."""
+    """Return the backend, and compile its kernels unless that is done.
+
+    Raises ValueError for a device or dtype that it does not support, and if Numba cannot compile.
+    """
     if device.type != "cpu" or dtype is torch.float16:
         raise ValueError(
             "attention_backend='numba' is for a CPU, in float32 or bfloat16, and this is "
             f"{device.type!r} with {str(dtype)[6:]}; use attention_backend='sdpa'"
         )
+    try:
+        compile_now(dtype)
+    except Exception as error:  # of Numba or LLVM, whose errors have no common class
+        raise ValueError(f"Numba cannot compile its kernels ({error!r:.300})") from error
     return CpuBackend(device, dtype)
 
 

@@ -6,6 +6,7 @@ Later processes load the code in less than a second.
 """
 
 import sys
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from numba import typeof
 
 from nanovllm.backends.cpu import jit
 from nanovllm.backends.cpu.jit import Kernel
-from nanovllm.backends.cpu.kernel_files import DIRECTORY, locked, marker
+from nanovllm.backends.cpu.kernel_files import DIRECTORY, compilation_lock, marker
 from nanovllm.backends.cpu.kernels import fused_decode, int4, int8, parallel, pointwise, sampler
 from nanovllm.backends.cpu.kernels.parallel import Types
 from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE
@@ -78,24 +79,35 @@ def compile_all(dtype: torch.dtype, unit: Unit, cache_dtype: torch.dtype) -> Non
 
 
 def compile_now(dtype: torch.dtype) -> None:
-    """Compile, or wait for the process that does. It returns at once if all is compiled."""
+    """Compile all kernels, or wait for the process that does. Return at once if all are compiled.
+
+    Which unit a model uses depends on its sizes and the size of blocks, so all units are compiled.
+    """
     path = marker(dtype)
-    if path is None or path.exists():
+    if path is not None and path.exists():
         return
-    with locked(path.with_suffix(".lock")):
-        compile_marked(dtype)
-
-
-def compile_marked(dtype: torch.dtype) -> None:
-    """Compile what is not compiled, and leave the marker. The caller's process holds the lock."""
-    path = marker(dtype)
-    if path is not None and not path.exists():
-        # All of them: which one a model uses depends on its sizes and the size of blocks.
+    with nullcontext() if path is None else compilation_lock(path):
+        if path is not None and path.exists():
+            return
+        jit.check_processor()
         for unit in units(dtype):
             compile_all(dtype, unit, dtype)
-        path.touch()
-        path.with_suffix(".log").unlink(missing_ok=True)
+        if path is not None:
+            path.touch()
+            path.with_suffix(".error").unlink(missing_ok=True)
+
+
+def main(name: str) -> None:
+    """Compile the kernels for the dtype of this name. An error is kept for the next start."""
+    try:
+        compile_now(getattr(torch, name))
+    except Exception as error:
+        path = marker(getattr(torch, name))
+        if path is not None:
+            # The first line, because LLVM and Numba add pages about the function.
+            path.with_suffix(".error").write_text(f"{error!r:.200}")
+        raise
 
 
 if __name__ == "__main__":
-    compile_now(getattr(torch, sys.argv[1]))
+    main(sys.argv[1])

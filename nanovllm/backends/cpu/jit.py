@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numba
+from filelock import FileLock
 from llvmlite.binding import get_host_cpu_features
 from numba import get_num_threads, njit
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
@@ -26,10 +27,29 @@ LOCK = threading.RLock()
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 
 
+@functools.cache
+def host_features() -> dict[str, bool]:
+    """Return the features of this processor, or none where LLVM cannot tell them."""
+    try:
+        return dict(get_host_cpu_features())
+    except RuntimeError:
+        return {}
+
+
 def has_feature(name: str) -> bool:
     """Return whether Numba compiles for the processor of this process, and it has a feature."""
     is_other = config.CPU_NAME or config.CPU_FEATURES
-    return not is_other and bool(get_host_cpu_features().get(name))
+    return not is_other and host_features().get(name, False)
+
+
+def check_processor() -> None:
+    """Raise RuntimeError if LLVM would end this process instead of compiling the kernels.
+
+    On x86 without F16C it converts float16 by a function that Numba does not have.
+    """
+    features = host_features()
+    if features.get("sse2") and not features.get("f16c"):
+        raise RuntimeError("this processor has no F16C")
 
 
 @functools.cache
@@ -57,7 +77,11 @@ def guard() -> Iterator[None]:
 
 
 class KernelCache(FunctionCache):
-    """Numba's cache in the directory of kernel_files.py, whose name says what its code is for."""
+    """Numba's cache in the directory of kernel_files.py, whose name says what its code is for.
+
+    Private to Numba. Its public options have neither a directory for some functions only nor a
+    lock, and would compile a kernel again after a checkout that only changes times of files.
+    """
 
     class _impl_class(CompileResultCacheImpl):
         def __init__(self, function: Callable) -> None:
@@ -68,7 +92,7 @@ class KernelCache(FunctionCache):
     def save_overload(self, sig: Any, data: Any) -> None:
         # Numba gives the next free number to a file of code. Two processes that compile a function
         # for two dtypes at once would take the same, and load each other's code.
-        with kernel_files.locked(Path(self.cache_path) / "save.lock"):
+        with FileLock(Path(self.cache_path) / "save.lock"):
             super().save_overload(sig, data)
 
 

@@ -2,12 +2,12 @@
 
 import os
 import platform
+import re
 import shutil
-import subprocess
-import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import fresh
 import pytest
@@ -16,9 +16,11 @@ import torch
 numba = pytest.importorskip("numba")
 
 import nanovllm  # noqa: E402
-from nanovllm.backends.cpu import attention, compile, kernel_files  # noqa: E402
+from nanovllm.backends.cpu import attention, compile, jit, kernel_files  # noqa: E402
 from nanovllm.backends.cpu.kernels.units.amx import AMX  # noqa: E402
 from nanovllm.loading.checkpoint import Checkpoint  # noqa: E402
+from nanovllm.loading.select_backend import pick_backend  # noqa: E402
+from nanovllm.models.backend import Backend  # noqa: E402
 
 ANSWER = """
 from nanovllm import LLM
@@ -61,14 +63,13 @@ def test_first_start_answers_while_kernels_are_compiled(
     for path in source.glob("*.nb[ic]"):
         if not path.name.startswith(missing):
             shutil.copy2(path, directory)
-    lock = directory / kernel_files.marker(torch.float32).with_suffix(".lock").name
-    for others in (kernel_files.locked(lock), nullcontext()):
+    marker = directory / kernel_files.marker(torch.float32).name
+    for others in (kernel_files.compilation_lock(marker), nullcontext()):
         with others:
             lines, log = start(tmp_path, cwd=cwd)
         assert lines == ["34 + 58 = 92", "PlainAttention"]
         assert log.count("compiled in the background") == 1
         assert "could not compile" not in log
-        assert len(list(directory.glob("*.log"))) <= isinstance(others, nullcontext)
     deadline = time.monotonic() + 300
     while not list(tmp_path.rglob("*.compiled")):
         assert time.monotonic() < deadline
@@ -80,60 +81,84 @@ def test_first_start_answers_while_kernels_are_compiled(
 
 
 def test_nothing_imports_numba_before_the_kernels_are_compiled(tmp_path: Path) -> None:
-    """One of two processes that start at once compiles."""
     code = (
-        "import os, sys, types; from nanovllm.backends.cpu import kernel_files\n"
+        "import sys, types; from nanovllm.backends.cpu import kernel_files\n"
         "calls = []\n"
-        "def popen(command, pass_fds, **options):\n"
-        "    os.dup(pass_fds[0])  # as a child process inherits it\n"
-        "    calls.append(command[-1].splitlines()[-1])\n"
+        "def popen(command, **options): calls.append(command[-1].splitlines()[-1])\n"
         "kernel_files.subprocess = types.SimpleNamespace(Popen=popen, DEVNULL=-3)\n"
     )
-    code += ANSWER + "LLM(dtype='float32')\nprint('numba' in sys.modules, *calls)\n"
+    code += ANSWER + "print('numba' in sys.modules, *calls)\n"
     lines, log = start(tmp_path / "cache", code)
     assert lines[:2] == ["34 + 58 = 92", "PlainAttention"]
-    assert lines[2].startswith("False import torch; from nanovllm.backends.cpu import compile;")
-    assert lines[2].count("compile_marked(torch.float32)") == 1
-    assert log.count("compiled in the background") == 2
+    command = "from nanovllm.backends.cpu import compile; compile.main('float32')"
+    assert lines[2] == f"False {command}"
+    assert log.count("compiled in the background") == 1
 
 
-def test_a_compilation_that_failed_is_reported_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With its last line, unless it was killed. While it runs, none is reported or started."""
-    started: list[subprocess.Popen] = []
-    popen, commands = subprocess.Popen, iter(("raise OSError('disk full')", *["input()"] * 2))
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing is compiled, and compiling ends in an error."""
 
-    def start_child(command: list[str], **options: object) -> None:
-        options |= {"stdin": subprocess.PIPE}  # for which input() waits
-        started.append(popen([sys.executable, "-c", next(commands)], **options))
-
-    def reports() -> list[str]:
-        caplog.clear()
-        assert not kernel_files.is_ready(torch.float32)
-        assert "compiled in the background" in caplog.records[-1].getMessage()
-        return [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    def fail(*arguments: object) -> None:
+        raise OSError("disk full")
 
     monkeypatch.setattr(kernel_files, "DIRECTORY", tmp_path)
-    monkeypatch.setattr(kernel_files.subprocess, "Popen", start_child)
-    caplog.set_level("INFO", logger="nanovllm")
-    assert reports() == []
-    assert started[0].wait() == 1
-    [report] = reports()
-    assert "(OSError: disk full)" in report
-    assert "-m nanovllm.backends.cpu.compile float32" in report
-    assert reports() == []
-    assert len(started) == 2
-    started[1].kill()
-    started[1].wait()
-    [report] = reports()
-    assert "(without a message)" in report
-    started[2].kill()
-    started[2].wait()
+    monkeypatch.setattr(compile, "compile_all", fail)
+
+
+@pytest.mark.usefixtures("failing")
+def test_a_compilation_that_failed_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning, plain torch, and no new attempt until the command of the warning succeeds."""
+    started: list[str] = []
+    monkeypatch.setattr(kernel_files, "start_compiling", started.append)
+    assert not kernel_files.is_ready(torch.float32)
+    assert started == ["float32"]
+    assert not caplog.records
+    with pytest.raises(OSError, match="disk full"):
+        compile.main("float32")
+    assert not kernel_files.is_ready(torch.float32)
+    [record] = caplog.records
+    assert "OSError('disk full')" in record.getMessage()
+    assert "-m nanovllm.backends.cpu.compile float32" in record.getMessage()
+    assert started == ["float32"]
     monkeypatch.setattr(compile, "compile_all", lambda *arguments: None)
-    compile.compile_now(torch.float32)
+    compile.main("float32")
     assert kernel_files.is_ready(torch.float32)
-    assert not list(tmp_path.glob("*.log"))
+    assert not list(tmp_path.glob("*.error"))
+
+
+@pytest.mark.usefixtures("failing")
+def test_plain_torch_where_kernels_cannot_be_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    """Of a model that is large enough to wait for the kernels."""
+    cpu = torch.device("cpu")
+    backend = pick_backend("auto", cpu, torch.float32, num_weights=10**9)
+    assert type(backend) is Backend
+    [record] = caplog.records
+    assert "plain torch" in record.getMessage()
+    assert "disk full" in record.getMessage()
+    with pytest.raises(ValueError, match="Numba cannot compile its kernels.*disk full"):
+        pick_backend("numba", cpu, torch.float32, num_weights=10**9)
+
+
+def test_features_of_a_processor(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """LLVM cannot tell them on some systems, and would end the process on old processors."""
+    for features, has_avx2, error in (
+        ({"sse2": True, "avx2": True, "f16c": True}, True, None),
+        ({"sse2": True, "avx2": False, "f16c": False}, False, "no F16C"),
+        ({"neon": True, "fullfp16": True}, False, None),
+        (RuntimeError("failed to get host cpu features"), False, None),
+    ):
+        jit.host_features.cache_clear()
+        request.addfinalizer(jit.host_features.cache_clear)
+        answer = {"side_effect" if isinstance(features, Exception) else "return_value": features}
+        monkeypatch.setattr(jit, "get_host_cpu_features", Mock(**answer))
+        assert jit.has_feature("avx2") == has_avx2
+        with pytest.raises(RuntimeError, match=error) if error else nullcontext():
+            jit.check_processor()
 
 
 def test_each_processor_and_dtype_has_its_marker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +205,7 @@ def test_kernels_compile_for_other_processors(tmp_path: Path) -> None:
     code = """
 import numpy as np
 from numba import int64, typeof
-from nanovllm.backends.cpu import int8
+from nanovllm.backends.cpu.kernels import int8
 from nanovllm.backends.cpu.kernels.units import amx, avx512
 int8.amx_tile.compile((int64,) * 6)
 for unit in (amx, avx512):
@@ -200,23 +225,76 @@ for kernel in (amx.linear_blocks, amx.attend_groups, avx512.linear_blocks, int8.
     assert lines == ["tdpbf16ps", "tdpbf16ps", "vdpbf16ps", "tdpbsud"]
 
 
+CROSS_COMPILE = """
+import re
+import llvmlite.binding as llvm
+import torch
+from nanovllm.backends.cpu import compile
+from nanovllm.backends.cpu.kernels.units.any import ANY, attend_groups
+from nanovllm.models.fp8 import FP8
+
+llvm.initialize_all_targets()
+llvm.initialize_all_asmprinters()
+calls = [*compile.calls(torch.bfloat16, ANY, torch.bfloat16)]
+known = {kernel for kernel, _ in calls}
+calls += [(k, t) for k, t in compile.calls(torch.float32, ANY, torch.float32) if k not in known]
+calls += [(k, t) for k, t in compile.calls(torch.float32, ANY, FP8) if k is attend_groups]
+names = [k.__name__ for k, _ in calls]
+calls = [call for i, call in enumerate(calls) if names[i] != "in_parts" or "in_parts" not in names[:i]]
+for kernel, types in calls:
+    kernel.compile(types)
+    code = kernel.inspect_llvm(types)
+    for triple, cpu in (("aarch64-unknown-linux-gnu", "generic"), ("arm64-apple-macosx", "apple-m1")):
+        machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=3)
+        text = re.sub('target triple = ".*"', f'target triple = "{triple}"', code)
+        text = re.sub('target datalayout = ".*"', f'target datalayout = "{machine.target_data}"', text)
+        module = llvm.parse_assembly(text)
+        options = llvm.create_pipeline_tuning_options(speed_level=3)
+        builder = llvm.create_pass_builder(machine, options)
+        builder.getModulePassManager().run(module, builder)
+        called = set(re.findall(r"\\bbl\\t_?([a-z]\\w*)", machine.emit_assembly(module)))
+        print(kernel.__name__, cpu, *sorted(called))
+"""
+# Functions of Numba, of its threads and of the C library, which exist wherever Numba runs.
+RUNTIME = (
+    r"(numba_|NRT_|[gs]et_(num_threads|parallel_chunksize|sched_size)$|do_schedul|allocate_sched|"
+)
+RUNTIME += r"deallocate_sched|(memset|memcpy|bzero|printf|logf?|expf?|powf?|floorf?|rintf?)$)"
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_arm(tmp_path: Path) -> None:
+    """For Linux and for Apple's cores, from code that has no instruction of this processor.
+
+    A call of a function that Numba does not have there would end the process.
+    """
+    # Numba's own compilation for x86 needs F16C, which the code for Arm does not see.
+    features = "+f16c" * (platform.machine() == "x86_64")
+    processor = dict(NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES=features, NUMBA_OPT="0")
+    lines, _ = start(tmp_path, CROSS_COMPILE, PYTHONWARNINGS="ignore", **processor)
+    found: dict[tuple[str, str], set[str]] = {}
+    for line in lines:
+        kernel, cpu, *called = line.split()
+        found[kernel, cpu] = {name for name in called if not re.match(RUNTIME, name)}
+    assert {kernel for kernel, _ in found} >= {"attend_groups", "linear_blocks", "decode_layers"}
+    assert len(found) == 2 * len({kernel for kernel, _ in found})
+    assert set().union(*found.values()) == set()
+
+
 def test_directory_of_compiled_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that no process has used for a week are removed, and nothing else."""
+    """It is somewhere else if it cannot be made where it should be. Nothing is removed."""
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    old = tmp_path / "kernels-of-somebody-else" / "code.nbc"
+    old.parent.mkdir()
+    old.touch()
+    for path in (old, old.parent):
+        os.utime(path, (0, 0))
     path = kernel_files.make_directory()
     assert path is not None
     assert path.parent == tmp_path
-    names = {"kernels-1": 8, "kernels-2": 6, "others": 8, path.name: 8}
-    for name, days in names.items():
-        directory = path.with_name(name)
-        directory.mkdir(exist_ok=True)
-        (directory / "code.nbc").touch()
-        os.utime(directory, (0, time.time() - days * 24 * 3600))
     assert kernel_files.make_directory() == path
-    assert {p.name for p in path.parent.iterdir()} == names.keys() - {"kernels-1"}
-    assert path.stat().st_mtime > time.time() - 3600
-    # If it cannot be made there, or a file is in the way, it is somewhere else.
-    shutil.rmtree(path)
+    assert old.exists()
+    path.rmdir()
     path.touch()
     for place in (tmp_path, path / "below a file"):
         monkeypatch.setenv("NUMBA_CACHE_DIR", str(place))
@@ -233,10 +311,11 @@ def test_code_follows_the_sources_of_other_kernels(tmp_path: Path) -> None:
     package, found = tmp_path / "nanovllm", []
     ignored = shutil.ignore_patterns("__pycache__", "demo", "lessons", "benchmarks")
     shutil.copytree(Path(nanovllm.__file__).parent, package, ignore=ignored)
-    source = package / "backends" / "cpu" / "primitives.py"
+    source = package / "backends" / "cpu" / "kernels" / "primitives.py"
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "import numpy as np; from nanovllm.backends.cpu import kernel_files, sampler\n"
+        "import numpy as np; from nanovllm.backends.cpu import kernel_files\n"
+        "from nanovllm.backends.cpu.kernels import sampler\n"
         "print(sampler._weight(np.float32(0)), len(sampler._weight.stats.cache_hits))\n"
         "print(kernel_files.DIRECTORY)"
     )
