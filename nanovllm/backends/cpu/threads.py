@@ -89,7 +89,7 @@ class ThreadLimit:
 
     def resume(self) -> None:
         """Choose the number of threads after a pause, when old measurements do not apply."""
-        # A container with only some of the machine's cores cannot tell what runs on them.
+        # A container with only some of the machine's cores cannot see which processes use them.
         others = ready_threads() - 1 if len(self.cores) == os.cpu_count() else None
         if others is not None and self.max_threads + others <= len(self.cores):
             self.limit = self.max_threads
