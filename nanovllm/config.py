@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any, TypeAlias, get_args
 
-from nanovllm.utils.checks import Positive, Seed, check_names, check_scalars
+from nanovllm.utils.checks import Positive, Seed, check_scalars, unknown_name
 
 EMBEDDED = "qwen3-nano"  # the model that ships with the package
 Dtype: TypeAlias = Annotated[str, "auto", "float32", "bfloat16", "float16"]
@@ -142,11 +142,12 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
     The names of RENAMED and WITHOUT_EFFECT are accepted too. Raises TypeError for an unknown
     option, and TypeError or ValueError for a wrong value.
     """
-    names = [name for name in options if name not in RENAMED and name not in WITHOUT_EFFECT]
-    check_names("option", names, EngineConfig.__dataclass_fields__)
+    fields = EngineConfig.__dataclass_fields__
     values: dict[str, Any] = {}
     for name, value in options.items():
         option = RENAMED.get(name, name)
+        if option not in fields and name not in WITHOUT_EFFECT:
+            raise TypeError(unknown_name("option", name, fields))
         if value is None and name != "model":
             continue
         if (accepted := WITHOUT_EFFECT.get(name)) is not None:

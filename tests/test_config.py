@@ -28,7 +28,7 @@ OPTIONS = [
     (
         {"kv_cache_memory_bytes": 100, "num_kv_cache_blocks": None},
         ValueError,
-        "no room for one block",
+        "too little memory for the KV cache",
     ),
     (
         {"kv_cache_memory_bytes": 10**16, "num_kv_cache_blocks": None},

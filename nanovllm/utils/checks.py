@@ -85,14 +85,6 @@ def check_scalar(name: str, value: Any, kind: type, limits: tuple[Any, ...] = ()
     return value
 
 
-def check_names(kind: str, names: Iterable[str], known: Iterable[str]) -> None:
-    """Raise TypeError for a name that is not known. `kind` says what the names are."""
-    known = list(known)
-    for name in names:
-        if name not in known:
-            raise TypeError(unknown_name(kind, name, known))
-
-
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     """Return an error message for an unknown name. It suggests the most similar known name."""
     known = list(known)

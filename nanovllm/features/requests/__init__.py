@@ -1,1 +1,1 @@
-"""Kinds of requests besides sampling: beams, embeddings, log-likelihoods, grammars, logit rules."""
+"""Kinds of requests, and what requests can ask of the sampler: grammars and logit rules."""

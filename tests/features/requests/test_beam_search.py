@@ -138,7 +138,7 @@ def test_the_prompt_is_computed_once_and_each_beam_one_token_a_step(llm):
     assert len(set(names)) == len(names) > 4
 
 
-def test_beams_beside_samples(checkpoint, llm):
+def test_beams_together_with_samples(checkpoint, llm):
     """Requests of both kinds in the same steps have the results that they have alone."""
     params = SamplingParams(temperature=0.7, seed=5, max_tokens=20, n=2, logprobs=2)
     beams, samples = prompts(3, seed=3), prompts(4, seed=4)
@@ -242,7 +242,7 @@ def test_beams_follow_a_grammar(embedded: LLM):
 @pytest.mark.extra
 @pytest.mark.parametrize("width", [2, 3, 8])
 def test_fewer_beams_than_before(embedded: LLM, width):
-    """A grammar leaves fewer continuations than there were beams, beside another request."""
+    """A grammar leaves fewer continuations than there were beams, while another request runs."""
     pytest.importorskip("llguidance")
     grammar = StructuredOutputsParams(choice=["yes", "no"])
     params = BeamSearchParams(width, 20, structured_outputs=grammar)

@@ -118,7 +118,7 @@ def test_equal_in_any_steps(
 
 
 def test_preempted_requests_are_equal(checkpoint: tuple[Path, torch.nn.Module]) -> None:
-    """Long outputs take the blocks of prompts that are computed in chunks beside them."""
+    """Long outputs take the blocks of prompts that are computed in chunks at the same time."""
     path, model = checkpoint
     llm = random_llm(path, num_kv_cache_blocks=9, max_num_batched_tokens=10)
     engine, outputs = llm.engine, []

@@ -93,15 +93,15 @@ def test_steps_shared_with_generation(checkpoint: tuple[Path, torch.nn.Module], 
     asked = engine.add_request(STEM, params)
     found = score(llm, PAIRS)
     same(found, model, PAIRS)
-    beside = None
+    other = None
     while engine.has_unfinished_requests():
-        (beside,) = engine.step() or [None]
-    assert beside.request_id == asked
-    assert beside.outputs[0].token_ids == alone.outputs[0].token_ids
-    for token, one, other in zip(STEM, alone.prompt_logprobs, beside.prompt_logprobs, strict=True):
+        (other,) = engine.step() or [None]
+    assert other.request_id == asked
+    assert other.outputs[0].token_ids == alone.outputs[0].token_ids
+    for token, one, two in zip(STEM, alone.prompt_logprobs, other.prompt_logprobs, strict=True):
         if one is not None:
-            assert list(one) == list(other)
-            assert one[token].logprob == pytest.approx(other[token].logprob, abs=1e-4)
+            assert list(one) == list(two)
+            assert one[token].logprob == pytest.approx(two[token].logprob, abs=1e-4)
     (output,) = llm.loglikelihood(STEM[:1], STEM[1:], use_tqdm=False)
     want = [entry[t].logprob for t, entry in zip(STEM[1:], alone.prompt_logprobs[1:], strict=True)]
     assert output.token_logprobs == pytest.approx(want, abs=1e-4)
