@@ -3,15 +3,16 @@
     python .ci/compile_kernels.py               all targets, in two processes
     python .ci/compile_kernels.py --table       also print registers, spills and shared memory
 
-Triton can compile without a GPU. The script calls the functions of nanovllm.backends.gpu.kernels with tensors of
-the real dtypes and intercepts each launch before Triton looks for a device. It therefore compiles
-what a GPU would run, with the specializations that Triton derives from the arguments.
-tests/helpers/dry_run.py runs whole engines and checks that this script compiles every variant that they meet.
+Triton can compile without a GPU. The script calls the functions of nanovllm.backends.gpu.kernels with
+tensors of the real dtypes and intercepts each launch before Triton looks for a device. It therefore
+compiles what a GPU would run, with the specializations that Triton derives from the arguments.
+tests/helpers/dry_run.py runs whole engines and checks that this script compiles every variant that
+they meet.
 
-It checks that every kernel compiles within the shared memory of the target, that no kernel
-spills registers but those of SPILLS, that as many decode programs fit a multiprocessor as
-configs.py says, that float32 kernels do not use TF32, and the instructions of the loops that read the KV cache and weights
-in int8 (LIMITS).
+It checks that every kernel compiles within the shared memory of the target, that no kernel spills
+registers but those of SPILLS, that as many decode programs fit a multiprocessor as configs.py says,
+that float32 kernels do not use TF32, that no two products of a step add to one accumulator, and the
+instructions of the loops that read the KV cache and weights in int8 (LIMITS).
 """
 
 import argparse
@@ -45,9 +46,6 @@ from nanovllm.backends.gpu.kernels import (
     sampling,
     store,
 )
-from nanovllm.backends.gpu.kernels import (
-    rows as row_kernels,
-)
 from nanovllm.backends.gpu.kernels.configs import GpuInfo, decode_tile, prefill_tile
 from nanovllm.backends.int4 import Int4Weight
 from nanovllm.backends.int8 import Int8Weight
@@ -55,11 +53,11 @@ from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.fp8 import FP8
 
 # (target, shared memory of one program in KiB, half-precision dtype). The limits are from the CUDA
-# C++ Programming Guide, "Technical Specifications per Compute Capability", and AMD's CDNA3 ISA.
+# C++ Programming Guide, "Technical Specifications per Compute Capability", and AMD's CDNA3 ISA. For
+# sm_86, which has as much shared memory as sm_89, Triton makes the same PTX.
 TARGETS = {
     "sm_75": (GPUTarget("cuda", 75, 32), 64, torch.float16),
     "sm_80": (GPUTarget("cuda", 80, 32), 163, torch.bfloat16),
-    "sm_86": (GPUTarget("cuda", 86, 32), 99, torch.bfloat16),
     "sm_89": (GPUTarget("cuda", 89, 32), 99, torch.bfloat16),
     "sm_90": (GPUTarget("cuda", 90, 32), 227, torch.bfloat16),
     "sm_100": (GPUTarget("cuda", 100, 32), 227, torch.bfloat16),
@@ -73,19 +71,16 @@ PADDED_HEAD_DIMS = (80,)
 EVERY = 128
 ATTENTION = (attention._attend, attention._attend_decode)
 # Other kernels have the same tiles for all targets. They are compiled for one target of each kind of
-# matrix units: sm_86, sm_89 and sm_120 execute the instructions of sm_80, with less shared memory.
+# matrix units: sm_89 and sm_120 execute the instructions of sm_80, with less shared memory.
 KINDS = ("sm_75", "sm_80", "sm_90", "sm_100", "gfx942")
 LEAST_KIB = {"sm_80": 99}  # the least shared memory of those for which it stands
 # The targets whose instructions convert fp8 (compute capability 8.9 and higher).
 FP8_TARGETS = ("sm_89", "sm_90", "sm_100", "sm_120")
-# For these Triton makes the PTX of another target with as much shared memory (sm_86 that of sm_89), to
-# the letter: the kernels of one head size show that the assembler takes it.
-ALIKE = ("sm_86",)
 # (H, K): query heads and KV heads. The first is compiled for every target and head size, the others,
 # whose groups are 1, 7 and 8 query heads, for sm_90 with a head size of 128 and no fp8.
 HEADS = ((16, 8), (8, 8), (28, 4), (64, 8))
-# (Hk, Hv): key heads and value heads of the delta rule. The second is for sm_90 only.
-DELTA_HEADS = ((16, 32), (16, 48))
+# Key heads and value heads of the delta rule.
+DELTA_HEADS = (16, 32)
 
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 # The assemblers of older versions also spill elsewhere. With them only decode and int8 are checked.
@@ -211,17 +206,8 @@ def variants(
             pointwise.add_rms_norm(x, x, x[0], 1e-6)
             pointwise.add_rms_norm(x, None, x[0], 1e-6)
             pointwise.silu_and_mul(x)
-            table, ids = (
-                torch.zeros((33, 16), dtype=torch.int32),
-                torch.zeros(33, dtype=torch.int64),
-            )
-            for num_rows in (32, 1):
-                row_kernels.decode_inputs(
-                    ids[:num_rows], table, ids, torch.ones(4, 33), ids, ids, 16
-                )
             every = name == "sm_90" and dtype == half
-            for heads in DELTA_HEADS if every else DELTA_HEADS[:1]:
-                launch_delta_rule(dtype, *heads, only_decode=name == "sm_75")
+            launch_delta_rule(dtype, *DELTA_HEADS, only_decode=name == "sm_75")
             launch_quantized(dtype, all_tiles=dtype == torch.bfloat16, odd=every or exact)
             launch_experts(dtype)
             # The vocabulary of the embedded model is a single chunk.
@@ -271,7 +257,7 @@ def launch_quantized(dtype: torch.dtype, all_tiles: bool, odd: bool) -> None:
                 module = SimpleNamespace(weight=weight, bias=bias)
                 kernels.linear(empty(1, inputs), module)
                 if all_tiles and outputs == 4096 and bias is not None:
-                    kernels.compile_for(module)
+                    int8.compile_for(module, kernels.linear)
 
 
 def launch_experts(dtype: torch.dtype) -> None:
@@ -382,7 +368,7 @@ def resident(target: GPUTarget, limit_kib: int, shared: int, warps: int, registe
 def jobs(name: str) -> list[tuple[str, torch.dtype, int, torch.dtype]]:
     """The dtypes, head sizes and dtypes of the cache that are compiled for TARGETS[name]."""
     half = TARGETS[name][2]
-    cases = [(half, head_dim) for head_dim in ((EVERY,) if name in ALIKE else HEAD_DIMS)]
+    cases = [(half, head_dim) for head_dim in HEAD_DIMS]
     if name == "sm_90":
         cases += [(half, head_dim) for head_dim in PADDED_HEAD_DIMS]
         cases += [(torch.float16, 64)] + [(torch.float32, head_dim) for head_dim in HEAD_DIMS]

@@ -73,7 +73,7 @@ def test_groups_have_tests(pytestconfig: pytest.Config) -> None:
         assert any(re.search(pattern, each) for each in ids), group
 
 
-@pytest.mark.parametrize("folder", ["cpu"])
+@pytest.mark.parametrize("folder", ["cpu", "gpu"])
 def test_reading_order(folder: str) -> None:
     """A backend's docstring names all its files, each after those that it imports."""
     package = ROOTS[0] / "backends" / folder

@@ -1,4 +1,4 @@
-"""How many threads a step on a CPU uses: as many as there are cores that other processes leave.
+"""Chooses the number of threads of a CPU step: one for each core that other processes leave free.
 
 A parallel region ends when its slowest thread does. If a thread waits for a core that another
 process occupies, all others wait for it and spin: with one busy process on two cores, two threads
@@ -20,8 +20,8 @@ from nanovllm.utils.host import available_cores, quota
 
 # Seconds between two measurements. Linux counts in units of 10 ms.
 INTERVAL = 0.1
-# While there is a limit, one more thread is tried for an interval, again and again. The delay before
-# a trial is MIN_DELAY seconds at first, and doubles up to MAX_DELAY.
+# While there is a limit, one more thread is tried for an interval from time to time. The delay
+# before a trial is MIN_DELAY seconds at first, and doubles up to MAX_DELAY.
 MIN_DELAY, MAX_DELAY = 1.0, 4.0
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 

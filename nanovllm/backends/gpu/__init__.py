@@ -3,16 +3,18 @@
 Read the files in this order. Each needs only models/ and the files above it.
 
 kernels/pointwise.py   Two short kernels: RMSNorm and SwiGLU. How a Triton kernel looks here.
-kernels/launch.py      Launches a kernel with little work on the host.
+kernels/launch.py      The options of all launches, and what Triton compiles again.
 kernels/configs.py     Tile sizes of attention for each GPU, in a table.
+kernels/convert.py     Exact conversions of fp8 and int8 in registers.
 kernels/store.py       Norms and rotates q and k, and writes k and v to the paged cache.
 kernels/attention.py   Paged attention: prefill in tiles of queries, decode in splits of contexts.
-attention.py           TritonAttention: what a step and each layer launch. Needs the three above.
+attention.py           TritonAttention: what a step and each layer launch. Needs the four above.
 kernels/sampling.py    Filters and draws tokens without a sort and without a synchronization.
 kernels/int8.py        Products with weights in int8. Needs backends/int8.py.
+kernels/int4.py        The same in int4. Needs backends/int4.py.
 kernels/experts.py     Products of rows that are sorted by expert, for mixtures of experts.
-kernels/rows.py        Reads ids, positions, slots and parameters of the rows of a decode.
-decode_inputs.py       The reference of kernels/rows.py in plain torch.
+kernels/delta_rule.py  The gated delta rule of linear attention, for decodes and for chunks.
+decode_inputs.py       Reads ids, positions, slots and parameters of the rows of a decode.
 graphs.py              DecodeGraphs: a decode step is captured once and replayed. Needs no kernel.
 chunk_graphs.py        ChunkGraphs: the same for steps with chunks, without their attention.
 profile.py             Measures the memory of the largest steps, for the size of the KV cache.

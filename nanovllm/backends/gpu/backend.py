@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nanovllm.backends.gpu.attention import TritonAttention, check_capability
 from nanovllm.backends.gpu.chunk_graphs import ChunkGraphs
+from nanovllm.backends.gpu.decode_inputs import decode_inputs
 from nanovllm.backends.gpu.graphs import CudaCapture, DecodeGraphs
 from nanovllm.backends.gpu.kernels import (
     delta_rule,
@@ -20,7 +21,6 @@ from nanovllm.backends.gpu.kernels import (
     int4,
     int8,
     pointwise,
-    rows,
     sampling,
 )
 from nanovllm.backends.int4 import HEAD, Int4Weight
@@ -51,7 +51,7 @@ class GpuBackend(Backend):
     add_rms_norm = staticmethod(pointwise.add_rms_norm)
     silu_and_mul = staticmethod(pointwise.silu_and_mul)
     sample = staticmethod(sampling.sample)
-    decode_inputs = staticmethod(rows.decode_inputs)
+    decode_inputs = staticmethod(decode_inputs)
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
@@ -96,7 +96,9 @@ class GpuInt8Backend(GpuBackend):
     """The same with the weights of linear layers in int8."""
 
     linear = staticmethod(int8.linear)
-    compile_for = staticmethod(int8.compile_for)
+
+    def compile_for(self, module: Linear) -> None:
+        int8.compile_for(module, self.linear)
 
     def make_weight(self, outputs: int, inputs: int, names: list[str]) -> Any:
         return Int8Weight.empty(self.empty, outputs, inputs)
@@ -106,7 +108,6 @@ class GpuInt4Backend(GpuInt8Backend):
     """The same with the weights of linear layers in int4, except the head."""
 
     linear = staticmethod(int4.linear)
-    compile_for = staticmethod(int4.compile_for)
 
     def make_weight(self, outputs: int, inputs: int, names: list[str]) -> Any:
         if HEAD in names:

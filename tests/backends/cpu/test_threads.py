@@ -1,6 +1,5 @@
 """The threads of a step on a CPU: as many as other processes leave, unless the user chose."""
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -187,42 +186,6 @@ def test_a_number_that_the_user_chose_wins(monkeypatch: pytest.MonkeyPatch) -> N
     assert cores.steps(limited, 1)[-1] == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert set(cores.steps(ThreadLimit(), 1)) == {2}
-
-
-def test_the_setting_is_restored_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    cores = Cores(monkeypatch)
-    limited = ThreadLimit()
-    cores.who = "one"
-    cores.steps(limited, 0.5)
-    with pytest.raises(RuntimeError, match="lost"), limited():
-        assert torch.get_num_threads() == 1
-        raise RuntimeError("lost")
-    assert torch.get_num_threads() == 2
-
-
-def test_other_threads_keep_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that uses torch for the first time during a step, and after it."""
-    cores = Cores(monkeypatch)
-    limited = ThreadLimit()
-    cores.who = "one"
-    cores.steps(limited, 0.5)
-    seen: list[int] = []
-
-    def look() -> None:
-        seen.append(torch.get_num_threads())
-        during.set()
-        assert after.wait(60)
-        seen.append(torch.get_num_threads())
-
-    during, after = threading.Event(), threading.Event()
-    other = threading.Thread(target=look)
-    with limited():
-        assert torch.get_num_threads() == 1
-        other.start()
-        assert during.wait(60)
-    after.set()
-    other.join(60)
-    assert seen == [2, 2]
 
 
 def test_steps_of_an_engine_follow_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,16 +35,13 @@ from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
 from nanovllm import LLM, SamplingParams  # noqa: E402
 from nanovllm.backends import int4 as plain_int4  # noqa: E402
-from nanovllm.backends.gpu import decode_inputs  # noqa: E402
 from nanovllm.backends.gpu.kernels import (  # noqa: E402
     attention,
     convert,
     experts,
     int4,
     int8,
-    launch,
     pointwise,
-    rows,
     sampling,
     store,
 )
@@ -576,33 +573,6 @@ def test_draws_follow_the_distribution() -> None:
     assert chi_squared < 16.3
 
 
-def test_decode_inputs_are_those_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows in any order, among them padding more than once, at both ends of a block."""
-    monkeypatch.setattr(rows, "BLOCKS", tl.constexpr(2))  # a table is copied in several parts
-    size, at = 4, torch.tensor([3, 0, 11, 4, 0])
-    tables = torch.tensor([[5, 0, 0], [9, 0, 0], [1, 7, 3], [8, 2, 0], [0, 0, 0]]).int()
-    params = torch.tensor([[0.5] * 5, [7.0, 0.0, 20.0, 1.0, 0.0], [0.9] * 5, [0.1] * 5])
-    seeds, last = torch.tensor([-(2**60), 1, 2**62, 3, 4]), torch.tensor([50, 51, 52, 53, 0])
-    chosen = torch.tensor([4, 2, 0, 1, 4, 3])
-    found, wanted = (
-        function(chosen, tables, positions, params, seeds, last, size)
-        for function, positions in (
-            (rows.decode_inputs, at),
-            (decode_inputs.decode_inputs, at.clone()),
-        )
-    )
-    assert at.tolist() == [4, 1, 12, 5, 0]
-    for name, tensor in wanted._asdict().items():
-        if name not in ("block_tables", "params"):
-            assert getattr(found, name).tolist() == tensor.tolist(), name
-    for x, y in zip(found.params, wanted.params, strict=True):
-        assert x.dtype == y.dtype
-        assert x.tolist() == y.tolist()
-    for i, length in enumerate(wanted.context_lens.tolist()):
-        blocks = slice(-(-length // size))
-        assert found.block_tables[i, blocks].tolist() == wanted.block_tables[i, blocks].tolist()
-
-
 # Answers of four tokens: each takes the interpreter a second.
 QUESTIONS = {"sam backwards": "mas", "And aji in capitals?": "AJI"}
 
@@ -705,35 +675,3 @@ def test_launches_set_fp_fusion(launches: Callable[..., dict[str, tuple]]) -> No
     found = launches(experts, "expert_linear", x, module, torch.tensor([1, 2]))
     assert len(found) == 11
     assert {options["enable_fp_fusion"] for _, options in found.values()} == {True}
-
-
-def test_launch_asks_triton_once_for_each_kind_of_arguments(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """And each time that a tensor is not aligned, because the variant depends on it."""
-    calls: list[tuple[Any, ...]] = []
-
-    class Kernel:
-        function, packed_metadata = "function", "metadata"
-
-        def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., "Kernel"]:
-            def run(*args: object, **options: object) -> Kernel:
-                calls.append(("triton", *args[1:]))
-                assert options == {"num_warps": 4, "enable_fp_fusion": True}
-                return self
-
-            return run
-
-        def run(self, *args: object) -> None:
-            assert args[:9] == (7, 8, 9, "stream -1", "function", "metadata", None, None, None)
-            calls.append(args[9:])
-
-    active = SimpleNamespace(get_current_stream=lambda device: f"stream {device}")
-    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
-    jit, x = Kernel(), torch.zeros(64)
-    for args in ((x[1:], 3), (x, 3), (x, 4), (x[1:], 3), (x.double(), 3), (x[4:], 5)):
-        launch.launch(jit, (7, 8, 9), args, {"N": 2}, num_warps=4)
-    launch.launch(jit, (7, 8, 9), (x, 3), {"N": 3}, num_warps=4)
-    asked, at = "triton", x.data_ptr()
-    first = [(asked, 3, 2), (asked, 3, 2), (at, 4, 2), (asked, 3, 2), (asked, 3, 2)]
-    assert calls == [*first, (at + 16, 5, 2), (asked, 3, 3)]

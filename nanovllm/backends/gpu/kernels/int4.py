@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.backends.gpu.kernels import int8
-from nanovllm.backends.gpu.kernels.launch import launch
 from nanovllm.backends.int4 import GROUP, Int4Weight
 from nanovllm.models.layers import Linear
 
@@ -78,31 +77,9 @@ def _int4_linear(
 
 def linear(x: Tensor, module: Linear) -> Tensor:
     """Return x [T, I] times the weight in int4, or the head in int8: [T, O]."""
-    weight, bias, rows = module.weight, module.bias, len(x)
+    weight = module.weight
     if not isinstance(weight, Int4Weight):
         return int8.linear(x, module)
-    tiles = int8.FLOAT32 if x.dtype == torch.float32 else int8.HALF
-    if rows > max(tiles):
-        return int8.linear_in_parts(x, module)
-    tile = tiles[min(limit for limit in tiles if limit >= rows)]
-    outputs, inputs = weight.shape
-    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    addend = weight.scale if bias is None else bias
-    packed = weight.values.view(torch.uint8)
-    args = (x, packed, weight.scale, addend, out, rows, outputs, inputs)
-    constants = dict(
-        ROWS=tile.num_rows, OUTPUTS=tile.num_outputs, INPUTS=max(tile.num_inputs, GROUP),
-        SLICES=tile.num_slices, BIAS=bias is not None, GROUP=GROUP, ALIGNED=inputs % GROUP == 0,
-    )
-    grid = (-(-outputs // tile.num_outputs), -(-rows // tile.num_rows), 1)
-    options = dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
-    launch(_int4_linear, grid, args, constants, **options)
-    return out
-
-
-def compile_for(module: Linear) -> None:
-    """Compile what a Linear needs, with each number of rows, before requests are served."""
-    device = module.weight.values.device
-    dtype = module.weight.dtype
-    for rows in int8.FLOAT32 if dtype == torch.float32 else int8.HALF:
-        linear(torch.zeros((rows, module.weight.shape[1]), dtype=dtype, device=device), module)
+    packed, constants = weight.values.view(torch.uint8), dict(GROUP=GROUP)
+    constants["ALIGNED"] = weight.shape[1] % GROUP == 0
+    return int8.multiply(_int4_linear, x, module, packed, GROUP, **constants)

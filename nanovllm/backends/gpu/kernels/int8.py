@@ -6,7 +6,8 @@ For many rows the products take longer than the weights: `linear` then multiplie
 of the weights in the dtype of x, which stay in the GPU's L2 cache.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -32,7 +33,7 @@ class Int8Tile(NamedTuple):
     num_stages: int
 
 
-# By the largest number of rows that they serve. torch multiplies more rows. The sizes follow from
+# The keys are the largest numbers of rows; torch multiplies more rows. The sizes follow from
 # shared memory and registers and have not been timed; those for float32 are small, because it uses
 # no matrix units. A product of few rows has work for one warp. With one slice of the inputs for
 # each of four warps, every weight is converted once, and not by every warp.
@@ -97,6 +98,14 @@ def _int8_linear(
 
 def linear(x: Tensor, module: Linear) -> Tensor:
     """Return x [T, I] times the weight, [T, O]. x is contiguous."""
+    is_aligned = module.weight.shape[1] % 16 == 0
+    return multiply(_int8_linear, x, module, module.weight.values, 1, ALIGNED=is_aligned)
+
+
+def multiply(
+    kernel: Any, x: Tensor, module: Linear, values: Tensor, min_inputs: int, **constants: int
+) -> Tensor:
+    """Launch `kernel` with the packed `values` of a weight; more rows are multiplied by torch."""
     weight, bias, rows = module.weight, module.bias, len(x)
     tiles = FLOAT32 if x.dtype == torch.float32 else HALF
     if rows > max(tiles):
@@ -105,14 +114,14 @@ def linear(x: Tensor, module: Linear) -> Tensor:
     outputs, inputs = weight.shape
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     addend = weight.scale if bias is None else bias
-    args = (x, weight.values, weight.scale, addend, out, rows, outputs, inputs)
-    constants = dict(
-        ROWS=tile.num_rows, OUTPUTS=tile.num_outputs, INPUTS=tile.num_inputs,
-        SLICES=tile.num_slices, BIAS=bias is not None, ALIGNED=inputs % 16 == 0,
+    args = (x, values, weight.scale, addend, out, rows, outputs, inputs)
+    sizes = dict(
+        ROWS=tile.num_rows, OUTPUTS=tile.num_outputs, INPUTS=max(tile.num_inputs, min_inputs),
+        SLICES=tile.num_slices, BIAS=bias is not None,
     )
     grid = (-(-outputs // tile.num_outputs), -(-rows // tile.num_rows), 1)
     options = dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
-    launch(_int8_linear, grid, args, constants, **options)
+    launch(kernel, grid, args, sizes | constants, **options)
     return out
 
 
@@ -133,7 +142,7 @@ def linear_in_parts(x: Tensor, module: Linear) -> Tensor:
     return out
 
 
-def compile_for(module: Linear) -> None:
+def compile_for(module: Linear, linear: Callable[[Tensor, Linear], Tensor]) -> None:
     """Compile what a Linear needs, with each number of rows, before requests are served."""
     weight = module.weight
     for rows in FLOAT32 if weight.dtype == torch.float32 else HALF:
