@@ -3,23 +3,15 @@
 import dataclasses
 import gc
 import itertools
-import os
 import re
-import subprocess
-import sys
-import threading
-import typing
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from checkpoints import random_llm
 from engines import is_idle, still_serves
-from tqdm import tqdm
 
-import nanovllm
 from nanovllm import LLM, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -66,21 +58,6 @@ def test_progress_bar_counts_its_own_requests(path: Path, capsys, monkeypatch) -
     llm.engine.abort_request(other)
 
 
-def test_no_progress_bar_without_stderr(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", None)  # closed, as `2>&-` does
-    assert embedded.generate("1 + 1\n", GREEDY)[0]["text"]
-
-
-def test_generate_in_another_thread(llm: LLM) -> None:
-    results = []
-    thread = threading.Thread(
-        target=lambda: results.extend(llm.generate([1, 2], GREEDY, use_tqdm=False))
-    )
-    thread.start()
-    thread.join()
-    assert results[0]["token_ids"] == llm.generate([1, 2], GREEDY, use_tqdm=False)[0]["token_ids"]
-
-
 def test_failure_in_generate_leaves_no_request(path: Path) -> None:
     llm = random_llm(path)
     run = llm.engine.runner.run
@@ -107,12 +84,6 @@ def test_two_engines_and_deletion(path: Path) -> None:
     assert a[0]["token_ids"] == second.generate([1, 2, 3], GREEDY, use_tqdm=False)[0]["token_ids"]
 
 
-def test_torch_defaults_are_left_alone(path: Path) -> None:
-    random_llm(path, dtype="bfloat16")
-    assert torch.get_default_dtype() is torch.float32
-    assert torch.empty(1).device.type == "cpu"
-
-
 @pytest.mark.parametrize("backend", ["sdpa", "numba"])
 def test_torch_defaults_of_the_program_change_nothing(path: Path, backend: str) -> None:
     if backend == "numba":
@@ -130,31 +101,6 @@ def test_torch_defaults_of_the_program_change_nothing(path: Path, backend: str) 
         torch.set_default_device(None)
     assert outputs[0].token_ids == outputs[1].token_ids
     assert outputs[0].cumulative_logprob == outputs[1].cumulative_logprob
-
-
-def test_types_of_methods_can_be_read() -> None:
-    for method in (LLM.generate, LLM.chat, LLM.stream, LLM.stats, LLM.reset_prefix_cache):
-        assert "return" in typing.get_type_hints(method)
-    assert typing.get_type_hints(SamplingParams)["n"] is int
-    assert "`generate`" in LLM.__doc__
-
-
-def test_a_function_that_makes_the_progress_bar(
-    llm: LLM, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As in vLLM. There is no bar for no requests."""
-    bars = []
-
-    def make_bar(**options: Any) -> tqdm:
-        bars.append(tqdm(**options))
-        return bars[-1]
-
-    llm.generate([[1], [2, 3]], SamplingParams(max_tokens=2), use_tqdm=make_bar)
-    assert [(bar.n, bar.total, bar.desc) for bar in bars] == [(2, 2, "Generating")]
-    capsys.readouterr()
-    assert llm.embed([]) == llm.generate([]) == []
-    assert capsys.readouterr().err == ""
-    assert llm.reset_prefix_cache() is True
 
 
 def test_a_stream_checks_its_prompts_before_the_loop(llm: LLM) -> None:
@@ -305,47 +251,3 @@ def test_streams_share_an_engine(embedded: LLM) -> None:
     assert text + "".join(p.text for p in pieces) == want[0]
     assert pieces[-1].finish_reason == "stop"
     assert not embedded.engine.has_unfinished_requests()
-
-
-@pytest.mark.slow
-@pytest.mark.extra
-def test_type_checkers_see_the_names(tmp_path: Path) -> None:
-    """mypy --strict accepts what exists and refuses every other name."""
-    pytest.importorskip("mypy")
-    good = """from pathlib import Path
-from nanovllm import LLM, SamplingParams, TextPrompt, TokensPrompt
-from nanovllm.engine.llm_engine import LLMEngine
-llm = LLM()
-other = LLM(model=Path("a"), max_num_seqs=4, async_scheduling=None)
-engine: LLMEngine = llm.llm_engine
-prompts = [TokensPrompt(prompt_token_ids=[1, 2])]
-outputs = llm.generate(prompts, SamplingParams())
-text: str = outputs[0].outputs[0].text
-llm.generate([TextPrompt(prompt="a")], use_tqdm=False)
-llm.chat([{"role": "user", "content": "a"}])
-params: SamplingParams = SamplingParams.from_optional(n=None).clone()
-engine.abort_request(["0"])
-"""
-    bad = """from nanovllm import LLM, EngineArgs
-llm = LLM()
-llm.encode
-llm.generate("a", use_tqmd=False)
-llm.generate("a", priority=3)
-LLM(max_num_seq=4)
-LLM("a", "cpu")
-LLM(max_num_seqs="4")
-"""
-    (tmp_path / "mypy.ini").write_text(
-        "[mypy]\nstrict = True\nfollow_imports = silent\n"
-        "[mypy-torch.*,transformers.*,numpy.*,numba.*,tqdm.*]\nfollow_imports = skip\n"
-    )
-    for name, code in (("good.py", good), ("bad.py", bad)):
-        (tmp_path / name).write_text(code)
-    command = [sys.executable, "-m", "mypy", "good.py", "bad.py"]
-    environment = os.environ | {"MYPYPATH": str(Path(nanovllm.__file__).parent.parent)}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    found = re.findall(r"^(\S+):(\d+): error", done.stdout, re.MULTILINE)
-    assert found == [("bad.py", line) for line in "1345678"], done.stdout
-    assert done.returncode == 1, done.stdout

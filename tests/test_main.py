@@ -42,14 +42,6 @@ def test_a_command_whose_package_is_missing() -> None:
     assert "pip install -e '.[eval]'" in done.stderr
 
 
-def test_ctrl_c_during_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(_name: str) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(program.importlib, "import_module", interrupted)
-    assert program.main(["chat"]) == 130
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has another error")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_reader_that_has_ended(unbuffered: str) -> None:
@@ -62,21 +54,6 @@ def test_a_reader_that_has_ended(unbuffered: str) -> None:
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, b"")
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk() -> None:
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "nanovllm", "--help"],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            cwd=fresh.ROOT,
-            check=False,
-            text=True,
-        )
-    assert done.returncode == 1
-    assert done.stderr == "nanovllm: [Errno 28] No space left on device\n"
 
 
 # They take seconds. A fresh process has imported torch, so it is hidden.

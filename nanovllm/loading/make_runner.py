@@ -25,7 +25,6 @@ from nanovllm.models.fp8 import FP8, Scales
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.weights import load_weights, random_weights
-from nanovllm.plan import StepPlan
 from nanovllm.runner.device_rows import DeviceRows
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.rows import Rows
@@ -180,15 +179,6 @@ def make_cache(
         sizes = num_blocks, budget.config.block_size
         return backend.attention_class(model_config, *sizes, backend.dtype, backend.device, scales)
 
-    def profile(plan: StepPlan) -> None:
-        if runner.device_rows is not None:  # then these positions are for logit rules only
-            runner.rows.positions[:-1] = max_model_len - 2
-        runner.attention = make_attention(1)  # everything is written to the null block
-        runner.attention.copy_blocks([(0, 0)])
-        runner.run(plan)
-        if runner.rows.rules is not None:
-            runner.rows.rules.reset()  # requests with rules allocate their memory again
-
     if num_host_blocks := budget.num_host_blocks:  # staging buffers come before the KV cache
         from nanovllm.features.memory.host_cache.pool import make_pool
 
@@ -197,7 +187,7 @@ def make_cache(
     if backend.device.type == "cuda":
         from nanovllm.backends.gpu.profile import scratch_bytes
 
-        scratch = scratch_bytes(profile, budget.config, max_model_len)
+        scratch = scratch_bytes(runner, make_attention, budget.config, max_model_len)
     free = memory.free_memory(backend.device, ranks.size)
     runner.num_blocks = ranks.smallest(budget.num_kv_blocks(max_model_len, free, scratch))
     runner.attention = make_attention(runner.num_blocks + 1)
@@ -245,5 +235,6 @@ def log_sizes(
         )
     if runner.host_pool is not None:
         logger.info(
-            f"host memory holds {budget.num_host_blocks:,} KV blocks ({config.swap_space:g} GiB)"
+            f"host memory holds {runner.host_pool.num_blocks:,} KV blocks "
+            f"({config.swap_space:g} GiB)"
         )

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -126,7 +127,7 @@ class MemoryBudget:
             return (self.config.num_kv_cache_blocks + 1) * self.block_bytes
         return self.config.kv_cache_memory_bytes or 0
 
-    @property
+    @cached_property  # the host cache takes the memory that was free
     def num_host_blocks(self) -> int:
         """The number of blocks in the host cache. Raises ValueError if they do not fit."""
         if not self.config.swap_space:

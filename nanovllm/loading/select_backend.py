@@ -8,11 +8,11 @@ anything else                        models.backend     ("sdpa")
 """
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from nanovllm.models.backend import Backend
+from nanovllm.utils.host import cpu_has_fast_bf16
 from nanovllm.utils.log import logger
 
 # With fewer weights, plain torch answers before the kernels of the CPU would be compiled.
@@ -83,12 +83,3 @@ def pick_dtype(name: str, device: torch.device, stored: str | None) -> torch.dty
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
-
-
-def cpu_has_fast_bf16() -> bool:
-    """Return whether the CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, Arm's BF16)."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    return any(f" {flag}" in flags for flag in ("avx512_bf16", "amx_bf16", "bf16"))

@@ -1,4 +1,4 @@
-"""The memory and the cores that this process may use, also in a container."""
+"""The memory, the cores and the instructions that this process may use, also in a container."""
 
 import os
 import signal
@@ -42,6 +42,15 @@ def quota(cores: int) -> int:
         return cores if limit == "max" else max(1, min(cores, -(-int(limit) // int(period))))
     except (OSError, ValueError):
         return cores
+
+
+def cpu_has_fast_bf16() -> bool:
+    """Return whether the CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, Arm's BF16)."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return any(f" {flag}" in flags for flag in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def check_fork() -> None:

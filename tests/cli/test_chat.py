@@ -1,15 +1,11 @@
 """`nanovllm chat`: a conversation in the terminal."""
 
 import io
-import os
-import select
 import signal
-import subprocess
 import sys
 import threading
 from typing import Any
 
-import fresh
 import pytest
 
 import nanovllm.__main__ as program
@@ -123,43 +119,6 @@ def test_an_answer_without_a_token_is_an_error(
     status, _prompts = talk(monkeypatch, embedded, "Spell garden\n")
     assert status == 1
     assert "no token could be sampled" in capsys.readouterr().err
-
-
-ON_A_TERMINAL = """
-from unittest.mock import MagicMock
-from nanovllm.cli import chat
-chat.LLM = MagicMock()
-chat.Conversation.answer = lambda self, question: print(f"<{len(question)}>")
-chat.main([])
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "openpty"), reason="Windows has no such terminals")
-def test_a_long_line_on_a_terminal() -> None:
-    """Without readline, a terminal cuts a line at 4,096 characters."""
-    controller, terminal = os.openpty()
-    command = [sys.executable, "-c", ON_A_TERMINAL]
-    process = subprocess.Popen(command, stdin=terminal, stdout=terminal, cwd=fresh.ROOT)
-    os.close(terminal)
-    shown = b""
-
-    def read() -> None:
-        nonlocal shown
-        assert select.select([controller], [], [], 20)[0], shown
-        shown += os.read(controller, 1000)
-
-    try:
-        for end, text in ((b"> ", b"x" * 5000 + b"\n"), (b"<5000>\r\n", b"/quit\n")):
-            while end not in shown:
-                read()
-            for i in range(0, len(text), 100):
-                os.write(controller, text[i : i + 100])
-                read()  # the echo
-        assert process.wait(20) == 0
-    finally:
-        process.kill()
-        process.wait()
-        os.close(controller)
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_conversation(

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 from checkpoints import random_llm
-from engines import run_in_threads
 from fake_runner import FakeRunner, greedy
 from moe_checkpoints import make_moe_checkpoint
 
@@ -24,7 +23,6 @@ from nanovllm.cli.trace.trace import Event, State
 from nanovllm.engine.block_manager import Block
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.observer import NO_OBSERVER
-from nanovllm.engine.scheduler import Scheduler
 from nanovllm.plan import StepOutput
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -148,24 +146,6 @@ def test_a_plan_comes_before_the_commit_of_the_step_before(llm: LLM) -> None:
     assert tokens == [out["token_ids"] for out in outs]
 
 
-def test_threads(llm: LLM) -> None:
-    """A trace begins and ends while other threads run the engine."""
-
-    def generate() -> None:
-        for _ in range(15):
-            llm.generate(PROMPTS, greedy(max_tokens=6), use_tqdm=False)
-
-    def trace() -> None:
-        for _ in range(15):
-            with CheckedTrace(llm) as trace:
-                while trace.num_steps < 5:
-                    llm.generate(PROMPTS[0], greedy(max_tokens=6), use_tqdm=False)
-            assert replay(trace) == trace._state
-            assert str(trace)
-
-    run_in_threads([generate, generate, trace])
-
-
 # ---- the table ----
 
 
@@ -218,42 +198,6 @@ def kinds(trace: Trace) -> list[dict[int, str]]:
                 steps[-1][n] = "again" if start < reached.get(n, 0) else output
                 reached[n] = max(reached.get(n, 0), start + count)
     return steps
-
-
-def test_the_table_fits_the_terminal(embedded_run: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
-    def head(columns: int) -> str:
-        monkeypatch.setenv("COLUMNS", str(columns))
-        lines = str(embedded_run).splitlines()
-        assert max(map(len, lines)) <= max(80, min(100, columns))
-        return next(line for line in lines if line.startswith("step"))
-
-    assert head(200) == head(100) != head(90) != head(80) == head(40)
-    assert head(80).split() == head(100).split()
-    assert printed_kinds(embedded_run) == kinds(embedded_run)
-
-
-def test_a_beam_names_the_beam_that_it_continues(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the search forks them, also in a small pool, where forks wait and are preempted."""
-    for num_blocks in (64, 9):
-        llm = LLM(block_size=4, num_kv_cache_blocks=num_blocks, dtype="float32")
-        forks, fork = [], Scheduler.fork
-
-        def noted(self, parent, child, number, forks=forks, fork=fork) -> None:
-            forks.append((child, parent))
-            fork(self, parent, child, number)
-
-        with monkeypatch.context() as patch, Trace(llm) as trace:
-            patch.setattr(Scheduler, "fork", noted)
-            params = BeamSearchParams(4, 10, ignore_eos=True)
-            llm.beam_search(["How does ", "What is "], params, use_tqdm=False)
-        named = {trace._numbers[child]: trace._numbers[parent] for child, parent in forks}
-        assert len(named) == len(forks) > 6
-        for number, seq in enumerate(trace._state.seqs):
-            assert seq.parent == named.get(number, -1)
-        names = [seq.name for seq in trace._state.seqs]
-        said = re.findall(r"Fork: request (\S+) continues request (\S+)\.", str(trace))
-        assert said == [(names[child], names[parent]) for child, parent in sorted(named.items())]
-        assert "Prefix hit: positions 0-2 " not in str(trace)  # what a fork shares is no hit
 
 
 @pytest.fixture(scope="session")

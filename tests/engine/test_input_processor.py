@@ -1,6 +1,5 @@
 """Requests that do not fit the model, the tokenizer or the cache, and the limits of an output."""
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -77,23 +76,6 @@ def test_tokens_that_the_model_does_not_have(larger_tokenizer: Path, backend: st
             call()
     assert llm.generate(question, greedy, use_tqdm=False)[0]["text"] == "12 + 30 = 42"
     assert not llm.engine.has_unfinished_requests()
-
-
-def test_a_long_prompt_has_one_message(embedded: LLM) -> None:
-    """Not a warning of transformers too, which it prints for the first one of a tokenizer."""
-    said: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = said.append  # type: ignore[method-assign]
-    embedded.get_tokenizer().deprecation_warnings.clear()
-    logging.getLogger("transformers").addHandler(handler)
-    try:
-        with pytest.raises(ValueError, match="max_model_len=1024"):
-            embedded.generate("What is 12 + 30?\n" * 200, use_tqdm=False)
-        with pytest.raises(ValueError, match="max_model_len=1024"):
-            embedded.chat([{"role": "user", "content": "12 " * 2000}], use_tqdm=False)
-    finally:
-        logging.getLogger("transformers").removeHandler(handler)
-    assert said == []
 
 
 def test_more_tokens_than_the_model_has(path: Path, caplog: pytest.LogCaptureFixture) -> None:

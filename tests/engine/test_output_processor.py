@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoints import VOCAB
-from engines import is_idle
 from tokenizers import Tokenizer, decoders, models
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
@@ -194,24 +193,3 @@ def test_bad_words_and_text_options(embedded: LLM) -> None:
         out = embedded.chat(chat, params, use_tqdm=False)[0].outputs[0]
         assert out.text == text
         assert next(iter(out.logprobs[0].values())).decoded_token == first
-
-
-def test_text_of_an_aborted_request(embedded: LLM) -> None:
-    """Text that was held back, because it may begin a stop string, is part of the result."""
-
-    def abort_after_ten(output_ids, logits):
-        if len(output_ids) == 10:
-            embedded.shutdown()
-        return logits
-
-    prompt = embedded.get_tokenizer().encode("Count from 1 to 9\n")
-    params = SamplingParams(
-        temperature=0, stop=["9, and a long end"], logits_processors=[abort_after_ten]
-    )
-    out = embedded.generate(prompt, params, use_tqdm=False)[0].outputs[0]
-    parts = list(embedded.stream(prompt, params))
-    text = embedded.get_tokenizer().decode(out.token_ids)
-    assert out.finish_reason == parts[-1].finish_reason == "abort"
-    assert out.text == "".join(part.text for part in parts) == text
-    assert len(out.token_ids) == 10
-    assert is_idle(embedded.engine)

@@ -90,15 +90,6 @@ def test_a_resumed_sequence_finds_its_former_self() -> None:
     assert computed == sum(s.max_length - 1 for s in seqs) + recomputed
 
 
-def test_budget_of_one_and_one_sequence() -> None:
-    engine = Engine(blocks=5, size=2, seqs=1, budget=1)
-    seqs = [sequence([1, 2, 3, 4], 6, i, seed=i) for i in range(3)]
-    engine.add(*seqs)
-    engine.run()
-    assert all(p.num_tokens == 1 for p in engine.plans)
-    assert all(right(s) for s in seqs)
-
-
 def test_prompt_longer_than_the_budget_beside_decodes() -> None:
     """Chunk and decode in one step: the budget is kept, and nothing waits for the prompt."""
     engine = Engine(blocks=100, size=4, seqs=4, budget=8)
@@ -111,18 +102,6 @@ def test_prompt_longer_than_the_budget_beside_decodes() -> None:
     engine.run()
     assert right(short)
     assert right(long)
-
-
-@pytest.mark.parametrize("new", [1, 2, 4, 5])
-@pytest.mark.parametrize("prompt", [3, 4, 5, 8])
-def test_pool_of_exactly_one_request(prompt: int, new: int) -> None:
-    """max_tokens of 1, and growth to the last slot: the last token needs none."""
-    engine = Engine(blocks=-(-(prompt + new - 1) // 4), size=4, seqs=4, budget=100)
-    seqs = [sequence(list(range(prompt)), new, i, seed=i) for i in range(3)]
-    engine.add(*seqs)
-    engine.run()
-    assert all(right(s) for s in seqs)
-    assert [len(s.output_ids) for s in seqs] == [new] * 3
 
 
 def test_victims_of_every_kind() -> None:
@@ -145,22 +124,6 @@ def test_victims_of_every_kind() -> None:
             engine.run()
             assert all(right(s) for s in seqs)
     assert len(kinds) == 4, kinds
-
-
-def test_max_num_seqs_caps_the_owners_of_blocks() -> None:
-    engine = Engine(blocks=100, size=4, seqs=3, budget=100)
-    engine.add(*[sequence([i], 5, i, n=2) for i in range(9)])
-    while engine.scheduler.has_work():
-        engine.step()
-        assert len(engine.scheduler.running) <= 3
-
-
-def test_first_come_first_served() -> None:
-    engine = Engine(blocks=100, size=4, seqs=1, budget=100)
-    seqs = [sequence([i] * (20 - i), 2, i) for i in range(8)]
-    engine.add(*seqs)
-    engine.run()
-    assert engine.finished == seqs
 
 
 def test_shortest_job_first_and_a_cached_prefix_makes_it_shorter() -> None:

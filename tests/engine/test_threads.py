@@ -12,11 +12,10 @@ from pathlib import Path
 
 import fresh
 import pytest
-import torch
 from checkpoints import random_llm
 from engines import is_idle, run_in_threads
 
-from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm import LLM, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -109,37 +108,6 @@ def test_ctrl_c_ends_the_call_of_the_main_thread_only(path: Path, asynchronous: 
     assert is_idle(llm.engine)
 
 
-@pytest.mark.slow
-def test_ctrl_c_from_outside(path: Path) -> None:
-    llm = random_llm(path)
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
-        timer.start()
-        for _ in range(1000):
-            llm.generate([[1], [2]], LONG, use_tqdm=False)
-    assert is_idle(llm.engine)
-
-
-def test_a_grammar_is_compiled_without_the_lock(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Other threads run the engine meanwhile."""
-    llm, begun, finished = random_llm(path), threading.Event(), threading.Event()
-
-    def compile_slowly(*_: object) -> None:
-        begun.set()
-        assert finished.wait(60), "the other thread waits for the grammar"
-
-    def other() -> None:
-        assert begun.wait(60)
-        assert len(call(llm, "generate", [3, 4], GREEDY)[0]) == 8
-        finished.set()
-
-    monkeypatch.setattr(llm.engine.input_processor.grammars, "compile", compile_slowly)
-    params = SamplingParams(max_tokens=2, structured_outputs=StructuredOutputsParams(regex="a"))
-    run_in_threads([lambda: llm.generate([1, 2], params, use_tqdm=False), other])
-
-
 # ---- requests that end from elsewhere ----
 
 
@@ -207,19 +175,6 @@ def test_abort_of_one_among_others(path: Path) -> None:
     assert is_idle(llm.engine)
 
 
-def test_abort_spares_a_later_request_of_the_same_id(path: Path) -> None:
-    """A stream that has ended no longer owns its id."""
-    llm = random_llm(path)
-    stream = llm.stream([1, 2], GREEDY)
-    next(stream)
-    request_id = next(iter(llm.engine.output_processor.requests))
-    llm.engine.abort_request(request_id)
-    llm.engine.add_request([3, 4], GREEDY, request_id=request_id)
-    stream.close()
-    assert llm.engine.has_unfinished_requests()
-    llm.shutdown()
-
-
 @pytest.mark.parametrize("how", ["generate", "stream"])
 def test_processor_that_calls_its_engine(path: Path, how: str) -> None:
     llm = random_llm(path)
@@ -236,45 +191,6 @@ def test_processor_that_calls_its_engine(path: Path, how: str) -> None:
 
 
 # ---- engines that start at the same time ----
-
-
-@pytest.mark.parametrize("backend", ["sdpa", "numba"])
-def test_engines_of_two_dtypes_start_at_once(path: Path, backend: str) -> None:
-    """Each has its own dtype, and tensors that the program makes meanwhile have torch's default."""
-    if backend == "numba":
-        pytest.importorskip("numba")
-    options = dict(attention_backend=backend, load_format="dummy")
-    dtypes = ("float32", "bfloat16")
-    prompt = list(range(1, 9))
-    want = {
-        d: call(random_llm(path, dtype=d, **options), "generate", prompt, GREEDY) for d in dtypes
-    }
-    barrier, running = threading.Barrier(2, timeout=60), len(dtypes)
-    others: set[torch.dtype] = set()
-
-    def start(dtype: str) -> None:
-        nonlocal running
-        try:
-            for _ in range(10):
-                barrier.wait()
-                llm = random_llm(path, dtype=dtype, **options)
-                model = llm.engine.runner.model
-                # Packed weights, as some processors get them, keep their dtype.
-                for tensor in (*(linear.weight for linear in model.linears()), model.rotary.cos):
-                    assert tensor.dtype is getattr(torch, dtype)
-                assert call(llm, "generate", prompt, GREEDY) == want[dtype]
-        except BaseException:
-            barrier.abort()
-            raise
-        finally:
-            running -= 1
-
-    def watch() -> None:
-        while running:
-            others.add(torch.ones(1).dtype)
-
-    run_in_threads([*(lambda d=d: start(d) for d in dtypes), watch])
-    assert others == {torch.float32}
 
 
 FIRST_START = """

@@ -1,21 +1,10 @@
 """What the tests of whole engines share."""
 
-import signal
 import threading
 from collections.abc import Callable
 
-import pytest
-
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.llm_engine import LLMEngine
-
-
-@pytest.fixture(autouse=True)
-def ctrl_c_interrupts():
-    """A shell that starts us in the background has SIGINT ignored, and Python leaves it so."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def is_idle(engine: LLMEngine) -> bool:

@@ -6,7 +6,6 @@ torch is imported once. Each rank is forked from here, with the environment that
 unlike torchrun nothing ends the others if one of them fails.
 """
 
-import gc
 import os
 import pickle
 import signal
@@ -15,7 +14,6 @@ import sys
 import tempfile
 import time
 import traceback
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -28,7 +26,6 @@ from transformers import PreTrainedTokenizerFast  # noqa: F401 (imported once)
 
 from nanovllm import LLM, SamplingParams, Trace
 from nanovllm.features.requests.beam_search import BeamSearchParams
-from nanovllm.loading import make_engine
 from nanovllm.loading.memory import MemoryBudget
 
 with suppress(ImportError):  # without Numba
@@ -193,15 +190,6 @@ def other_prompts(path: str) -> tuple[str, list[list[int]]]:
     return failed, tokens_of(llm.generate(some_prompts(2), GREEDY, use_tqdm=False))
 
 
-def one_call_apart(path: str) -> list[str]:
-    """Rank 1 does not make the second call, and both make all others."""
-    llm, failed = make(path), []
-    for number, prompt in enumerate(some_prompts(5)):
-        if (number, rank()) != (1, 1):
-            failed.append(outcome(lambda p=prompt: llm.generate([p], GREEDY, use_tqdm=False)))
-    return failed
-
-
 def other_parameters(path: str) -> str:
     llm, params = make(path), SamplingParams(temperature=1.0, seed=rank(), max_tokens=4)
     return outcome(lambda: llm.generate([[1, 2, 3]], params, use_tqdm=False))
@@ -241,26 +229,6 @@ def an_abort(path: str) -> str:
             engine.step()
 
     return outcome(run)
-
-
-def a_stream_that_is_collected(path: str) -> tuple[list[list[int]], int]:
-    """It is in a cycle, and each rank collects it after another step of other requests."""
-    llm = make(path)
-    gc.disable()
-    stream = llm.stream(some_prompts(2), GREEDY)
-    next(stream)
-    cycle: list[Any] = [stream]
-    cycle.append(cycle)
-    del stream, cycle
-    for prompt in some_prompts(3):
-        llm.engine.add_request(prompt, GREEDY)
-    for number in range(8):
-        if number == 2 + 3 * rank():
-            gc.collect()
-        llm.engine.step()
-    found = tokens_of(llm.generate(some_prompts(4), GREEDY, use_tqdm=False))
-    llm.shutdown()
-    return found, int(llm.stats()["running"])
 
 
 def in_a_layer(llm: LLM, number: int, action: Callable[[], Any]) -> None:
@@ -310,13 +278,6 @@ def ctrl_c(path: str) -> str:
     return failed
 
 
-def an_early_end(path: str) -> str:
-    """The script of rank 1 makes one call less."""
-    llm = make(path)
-    llm.generate([[1, 2]], GREEDY, use_tqdm=False)
-    return outcome(lambda: rank() or llm.generate([[1, 2]], GREEDY, use_tqdm=False))
-
-
 def a_slow_rank(path: str) -> str:
     """Rank 1 does nothing until rank 0 has failed, which waits for a second."""
     llm, call = make(path), lambda: llm.generate([[1, 2]], GREEDY, use_tqdm=False)
@@ -330,58 +291,12 @@ def a_slow_rank(path: str) -> str:
     return outcome(call)
 
 
-def a_download(path: str) -> list[tuple[str, timedelta | None]]:
-    """How long this rank would wait for others until an engine has its files."""
-    dist, found, waits = torch.distributed, list[tuple[str, timedelta | None]](), {}
-    new_group, barrier, find = dist.new_group, dist.barrier, make_engine.find_files
-
-    def noted_group(**options: Any) -> Any:
-        group = new_group(**options)
-        waits[group] = options["timeout"]
-        return group
-
-    def noted_barrier(group: Any) -> None:
-        found.append(("barrier", waits[group]))
-        barrier(group)
-
-    def noted_find(config: Any) -> Any:
-        found.append(("download", None))
-        return find(config)
-
-    dist.new_group, dist.barrier, make_engine.find_files = noted_group, noted_barrier, noted_find
-    llm = make(path)
-    return [*found, ("step", waits[llm.engine.runner.ranks.host])]
-
-
-def groups_at_exit(path: str, destroyed: bool) -> tuple[int, int]:
-    """The numbers of process groups before and after what the engine does at exit."""
-    dist = torch.distributed
-    for of_the_server in list(weakref.finalize._registry):
-        of_the_server.detach()
-    llm = make(path)
-    if destroyed:
-        dist.destroy_process_group()
-    before = len(dist.distributed_c10d._world.pg_map)
-    weakref.finalize._exitfunc()
-    assert llm is not None
-    return before, len(dist.distributed_c10d._world.pg_map)
-
-
 def fewest_blocks(path: str) -> int:
     """Each rank finds room for another number."""
     found = MemoryBudget.num_kv_blocks
     MemoryBudget.num_kv_blocks = lambda *args: found(*args) - 10 * rank()  # type: ignore[method-assign]
     llm = make(path, num_kv_cache_blocks=None, kv_cache_memory_bytes=10**6)
     return llm.engine.runner.num_blocks
-
-
-def two_engines(path: str) -> list[list[list[int]]]:
-    """One after the other, and in turns."""
-    first, second = make(path), make(path, num_kv_cache_blocks=60)
-    return [
-        tokens_of(llm.generate(some_prompts(3), GREEDY, use_tqdm=False))
-        for llm in (first, second, first)
-    ]
 
 
 def engines_in_turn(path: str) -> list[tuple[list[list[int]], int]]:

@@ -22,8 +22,6 @@ from lesson_pages import (
     mask,
 )
 from lesson_runs import compare
-from page import markdown
-from svg import ticks
 
 from lessons import command
 from lessons.show import Questions
@@ -167,26 +165,6 @@ def test_only_what_was_measured_may_differ() -> None:
         with pytest.raises(AssertionError):
             compare({"1.md": new}, {"1.md": old})
     assert mask(TABLE.format(3, 4)).endswith("| a | # | 4 |")
-
-
-def test_an_axis_has_about_five_round_numbers() -> None:
-    assert ticks(0, 160, log=False) == [0, 50, 100, 150]
-    assert ticks(0, 0.9, log=False) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8])
-    assert ticks(0.5, 11, log=False) == [2, 4, 6, 8, 10]
-    assert ticks(77, 52_000, log=True) == [100, 1_000, 10_000]
-    assert ticks(0.3, 3.5, log=True) == pytest.approx([0.5, 1, 2])
-
-
-def test_text_is_not_taken_for_markdown() -> None:
-    assert markdown("x <b> y") == "x &lt;b> y"
-    assert markdown("a *b* and 2 * 3 * 4") == "a \\*b\\* and 2 * 3 * 4"
-    assert markdown("`a_b` and `run()`") == "`a_b` and `run()`"
-    assert markdown("set num_blocks=8 in Scheduler.run or run()") == (
-        "set `num_blocks=8` in `Scheduler.run` or `run()`"
-    )
-    assert markdown("as in lesson 3 (arXiv:2309.06180).") == (
-        "as in [lesson 3](03-blocks.md) ([arXiv:2309.06180](https://arxiv.org/abs/2309.06180))."
-    )
 
 
 def test_questions_are_read_from_text() -> None:

@@ -1,12 +1,5 @@
 """Lessons 10 to 18: their functions compute what they show, which holds for other numbers too."""
 
-import re
-import signal
-import subprocess
-import time
-from pathlib import Path
-
-import fresh
 import pytest
 import torch
 from lesson_runs import run_lesson
@@ -16,13 +9,11 @@ from lessons import lesson11_paged_attention as paged
 from lessons import lesson12_overlap as overlap
 from lessons import lesson13_int8 as int8
 from lessons import lesson14_host_cache as host_cache
-from lessons import lesson15_tensor_parallel as tensor_parallel
 from lessons import lesson16_states as states
 from lessons import lesson17_state_cache as state_cache
 from lessons import lesson18_experts as experts
 from nanovllm import SamplingParams
 from nanovllm.config import EMBEDDED
-from nanovllm.features.models.moe.experts import Groups
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 from nanovllm.models.attention import PlainAttention
 
@@ -303,68 +294,6 @@ def test_tensor_parallel() -> None:
     assert max(map(len, printed.splitlines())) <= 100
 
 
-@pytest.mark.slow
-def test_a_rank_that_fails_ends_the_others(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(tensor_parallel, "__name__", "lessons.no_such_lesson")
-    with pytest.raises(RuntimeError, match=r"a rank has failed \(exit statuses"):
-        tensor_parallel.start_ranks(2)
-    assert "no_such_lesson" in capfd.readouterr().err
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_the_ranks() -> None:
-    lesson = fresh.Process(fresh.module("nanovllm", "lessons", "15"))
-    printed, end = Path(lesson.directory.name, "stdout"), time.monotonic() + 120
-    while not (printed.exists() and "the ranks compare" in " ".join(printed.read_text().split())):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    running: list[int] = []
-    while not any(map(imports_torch, running)):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-        running = children(lesson.process.pid)
-    lesson.send_signal(signal.SIGINT)
-    done = lesson.wait()
-    assert (done.returncode, done.stderr) == (130, "")
-    assert not [process for process in running if is_running(process)]
-
-
-def children(parent: int) -> list[int]:
-    found = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True, text=True, check=False
-    )
-    return [int(pid) for pid in found.stdout.split()]
-
-
-def imports_torch(process: int) -> bool:
-    return "libtorch" in Path("/proc", str(process), "maps").read_text()
-
-
-def is_running(process: int) -> bool:
-    found = subprocess.run(
-        ["ps", "-o", "stat=", "-p", str(process)], capture_output=True, text=True, check=False
-    )
-    return found.stdout.strip()[:1] not in ("", "Z")
-
-
-def test_a_pointer_to_no_memory_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    """In the interpreter it ends the process that runs the line, and not this one.
-
-    No process has memory at that address: x86 has 57 bits of it at most, Arm 52.
-    """
-    pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("a GPU raises an error")
-    puzzles.run_puzzle("1", ["tl.store(out + 10**17 + i, a + b, mask=i < n)"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert said.startswith("That is not right. It reads or writes where no memory is (signal ")
-    puzzles.run_puzzle("1", ["tl.store(out + i, a + b, mask=i < n)"])
-    assert "That is right" in capsys.readouterr().out
-
-
 def test_states_in_steps_and_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(states, "HEADS", 2)
     for length in (1, 64, 70):
@@ -372,17 +301,6 @@ def test_states_in_steps_and_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         difference, slow, fast = states.compare()
         assert difference < 1e-4
         assert min(slow, fast) > 0
-
-
-def test_a_state_keeps_pairs_with_orthogonal_keys() -> None:
-    generator = torch.Generator().manual_seed(0)
-    state, values = torch.zeros(1, 8, 5), torch.randn(2, 8, 5, generator=generator)
-    keys = torch.linalg.qr(torch.randn(8, 8, generator=generator)).Q
-    for value in values:  # the second values replace the first
-        states.write(state, keys, value)
-        torch.testing.assert_close(states.read(state, keys), value, atol=1e-4, rtol=0)
-    states.write(state, keys[:1], values[0, :1], beta=0, keep=0.25)
-    torch.testing.assert_close(states.read(state, keys), values[1] / 4, atol=1e-4, rtol=0)
 
 
 def test_states(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,23 +367,6 @@ def test_experts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert used == sorted(used)
     assert experts.QUESTIONS[1].answer == f"{expected_hits(128, 2):g}"
     assert max(map(len, printed.splitlines())) <= 100
-
-
-def test_the_picture_of_experts_is_sorted_as_by_the_engine() -> None:
-    groups = Groups.of(torch.tensor([[3, 0], [1, 3], [0, 3]]), 4)
-    places = groups.places.flatten().argsort().tolist()
-    text = str(experts.__doc__)
-    rows = [re.findall(r"\d", line) for line in text.splitlines() if "    token " in line]
-    unsorted, by_expert = rows[0][:6], rows[0][6:]
-    assert by_expert == [unsorted[i] for i in places]
-
-
-def test_the_formula_is_the_mean_of_random_choices() -> None:
-    """Of tokens that choose independently, each expert with the same probability."""
-    torch.manual_seed(0)
-    choices = torch.rand(500, experts.BATCH, 64).topk(experts.USED).indices
-    found = sum(len(step.unique()) for step in choices) / len(choices)
-    assert found == pytest.approx(expected_hits(64, experts.BATCH), rel=0.01)
 
 
 def test_experts_token_by_token() -> None:

@@ -140,14 +140,3 @@ def test_a_rung_that_changes_tokens_is_refused() -> None:
     wrong = first._replace(run=lambda llm, requests: first.run(llm, requests[::-1]))
     with pytest.raises(AssertionError, match="no cache changes the tokens"):
         ladder.climb([first, wrong], number=2, repeats=1, warm_up=False)
-
-
-def test_a_gain_has_the_digits_that_its_spread_supports() -> None:
-    def runs(*seconds: float) -> list[ladder.Run]:
-        return [ladder.Run([], 0, 0, 0, 0.0, 0.0, s) for s in seconds]
-
-    assert ladder.gain(runs(7, 6, 6.6), runs(2, 2.2, 2.1)) == "3.1 (2.7 to 3.5)"
-    assert ladder.gain(runs(6, 6.01), runs(2, 2)) == "3.00 (3.00 to 3.00)"
-    assert ladder.gain(runs(2, 4, 8), runs(1, 2, 4)) == "2.00 (2.00 to 2.00)"  # a busier machine
-    assert ladder.gain(runs(5, 6), runs(5.5, 5.8)) == "about 1 (0.9 to 1.0)"
-    assert ladder.median(runs(5, 1, 3)).seconds == 3

@@ -132,23 +132,6 @@ def test_roofline(capsys, monkeypatch):
     assert max(map(len, printed.splitlines())) <= 100
 
 
-@pytest.mark.parametrize(
-    ("load", "share", "ridge", "is_busy"),
-    [
-        (0.0, 0.9, 10.0, False),
-        (None, 0.9, 10.0, False),
-        (0.5, 0.9, 10.0, True),
-        (None, 1.44, 10.0, True),
-        (None, 0.9, 0.1, True),
-    ],
-)
-def test_a_busy_machine_is_named(load, share, ridge, is_busy, capsys):
-    roofline.warn_if_busy(load, share, ridge)
-    printed = capsys.readouterr().out
-    assert ("THE MACHINE IS BUSY" in printed) == is_busy
-    assert ("Other programs used 50%" in " ".join(printed.split())) == (load == 0.5)
-
-
 def test_sampling():
     printed = run_lesson("8")
     *_, left = (line.split() for line in printed.splitlines() if line.startswith("tokens left"))

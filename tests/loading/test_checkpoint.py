@@ -1,7 +1,6 @@
 """Where a checkpoint is found, what its files say, and files that are refused."""
 
 import json
-import os
 from pathlib import Path
 
 import fresh
@@ -12,7 +11,6 @@ from transformers import AutoTokenizer
 from wrong_values import GENERATION, POINTER, WRONG
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.features.requests.embeddings.sentence_transformers import read_pooling_settings
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint, weight_files
 
 
@@ -59,37 +57,6 @@ def test_wrong_index(tmp_path: Path, weight_map: object) -> None:
         weight_files(tmp_path / "model")
 
 
-def test_names_of_files_that_are_too_long(path: Path, tmp_path: Path) -> None:
-    index = tmp_path / "model.safetensors.index.json"
-    for names in (["a" * 5000], ["a\0b"], [f"{i}.safetensors" for i in range(999)]):
-        index.write_text(json.dumps({"weight_map": dict(enumerate(names))}))
-        with pytest.raises(ValueError, match="names missing files: ") as error:
-            weight_files(tmp_path)
-        assert len(str(error.value)) < len(str(index)) + 300
-    edited(path, tmp_path)
-    index.unlink()
-    kinds = ["Transformer", "Pooling"]
-    modules = [{"type": f"a.{kind}", "path": "a" * 5000} for kind in kinds]
-    (tmp_path / "modules.json").write_text(json.dumps(modules))
-    assert "pooling mode 'mean'" in read_pooling_settings(tmp_path, 8).refused
-
-
-@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="its start cannot be read")
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "1_Pooling/config.json"])
-def test_files_whose_reading_fails(path: Path, tmp_path: Path, name: str) -> None:
-    """They can be opened. A parser that fails has its file opened again, to look for the cause."""
-    edited(path, tmp_path)
-    modules = [{"type": "a.Transformer"}, {"type": "a.Pooling", "path": "1_Pooling"}]
-    (tmp_path / "modules.json").write_text(json.dumps(modules))
-    (tmp_path / "1_Pooling").mkdir()
-    (tmp_path / name).unlink(missing_ok=True)
-    (tmp_path / name).symlink_to("/proc/self/mem")
-    with pytest.raises(
-        ValueError, match=rf"{name} cannot be read \(Input/output error\); replace or remove it"
-    ):
-        random_llm(tmp_path)
-
-
 @pytest.mark.parametrize(
     "name",
     ["config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"],
@@ -99,19 +66,6 @@ def test_git_lfs_pointer(path: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text(POINTER)
     with pytest.raises(ValueError, match=f"{name} is a git-lfs pointer.*'git lfs pull'"):
         random_llm(tmp_path)
-
-
-def test_models_that_no_file_system_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("a" * 5000, "/" + "a/" * 5000, "./a\0b"):
-        with pytest.raises(ValueError, match="there is no directory"):
-            LLM(name)
-
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(os, "stat", refuse)
-    with pytest.raises(ValueError, match="there is no directory"):
-        find_checkpoint(str(tmp_path))
 
 
 @pytest.mark.parametrize("do_sample", [True, False, None])
@@ -275,8 +229,6 @@ def test_samples_of_a_base_model_differ(tmp_path: Path) -> None:
 def test_embedded_checkpoint_is_hugging_faces(embedded: LLM) -> None:
     """AutoModelForCausalLM and AutoTokenizer load it unchanged and say the same."""
     from transformers import AutoModelForCausalLM
-
-    from nanovllm.loading.checkpoint import find_checkpoint
 
     path = find_checkpoint("qwen3-nano")
     assert (path / "model.safetensors").stat().st_size <= 8_000_000

@@ -127,13 +127,6 @@ def test_filters_at_the_ends_of_their_ranges(
     assert not wrong
 
 
-def test_the_lowest_temperature(backend: ModuleType) -> None:
-    """A lower one counts as 1.2e-38, so that these two logits are about equally likely."""
-    logits = torch.tensor([[0.0, 1.2e-38]] * 30)
-    tokens = backend.sample(logits, sampling_batch([(1e-45, 0, 1.0, 0.0)] * 30, list(range(30))))
-    assert tokens.unique().tolist() == [0, 1]
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_without_a_token(backend: ModuleType, dtype: torch.dtype) -> None:
     """-1 for NaN of either sign or +inf anywhere in a row, and if every token is hidden."""
@@ -322,14 +315,6 @@ def test_engine_seed_repeats_a_run(tmp_path) -> None:
     assert runs[0] == runs[1] != runs[2]
 
 
-def test_top_k_1_is_greedy(llm: LLM) -> None:
-    greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    narrow = SamplingParams(temperature=5.0, top_k=1, max_tokens=20, ignore_eos=True)
-    ids = list(range(1, VOCAB, 9))
-    a, b = llm.generate([ids, ids], [greedy, narrow], use_tqdm=False)
-    assert a["token_ids"] == b["token_ids"]
-
-
 @pytest.mark.parametrize("vocab", [7, 256, 300, 512, 5000])
 def test_draw_inverts_the_distribution(vocab: int) -> None:
     """Against the cumulative sum in double precision, and never a hidden token, at either end."""
@@ -361,18 +346,3 @@ def test_draw_with_a_sum_in_the_order_of_a_tree(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.Tensor, "cumsum", scan)
     tokens = draw(logits.expand(512, -1), u)
     assert (logits[0, tokens] > float("-inf")).all()
-
-
-def test_extreme_but_valid_params(small_llm: LLM) -> None:
-    """What float32 cannot hold is still the right draw: the likeliest token."""
-    greedy = small_llm.generate(
-        [[5, 6]], SamplingParams(temperature=0, max_tokens=9), use_tqdm=False
-    )
-    for fields in (
-        {"temperature": 1e-40},
-        {"temperature": 1e-38, "top_k": 2**70},
-        {"top_p": 1e-60},
-    ):
-        params = SamplingParams(max_tokens=9, **fields)
-        out = small_llm.generate([[5, 6]], params, use_tqdm=False)
-        assert out[0]["token_ids"] == greedy[0]["token_ids"], fields

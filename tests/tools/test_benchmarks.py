@@ -1,25 +1,17 @@
 """bench.py runs the requests that it names, computes right figures, and checks its baselines."""
 
-import importlib.util
 import json
-import os
 import random
 import sys
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 from unittest.mock import Mock
 
-import fresh
-import numpy as np
-import psutil
 import pytest
 import torch
 from bench_module import bench
 from checkpoints import random_llm, weights_of
-from oracle_engine import sequence
 
-from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.scheduler import Scheduler
 from nanovllm.loading.checkpoint import Checkpoint
 from tools.benchmarks import (
     baselines,
@@ -37,12 +29,6 @@ from tools.benchmarks.workloads import (
     make_workload,
     read_chats,
 )
-
-
-def test_an_import_of_the_peer_changes_no_path_and_no_variable():
-    before = list(sys.path), dict(os.environ)
-    importlib.reload(throughput.vllm_peer)
-    assert before == (sys.path, dict(os.environ))
 
 
 def test_nano_is_nano_vllms_benchmark():
@@ -76,21 +62,6 @@ def test_requests_are_as_the_table_says(name):
     assert max(work.lengths) <= (1024 if spec.model is None else SHAPES[spec.model][-1])
 
 
-def test_most_steps_of_a_stream_have_a_chunk():
-    """With outputs of one length, all rows would end together, and 3 % of the steps had one."""
-    spec = WORKLOADS["stream"]
-    work = make_workload("stream", spec, 300)
-    scheduler = Scheduler(BlockManager(spec.rows * 7, 16), spec.rows, 8192)
-    for i, (prompt, output) in enumerate(zip(work.prompts, work.outputs, strict=True)):
-        scheduler.add(sequence(prompt, output, i))
-    with_chunk = []
-    while scheduler.has_work():
-        step = scheduler.schedule()
-        with_chunk.append(bool(step.plan.chunks))
-        scheduler.commit(step, [7] * len(step.sampling_seqs))
-    assert sum(with_chunk) > 0.6 * len(with_chunk)
-
-
 def test_real_chats(embedded):
     work = read_chats("chat-real", embedded.get_tokenizer())
     assert work.rounds == [list(range(16)), list(range(16, 32))]
@@ -99,24 +70,6 @@ def test_real_chats(embedded):
     for first, second in zip(work.prompts[:16], work.prompts[16:], strict=True):
         assert second[: len(first)] == first
     assert min(work.outputs) > 1
-
-
-@pytest.mark.parametrize("option", ["--num-seqs 3", "--turns 2", "--shape cpu-small", "--model a"])
-def test_real_chats_have_fixed_requests(option, capsys):
-    with pytest.raises(SystemExit):
-        bench.main(["--workload", "chat-real", *option.split()])
-    message = f"has fixed requests for smollm2-135m; leave out {option.split()[0]}\n"
-    assert message in capsys.readouterr().err
-
-
-def test_llama_cpp_needs_a_file_and_a_python():
-    work = Workload("chat-real", [[1, 2]], [3], [[0]])
-    with pytest.raises(ValueError, match="needs a GGUF file; qwen3-nano has none"):
-        baselines.llama_cpp("qwen3-nano", work, 16, sys.executable)
-    with pytest.raises(ValueError, match="--peer-python: give the Python"):
-        baselines.llama_cpp("smollm2-135m", work, 16, None)
-    with pytest.raises(ValueError, match="--peer-python /no/python fails"):
-        baselines.llama_cpp("smollm2-135m", work, 16, "/no/python")
 
 
 def test_the_file_of_a_shape_holds_the_dummy_weights(tmp_path):
@@ -198,19 +151,6 @@ def test_shapes_have_the_sizes_of_their_names(shape, tmp_path):
         "moe": 0.811,
     }
     assert size / 1e9 == pytest.approx(billions.get(shape.split("-")[1], 0.004197), rel=0.01)
-
-
-def test_the_peak_memory():
-    """It is at most the machine's, and at least what an array takes."""
-    array = np.ones(50_000_000, np.uint8)
-    assert len(array) < machine.peak_memory() < psutil.virtual_memory().total
-
-
-def test_modules_that_windows_does_not_have_are_not_needed():
-    code = "import sys, psutil, torch\nsys.modules |= dict.fromkeys(('fcntl', 'resource', 'pwd'))\n"
-    code += "import bench, tools.benchmarks.throughput, tools.benchmarks.modes\n"
-    done = fresh.run(code + "import nanovllm.cli.jobs.run_batch, nanovllm.cli.chat")
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
@@ -303,80 +243,6 @@ def test_vllm_in_its_own_process(tmp_path, monkeypatch):
         start("2")
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         start("(1 // 0)")
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="its Python is a shell script")
-@pytest.mark.parametrize("installed", [True, False])
-def test_vllm_gets_the_libraries_that_it_advises(installed, tmp_path, monkeypatch):
-    """libiomp5.so of its environment and tcmalloc of the system, before what the user preloads."""
-    environment, system = tmp_path / "vllm", tmp_path / "system"
-    files = [system / "x86_64-linux-gnu" / "libtcmalloc_minimal.so.4"]
-    files += [environment / "lib" / "libiomp5.so"]
-    for file in files if installed else []:
-        file.parent.mkdir(parents=True)
-        file.touch()
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\necho {environment}\n")
-    python.chmod(0o755)
-    monkeypatch.setattr(baselines, "SYSTEM", [system])
-    monkeypatch.setenv("LD_PRELOAD", "mine.so")
-    variables, note = baselines.vllm_libraries(str(python))
-    if installed:
-        assert variables == {"LD_PRELOAD": f"{files[0]}:{files[1]}:mine.so"}
-        assert note == "libtcmalloc_minimal.so.4 preloaded, libiomp5.so preloaded"
-    else:
-        assert variables == {}
-        assert note.count("not found and not preloaded") == 2
-
-
-def test_a_process_that_ends_in_a_turn(tmp_path):
-    """Also if another process that it started still has the pipe of the answers open."""
-    script = tmp_path / "engine.py"
-    script.write_text(
-        "import subprocess, sys\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        "input(); print('{}', flush=True)\n"
-        "input(); child.pid; sys.exit(7)\n"
-    )
-    process = turn.Process([sys.executable, str(script)], {}, {"ADDED": "1"})
-    with pytest.raises(RuntimeError, match="it ended with status 7"):
-        process.turn()
-    with pytest.raises(RuntimeError, match="it ended with status 7"):
-        process.turn()
-    process.end()
-
-
-@pytest.mark.parametrize("together", [True, False])
-def test_engines_take_turns(together, monkeypatch):
-    """On a CPU both are loaded before the first turn, and once."""
-    events = []
-
-    class Engine:
-        def __init__(self, command, job, variables):
-            events.append(f"load {command}")
-            self.name, self.loaded = command, {"load_seconds": 1.0}
-
-        def turn(self, profile):
-            events.append(f"{self.name}{' profile' * profile}")
-            return {"seconds": 2.0}
-
-        def end(self):
-            events.append(f"end {self.name}")
-
-    monkeypatch.setattr(throughput, "Process", Engine)
-    work = Workload("w", [[1]], [8], [[0]])
-    engines = [throughput.Engine(name, work, name, {}) for name in ("nanovllm", "b")]
-    rows, failed = throughput.take_turns(engines, 2, False, together)
-    assert not failed
-    assert [len(row["runs"]) for row in rows.values()] == [2, 2]
-    assert rows["b"]["runs"][0]["output_tokens_per_second"] == 4
-    turns = ["nanovllm", "b", "nanovllm profile", "b profile"]
-    if together:
-        assert events == ["load nanovllm", "load b", *turns, "end nanovllm", "end b"]
-    else:
-        names = [turn.split()[0] for turn in turns]
-        each = [(f"load {n}", t, f"end {n}") for n, t in zip(names, turns, strict=True)]
-        assert events == [event for events in each for event in events]
 
 
 def test_a_turn_in_its_own_process(path):

@@ -160,13 +160,6 @@ def test_answers_are_right() -> None:
     assert data.table_answer(12).endswith("12 x 10 = 120")
 
 
-@pytest.mark.slow
-def test_graded_sizes_are_even() -> None:
-    for task, sizes in (("sort", range(2, 9)), ("reverse", range(3, 13)), ("spell", range(3, 13))):
-        counts = [sum(s.size == n for s in data.graded_samples(task)) for n in sizes]
-        assert min(counts) > 200 / len(sizes) / 2.5, (task, counts)
-
-
 def test_tokenizer(embedded: LLM) -> None:
     tokenizer = embedded.get_tokenizer()
     for number in ("7", "42", "100"):

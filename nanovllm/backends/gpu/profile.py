@@ -1,25 +1,43 @@
 """Measures the scratch memory of the largest steps, so that the KV cache leaves room for it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.plan import FILTERS, Chunk, LogitRules, NewRow, ResultKind, RowSampling, StepPlan
 
+if TYPE_CHECKING:
+    from nanovllm.models.attention import PlainAttention
+    from nanovllm.runner.model_runner import ModelRunner
 
-def scratch_bytes(run: Callable[[StepPlan], None], config: EngineConfig, max_model_len: int) -> int:
+
+def scratch_bytes(
+    runner: ModelRunner,
+    make_attention: Callable[[int], PlainAttention],
+    config: EngineConfig,
+    max_model_len: int,
+) -> int:
     """Return the bytes that the largest steps need besides weights and KV cache.
 
-    `run` executes a plan, and compiles its kernels. The result is the sum over the steps, because
-    graphs use a separate memory pool.
+    The steps run with caches of `make_attention`, and compile their kernels. The result is the sum
+    over the steps, because graphs use a separate memory pool.
     """
     size = 0
     for plan in largest_plans(config, max_model_len):
         torch.cuda.reset_peak_memory_stats()
         allocated = torch.cuda.memory_allocated()
-        run(plan)
+        if runner.device_rows is not None:  # then these positions are for logit rules only
+            runner.rows.positions[:-1] = max_model_len - 2
+        runner.attention = make_attention(1)  # everything is written to the null block
+        runner.attention.copy_blocks([(0, 0)])
+        runner.run(plan)
+        if runner.rows.rules is not None:
+            runner.rows.rules.reset()  # requests with rules allocate their memory again
         size += torch.cuda.max_memory_allocated() - allocated
     return size
 

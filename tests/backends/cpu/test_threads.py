@@ -1,6 +1,5 @@
 """The threads of a step on a CPU: as many as other processes leave, unless the user chose."""
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -128,28 +127,6 @@ def test_neighbours_during_a_call(who: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert set(cores.steps(limited, 5)[5:]) == {2}, "from 0.3 s on"
 
 
-@pytest.mark.parametrize("who", NEIGHBOURS)
-def test_a_call_begins_beside_neighbours(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that takes less time than the first measurement."""
-    cores = Cores(monkeypatch)
-    limited = ThreadLimit()
-    cores.who = who
-    for _ in range(3):
-        cores.pause(1)
-        assert cores.steps(limited, 0.05) == [best(who)]
-
-
-@pytest.mark.parametrize("who", NEIGHBOURS)
-def test_a_container_sees_no_others(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cores = Cores(monkeypatch, visible=False)
-    limited = ThreadLimit()
-    cores.who = who
-    assert set(cores.steps(limited, 5)[3:]) == {best(who)}
-    cores.who = "none"
-    cores.pause(3)
-    assert set(cores.steps(limited, 5)) == {2}
-
-
 def test_a_limit_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the cores are never idle, so that only a trial shows that a thread gets a core."""
     cores = Cores(monkeypatch)
@@ -205,40 +182,6 @@ def test_a_number_that_the_user_chose_wins(monkeypatch: pytest.MonkeyPatch) -> N
     assert cores.steps(limited, 1)[-1] == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert set(cores.steps(ThreadLimit(), 1)) == {2}
-
-
-def test_the_setting_is_restored_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    cores = Cores(monkeypatch)
-    limited = ThreadLimit()
-    cores.who = "one"
-    with pytest.raises(RuntimeError, match="lost"), limited():
-        assert torch.get_num_threads() == 1
-        raise RuntimeError("lost")
-    assert torch.get_num_threads() == 2
-
-
-def test_other_threads_keep_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that uses torch for the first time during a step, and after it."""
-    cores = Cores(monkeypatch)
-    limited = ThreadLimit()
-    cores.who = "one"
-    seen: list[int] = []
-
-    def look() -> None:
-        seen.append(torch.get_num_threads())
-        during.set()
-        assert after.wait(60)
-        seen.append(torch.get_num_threads())
-
-    during, after = threading.Event(), threading.Event()
-    other = threading.Thread(target=look)
-    with limited():
-        assert torch.get_num_threads() == 1
-        other.start()
-        assert during.wait(60)
-    after.set()
-    other.join(60)
-    assert seen == [2, 2]
 
 
 def test_steps_of_an_engine_follow_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 import base64
 import json
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -465,17 +464,6 @@ def test_ctrl_c_and_kill_9(embedded: LLM, tmp_path: Path) -> None:
         assert body(got[f"q{i}"])["choices"][0]["message"]["content"] == want
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk(embedded: LLM, tmp_path: Path) -> None:
-    source, target = save(tmp_path / "in.jsonl", few()), tmp_path / "out.jsonl"
-    with pytest.raises(OSError, match="No space left"), BatchFiles(source, target) as files:
-        files.results = open("/dev/full", "ab")  # noqa: SIM115
-        run_batch(embedded, files, max_concurrency=2, use_tqdm=False)
-    assert not embedded.engine.has_unfinished_requests()
-    run(embedded, source, target)
-    assert len(results(target)) == 7
-
-
 def test_errors_and_another_try(
     embedded: LLM,
     tmp_path: Path,
@@ -554,24 +542,3 @@ def test_wrong_options(
     assert message in error
     assert "resume" not in error
     assert len(error.splitlines()) == 1
-
-
-def test_nothing_left_loads_no_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("nanovllm.cli.jobs.run_batch.LLM", None)
-    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_bytes(b"\n \n")
-    assert main(["-i", str(source), "-o", str(target)]) == 0
-    assert "0 results" in capsys.readouterr().out
-
-
-def test_other_names_and_help(embedded: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    job = parse(embedded, CHAT, ask("Hi", model="gpt-9"), "gpt-9")
-    assert job.model == "gpt-9"
-    for arguments in (["-i", "a"], ["-i", "a", "-o", "b", "--set", "model=x"], ["--help"]):
-        with pytest.raises(SystemExit):
-            main(arguments)
-    shown = capsys.readouterr()
-    assert "model=x: give --model instead" in shown.err
-    assert "the same command" in " ".join(shown.out.split())

@@ -1,6 +1,5 @@
 """The host cache: evicted KV blocks that come back. Bookkeeping, copies, and whole engines."""
 
-import logging
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +24,6 @@ from nanovllm.features.memory.host_cache.pool import HostPool
 from nanovllm.loading import memory
 from nanovllm.models.fp8 import FP8
 from nanovllm.plan import BlockCopy, StepPlan
-from nanovllm.utils import log
 
 SLOW = pytest.mark.slow
 GIB = 2**30
@@ -193,52 +191,6 @@ def test_an_evicted_block_comes_back_once_saved() -> None:
     assert not {0, 1} & {move.target for move in plan.saves}
 
 
-def test_a_match_crosses_the_tiers_in_both_directions() -> None:
-    """A child stays reachable when only its parent was evicted, and when both were."""
-    blocks = Blocks(num_blocks=4)
-    seq, _ = blocks.run(1, 1, 2, 2, 3, 3)
-    *_, third = seq.block_table
-    blocks.release(seq)
-    blocks.evictable.move_to_end(third)
-    blocks.run(7, 7, 8, 8)  # evicts one besides the free block: the second
-    assert blocks.where(1, 1, 2, 2, 3, 3) == "dhd"
-    assert blocks.match(plain_sequence([1, 1, 2, 2, 3, 3, 0]))[2].block_id == third
-
-
-def test_a_load_does_not_evict_what_was_matched() -> None:
-    """The least recently used blocks are the matched ones, which have no owner yet."""
-    blocks = Blocks(num_blocks=4)
-    seq, _ = blocks.run(1, 1, 2, 2, 3, 3)
-    *_, third = seq.block_table
-    blocks.release(seq)
-    blocks.evictable.move_to_end(third)
-    other, _ = blocks.run(7, 7, 8, 8)
-    blocks.release(other)
-    assert blocks.where(1, 1, 2, 2, 3, 3) == "dhd"
-    assert set(list(blocks.evictable)[:2]) == {seq_block(blocks, 1, 1), third}
-    seq, plan = blocks.run(1, 1, 2, 2, 3, 3, 4)
-    assert seq.block_table[2] == third
-    assert len(plan.loads) == 1
-    assert len(set(seq.block_table)) == 4
-
-
-def seq_block(blocks: Blocks, *tokens: int) -> int:
-    return blocks.match(plain_sequence([*tokens, 0]))[-1].block_id
-
-
-def test_a_block_that_is_computed_again_keeps_its_identity() -> None:
-    """Its children in host memory are still found."""
-    blocks = Blocks(num_blocks=3)
-    seq, _ = blocks.run(1, 1, 2, 2, 3)
-    blocks.release(seq)
-    other, _ = blocks.run(7, 7, 8, 8, 9, 9)
-    blocks.release(other)
-    assert blocks.where(1, 1, 2, 2) == "hh"
-    seq, plan = blocks.run(1, 1)  # its last token is computed, because it yields the next one
-    assert plan.loads == []
-    assert blocks.where(1, 1, 2, 2) == "dh"
-
-
 def test_what_does_not_fit_is_lost() -> None:
     blocks = Blocks(num_blocks=3, host=2)
     for first in (1, 4, 7):
@@ -255,20 +207,6 @@ def test_what_does_not_fit_is_lost() -> None:
     blocks.reset_prefix_cache()
     assert blocks.stats()["host_blocks"] == 0
     assert blocks.where(7, 7) == ""
-
-
-def test_plans_are_reproducible() -> None:
-    def plans(seed: int) -> list[StepPlan]:
-        history, made = HostCacheHistory(seed), []
-        run = history.runner.run
-        history.runner.run = lambda plan: made.append(plan) or run(plan)  # type: ignore[func-returns-value]
-        for _ in range(30):
-            history.add()
-            history.step()
-        return made
-
-    for seed in range(20):
-        assert plans(seed) == plans(seed)
 
 
 # ---- the copies ----
@@ -299,23 +237,6 @@ def test_runs_of_pinned_blocks() -> None:
         ]
     assert len(list(pool.runs((0, 1, 2, 3, 4)))) == 2
     assert len(list(pool.runs((9, 10, 11, 4, 5)))) == 2
-
-
-def test_the_log_level_hides_the_progress_bar(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Of ranks only the first shows it; the others log nothing below a warning."""
-    hidden, empty = [], torch.empty
-    monkeypatch.setattr(torch, "empty", lambda shape, dtype, **_: empty(shape, dtype=dtype))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: None)
-    monkeypatch.setattr(
-        log, "tqdm", lambda sizes, disable=False, **_: hidden.append(disable) or sizes
-    )
-    for level in (logging.INFO, logging.WARNING):
-        caplog.set_level(level, "nanovllm")
-        host_pool.PinnedPool(2, torch.zeros(1, 2, 1, 4, 8))
-    assert hidden == [False, True]
 
 
 @pytest.fixture(scope="module")
@@ -418,13 +339,6 @@ def test_fp8_and_the_interpreter_of_triton(path: Path) -> None:
     assert stats["host_loads"] > 0
 
 
-def test_stats_without_the_tier(path: Path) -> None:
-    llm = random_llm(path)
-    assert llm.engine.runner.host_pool is None
-    assert type(llm.engine.scheduler.block_manager).__name__ == "BlockManager"
-    assert not [key for key in llm.stats() if "host" in key]
-
-
 def small(path: Path, **options: object) -> LLM:
     settings = dict(block_size=4, num_kv_cache_blocks=30, attention_backend="sdpa")
     settings |= dict(swap_space=2**-8)
@@ -450,7 +364,7 @@ def test_a_failed_step_empties_both_tiers(path: Path, monkeypatch: pytest.Monkey
 
     llm.reset_prefix_cache()
     assert not blocks.hash_to_host_block
-    monkeypatch.setattr(host_pool, "save", broken)
+    monkeypatch.setattr(pool, "save", broken)
     with pytest.raises(RuntimeError, match="on purpose"):
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert not blocks.hash_to_host_block
@@ -475,12 +389,6 @@ def test_the_trace_shows_the_moves(path: Path) -> None:
     stats = llm.stats()
     assert f"It holds {stats['host_blocks']} blocks. " in text
     assert f"it has lost {stats['host_evictions']} block" in text
-
-
-def test_the_log_says_how_many_blocks(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "nanovllm")
-    small(path)
-    assert "host memory holds 1,024 KV blocks (0.00390625 GiB)" in caplog.text
 
 
 def test_names_and_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,18 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import make_checkpoint, random_llm
+from checkpoints import make_checkpoint
 from hybrid_checkpoints import make_hybrid_checkpoint
 from moe_checkpoints import make_moe_checkpoint
 from quantized_files import quantize_checkpoint
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.backends.int8 import quantized
-from nanovllm.cli.jobs import run_batch
-from nanovllm.engine.sequence import Sequence
-from nanovllm.features.memory.tensor_parallel.ranks import DOWNLOAD_TIMEOUT, TIMEOUT
 from nanovllm.features.memory.tensor_parallel.shards import config_of_rank, tensors_of_rank
-from nanovllm.features.requests.beam_search import BeamSearchParams
 from nanovllm.loading.memory import num_weights, weight_bytes
 from nanovllm.models.backend import Backend
 from nanovllm.models.model_config import ModelConfig
@@ -97,7 +93,7 @@ CASES = [
 def test_ranks_answer_as_one(
     ranks: Job, paths: dict[str, str], model: str, size: int, options: dict[str, Any]
 ) -> None:
-    """Chunked prompts, preemption, forks, beams, log-probabilities, embeddings and streams."""
+    """Chunked prefill, preemption, forks, beams, log-probabilities, embeddings and streams."""
     arguments = {"path": paths[model], **options}
     [one] = values(ranks("everything", 1, **arguments))
     assert one["stats"]["preemptions"] > 0
@@ -157,24 +153,10 @@ def test_quantization(
         assert 0 < errors[1] < 1.3 * errors[0], name
 
 
-@pytest.mark.slow
-def test_the_kernels_of_a_cpu(ranks: Job, paths: dict[str, str]) -> None:
-    pytest.importorskip("numba")
-    [one] = values(ranks("everything", 1, path=paths["qwen3"]))
-    found = values(ranks("everything", 2, path=paths["qwen3"], attention_backend="numba"))
-    assert [answer["tokens"] for answer in found] == [one["tokens"]] * 2
-
-
 @pytest.mark.parametrize("model", ["hybrid", "hybrid-moe"])
 def test_linear_attention_is_refused(ranks: Job, paths: dict[str, str], model: str) -> None:
     for found in values(ranks("an_engine", 2, path=paths[model])):
         assert re.match("ValueError: Qwen3_5.* does not support tensor_parallel_size", found)
-
-
-def test_two_engines(ranks: Job, paths: dict[str, str]) -> None:
-    first, second = values(ranks("two_engines", 2, path=paths["qwen3"]))
-    assert first == second
-    assert first[0] == first[1] == first[2]
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -184,16 +166,6 @@ def test_a_deleted_engine_leaves_no_connections(
     for first, *others in values(ranks("engines_in_turn", size, path=paths["qwen3"])):
         assert first[1] == 1  # the group of all processes, which the script may use
         assert all(other == first for other in others)
-
-
-@pytest.mark.parametrize(("destroyed", "groups"), [(False, (2, 1)), (True, (0, 0))])
-def test_an_engine_disconnects_at_exit(
-    ranks: Job, paths: dict[str, str], destroyed: bool, groups: tuple[int, int]
-) -> None:
-    """If it stayed connected, one exit of 40 ended with SIGABRT. A script may do it itself."""
-    found = ranks("groups_at_exit", 2, path=paths["qwen3"], destroyed=destroyed)
-    assert values(found) == [groups] * 2
-    assert "Error" not in found[0]["log"] + found[1]["log"]
 
 
 def test_bytes_of_a_step(ranks: Job, paths: dict[str, str]) -> None:
@@ -207,26 +179,6 @@ def test_bytes_of_a_step(ranks: Job, paths: dict[str, str]) -> None:
 
 
 # ---- what could make ranks disagree ----
-
-
-def test_plans_do_not_depend_on_addresses(
-    paths: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sequences in a set would come in another order in each process."""
-
-    def plans(salt: int) -> list[str]:
-        monkeypatch.setattr(Sequence, "__hash__", lambda seq: (id(seq) >> 4) ^ salt)
-        llm, noted = random_llm(Path(paths["qwen3"]), attention_backend="sdpa"), []
-        run = llm.engine.runner.run
-        llm.engine.runner.run = lambda plan: noted.append(repr(plan)) or run(plan)
-        prompts = [[1, 2, 3], [4, 5, 6, 7], [8]]
-        llm.beam_search(prompts, BeamSearchParams(5, 8, ignore_eos=True), use_tqdm=False)
-        llm.generate(prompts, SamplingParams(n=3, max_tokens=5, seed=1), use_tqdm=False)
-        return noted
-
-    first = plans(0)
-    for salt in (1, 2, 3, 5, 6, 7, 12):
-        assert plans(salt) == first
 
 
 @pytest.mark.parametrize(
@@ -250,33 +202,6 @@ def test_other_tokens_on_another_rank(ranks: Job, paths: dict[str, str]) -> None
     assert re.match("RuntimeError: the ranks have different steps: rank 0: .*after", failed)
     [(_, wanted)] = values(ranks("other_prompts", 1, path=paths["qwen3"]))
     assert answer == wanted
-
-
-def test_other_prompts_on_another_rank(ranks: Job, paths: dict[str, str]) -> None:
-    """The engines remain usable."""
-    (failed, answer), other = values(ranks("other_prompts", 2, path=paths["qwen3"]))
-    assert (failed, answer) == other
-    assert re.match(
-        r"RuntimeError: .*rank 0: .*token_ids=\[4, 5\].*rank 1: .*token_ids=\[4, 6\]", failed
-    )
-    [wanted] = values(ranks("other_prompts", 1, path=paths["qwen3"]))
-    assert answer == wanted[1]
-
-
-def test_ranks_that_are_one_call_apart(ranks: Job, paths: dict[str, str]) -> None:
-    """They disagree at each call, and the last one of rank 0 does not wait for rank 1."""
-    first, second = values(ranks("one_call_apart", 2, path=paths["qwen3"]))
-    assert first[0].startswith("no error")
-    assert second[0].startswith("no error")
-    for failed in (*first[1:4], *second[1:]):
-        assert failed.startswith("RuntimeError: the ranks have different steps")
-    assert first[4].startswith(LOST)
-
-
-def test_a_finalizer_aborts_nothing(ranks: Job, paths: dict[str, str]) -> None:
-    first, second = values(ranks("a_stream_that_is_collected", 2, path=paths["qwen3"]))
-    assert first == second
-    assert first[1] == 0
 
 
 LOST = "RuntimeError: rank 0 is disconnected from the other ranks: a rank failed"
@@ -303,24 +228,10 @@ def test_ctrl_c_in_one_rank(ranks: Job, paths: dict[str, str]) -> None:
     assert second["value"] == "KeyboardInterrupt: "
 
 
-def test_a_script_that_ends_early(ranks: Job, paths: dict[str, str]) -> None:
-    first, second = values(ranks("an_early_end", 2, path=paths["qwen3"]))
-    assert first.startswith(LOST)
-    assert second == "no error: 1"
-
-
 def test_a_rank_that_does_nothing(ranks: Job, paths: dict[str, str]) -> None:
     first, second = values(ranks("a_slow_rank", 2, path=paths["qwen3"]))
     assert first.startswith(LOST)
     assert second.startswith(LOST.replace("rank 0", "rank 1"))
-
-
-def test_a_download_that_takes_long(ranks: Job, paths: dict[str, str]) -> None:
-    """The other ranks wait longer for a download than for a step."""
-    step, download = ("step", TIMEOUT), [("download", None), ("barrier", DOWNLOAD_TIMEOUT)]
-    first, second = values(ranks("a_download", 2, path=paths["qwen3"]))
-    assert first == [*download, step]
-    assert second == [*download[::-1], step]
 
 
 def test_the_fewest_blocks(ranks: Job, paths: dict[str, str]) -> None:
@@ -481,16 +392,6 @@ def test_one_rank_uses_nothing_of_it(ranks: Job, paths: dict[str, str]) -> None:
         importing += [path.name for name in names if "torch.distributed" in name]
     assert importing == ["ranks.py"]
     assert values(ranks("alone", 1, path=paths["qwen3"])) == [[]]
-
-
-def test_a_file_of_requests_is_for_one_process(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for started in ("1", "2"):  # without torchrun too, which would not help
-        monkeypatch.setenv("WORLD_SIZE", started)
-        assert run_batch.main(["-i", "a", "-o", "b", "--set", "tensor_parallel_size=2"]) == 1
-        error = capsys.readouterr().err
-        assert "tensor_parallel_size: one process writes the output; use 1" in error
 
 
 @pytest.mark.slow

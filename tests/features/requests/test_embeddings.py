@@ -71,24 +71,6 @@ def test_layouts(tmp_path: Path, layout: str, tie: bool) -> None:
     assert len(llm.embed(PROMPTS[0], use_tqdm=False)) == 1
 
 
-def test_a_model_that_transformers_saves_without_head(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path / "whole", family="qwen2")
-    model.model.save_pretrained(tmp_path / "bare")
-    config = json.loads((tmp_path / "bare" / "config.json").read_text())
-    assert config["architectures"] == ["Qwen2Model"]
-    llm = random_llm(tmp_path / "bare")
-    near(llm.embed(PROMPTS[:2], use_tqdm=False), model, PROMPTS[:2])
-
-
-def test_random_weights_without_head(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path)
-    change_layout(tmp_path, "bare Model")
-    llm = random_llm(tmp_path, load_format="dummy")
-    assert len(llm.embed([1, 2], use_tqdm=False)[0].outputs.embedding) == 64
-    with pytest.raises(ValueError, match="no head"):
-        llm.generate([1], use_tqdm=False)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -179,13 +161,6 @@ def test_a_prompt_may_fill_the_model(llm: LLM) -> None:
         llm.embed([5] * 129, use_tqdm=False)
     with pytest.raises(ValueError, match="leaves no room for output"):
         llm.generate([5] * 128, use_tqdm=False)
-
-
-def test_a_prompt_may_fill_the_cache(checkpoint: tuple[Path, torch.nn.Module]) -> None:
-    llm = random_llm(checkpoint[0], num_kv_cache_blocks=2)
-    near(llm.embed([5] * 32, use_tqdm=False), checkpoint[1], [[5] * 32])
-    with pytest.raises(ValueError, match="33 tokens are more than 32, the limit"):
-        llm.embed([5] * 33, use_tqdm=False)
 
 
 def test_nan_and_aborts_end_only_their_request(

@@ -7,7 +7,6 @@ import sys
 import threading
 import typing
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -450,22 +449,6 @@ def test_an_output_ends_with_its_grammar(embedded: LLM, asynchronous: bool, monk
     assert not embedded.engine.has_unfinished_requests()
 
 
-def test_another_end_before_that_of_the_grammar(embedded: LLM, monkeypatch) -> None:
-    """A stop string and the grammar end the same output; the other samples are not affected."""
-    monkeypatch.setattr(embedded.engine, "async_scheduling", True)
-    params = SamplingParams(
-        temperature=0,
-        n=2,
-        stop=["stop"],
-        ignore_eos=True,
-        structured_outputs=StructuredOutputsParams(choice=["non-stop"]),
-    )
-    for sample in embedded.generate("x", params, use_tqdm=False)[0].outputs:
-        assert (sample.text, sample.finish_reason, sample.stop_reason) == ("non-", "stop", "stop")
-    params = structured("person", temperature=0, max_tokens=5)
-    assert embedded.generate("x", params, use_tqdm=False)[0].outputs[0].finish_reason == "length"
-
-
 # ---- refusals ----
 
 REFUSED = [
@@ -553,24 +536,6 @@ def test_a_deep_grammar_does_not_end_the_process(embedded: LLM, kind: str) -> No
     assert threading.stack_size() == before
 
 
-def test_a_compilation_that_takes_too_long(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its request is refused by the time, because nothing else bounds every grammar."""
-    real, go_on = GrammarCompiler._call_with_limit, threading.Event()
-
-    def slow(self: GrammarCompiler, function: Callable[[], Any], stack: int) -> Any:
-        return real(self, lambda: (go_on.wait(300), function())[1], stack)
-
-    monkeypatch.setattr(GrammarCompiler, "_call_with_limit", slow)
-    monkeypatch.setattr(structured_module, "MAX_SECONDS", 0)
-    schema = {"type": "string", "pattern": "too long"}
-    params = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
-    with pytest.raises(ValueError, match="json of structured_outputs for more than 0 seconds"):
-        embedded.generate("x", params, use_tqdm=False)
-    go_on.set()
-    for thread in embedded.engine.input_processor.grammars.abandoned:
-        thread.join(100)
-
-
 def test_compilations_that_still_run_are_few(
     embedded: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -608,33 +573,6 @@ def test_compilations_that_still_run_are_few(
         thread.join(100)
     monkeypatch.undo()
     add("after")
-
-
-def test_ctrl_c_counts_the_compilation_that_it_leaves(
-    embedded: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiler = embedded.engine.input_processor.grammars
-
-    class Interrupted(Future):
-        def result(self, timeout: float | None = None) -> Any:
-            raise KeyboardInterrupt
-
-    go_on = threading.Event()
-    monkeypatch.setattr(structured_module, "Future", Interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        compiler._call_with_limit(lambda: go_on.wait(300), 2**20)
-    thread = compiler.abandoned[-1]
-    assert thread.is_alive()
-    go_on.set()
-    thread.join(100)
-
-
-@pytest.mark.parametrize("fields", [{"regex": "a(" * 4000}, {"grammar": "start: " + "b " * 4000}])
-def test_errors_do_not_repeat_a_grammar(embedded: LLM, fields: dict) -> None:
-    params = SamplingParams(structured_outputs=StructuredOutputsParams(**fields))
-    with pytest.raises(ValueError, match="llguidance refuses") as error:
-        embedded.engine.add_request("x", params)
-    assert len(str(error.value)) < 500
 
 
 def test_a_choice_of_many_strings(embedded: LLM) -> None:

@@ -42,28 +42,10 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
             "pieces of [1, 1, 1, 1]: the attention of the tokens [1, 2, 3] differs from torch's.",
         ),
         (
-            "keys)) <= before",
-            "keys)) < before",
-            "test_one_piece_is_causal",
-            "pieces of [5]: the attention of the tokens [0, 1, 2, 3, 4] differs from torch's.",
-        ),
-        (
-            "softmax(-1)",
-            "softmax(-2)",
-            "test_one_piece_is_causal",
-            "pieces of [5]: the attention of the tokens [0, 1, 2, 3, 4] differs from torch's.",
-        ),
-        (
             "torch.cat((self.k, k)), torch.cat((self.v, v))",
             "torch.cat((k, self.k)), torch.cat((v, self.v))",
             "test_pieces",
             "pieces of [3, 2]: the attention of the tokens [3] differs from torch's.",
-        ),
-        (
-            "self.k, self.v = torch.cat((self.k, k))",
-            "self.k, self.v = torch.cat((self.k, k[-1:]))",
-            "test_one_piece_is_causal",
-            "pieces of [5]: the attention of the tokens [0, 1, 2, 3, 4] differs from torch's.",
         ),
         ("self.", "KVCache.", "test_the_model_answers", "With your cache it answers"),
     ],
@@ -93,12 +75,6 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
             "2 on should have the slots [30, 31, 8, 9], but yours have [30, 31].",
         ),
         (
-            "block_table[position // block_size] * block_size + position % block_size",
-            "block_table[start // block_size] * block_size + position - start + start % block_size",
-            "test_slots",
-            "2 on should have the slots [30, 31, 8, 9], but yours have [30, 31, 32, 33].",
-        ),
-        (
             "max(0, needed - len(block_table))",
             "needed",
             "test_blocks_to_append",
@@ -109,30 +85,6 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
             "needed - len(block_table)",
             "test_blocks_to_append",
             "from 0 on, 0 blocks should be appended, but yours says -2.",
-        ),
-        (
-            "(start + count)",
-            "count",
-            "test_blocks_to_append",
-            "from 6 on, 1 blocks should be appended, but yours says 0.",
-        ),
-        (
-            "-(-(start + count) // block_size)",
-            "(start + count) // block_size + 1",
-            "test_blocks_to_append",
-            "from 6 on, 0 blocks should be appended, but yours says 1.",
-        ),
-        (
-            "block_size + position % block_size",
-            "16 + position % block_size",
-            "test_slots",
-            "2 on should have the slots [30, 31, 8, 9], but yours have [114, 115, 32, 33].",
-        ),
-        (
-            "    return [\n",
-            "    block_table.append(0)\n    return [\n",
-            "test_slots",
-            "The block table [7, 2] was changed to [7, 2, 0].",
         ),
     ],
     "prefix": [
@@ -173,46 +125,10 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
             "match should return a list of Blocks, but it returns [1, 2].",
         ),
         (
-            "matched.append(block)",
-            "matched = [block]",
-            "test_matches",
-            "9] should match the blocks [[5, 6], [7, 8]], but matches [[7, 8]].",
-        ),
-        (
-            "                break",
-            "                return []",
-            "test_matches",
-            "6, 9, 8, 7] should match the blocks [[5, 6]], but matches [].",
-        ),
-        (
             "len(seq.token_ids)",
             "seq.num_prompt",
             "test_random_requests",
             "tokens of output should match the blocks",
-        ),
-        (
-            "matched.append(block)",
-            "matched.append(block)\n            self.evictable.move_to_end(block.block_id)",
-            "test_matches",
-            "match should change nothing, but it changes the manager.",
-        ),
-        (
-            "matched.append(block)",
-            "matched.append(block)\n            block.ref_count += 1",
-            "test_matches",
-            "match should change nothing, but it changes the manager.",
-        ),
-        (
-            "matched.append(block)",
-            "matched.insert(0, block)",
-            "test_matches",
-            "9] should match the blocks [[5, 6], [7, 8]], but matches [[7, 8], [5, 6]].",
-        ),
-        (
-            " - 1) // self.block_size",
-            ") // self.block_size - 1",
-            "test_matches",
-            "9] should match the blocks [[5, 6], [7, 8]], but matches [[5, 6]].",
         ),
     ],
     "step": [
@@ -233,66 +149,6 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
             "plan.append((seq, tokens))",
             "test_the_plan",
             "plan is [1, 1, 4, 2], and 1 wait then, but it is [1, 1, 4, 4], and 1 wait.",
-        ),
-        (
-            "for seq in running:",
-            "for seq in reversed(running):",
-            "test_the_plan",
-            "The plan has the sequences in the order [1, 0, 2].",
-        ),
-        (
-            "waiting.pop(0)",
-            "waiting.pop()",
-            "test_the_plan",
-            "expected plan is [1, 1, 4], and 2 wait then, but it is [1, 1, 2], and 2 wait.",
-        ),
-        (
-            "        running.append(seq)\n",
-            "",
-            "test_the_plan",
-            "expected plan is [1, 1, 4], and 2 wait then, but it is [1, 1, 4, 2], and 1 wait.",
-        ),
-        (
-            "while waiting and budget > 0",
-            "while waiting and budget >= waiting[0].known - waiting[0].computed",
-            "test_the_plan",
-            "plan is [1, 1, 4, 2], and 1 wait then, but it is [1, 1, 4], and 2 wait.",
-        ),
-        (
-            "tokens = min(seq.known - seq.computed, budget)\n        if",
-            "tokens = seq.known - seq.computed\n        if",
-            "test_the_plan",
-            "The expected plan is [8], and 1 wait then, but it is [12], and 1 wait.",
-        ),
-        (
-            "< max_num_seqs",
-            "<= max_num_seqs",
-            "test_the_plan",
-            "expected plan is [1, 1, 4], and 2 wait then, but it is [1, 1, 4, 2], and 1 wait.",
-        ),
-        (
-            "return plan",
-            "for seq, tokens in plan:\n        seq.computed += tokens\n    return plan",
-            "test_the_plan",
-            "A sequence has other numbers of known or computed tokens than before.",
-        ),
-        (
-            "budget > 0",
-            "budget >= 0",
-            "test_the_plan",
-            "The expected plan is [8], and 1 wait then, but it is [8, 0], and 0 wait.",
-        ),
-        (
-            "while waiting",
-            "if waiting",
-            "test_the_plan",
-            "plan is [1, 1, 4, 2], and 1 wait then, but it is [1, 1, 4], and 2 wait.",
-        ),
-        (
-            "tokens = min(seq.known - seq.computed, budget)\n        if",
-            "tokens = min(1, seq.known - seq.computed, budget)\n        if",
-            "test_the_plan",
-            "The expected plan is [8], and 1 wait then, but it is [1, 3], and 0 wait.",
         ),
     ],
     "softmax": [
@@ -327,28 +183,10 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
             "After the second they should be [3.0, 1.5, 38.71], not [3.0, 1.5, 53.68].",
         ),
         (
-            "one[1] * first",
-            "one[1]",
-            "test_the_example",
-            "After the second they should be [3.0, 1.5, 38.71], not [3.0, 2.37, 38.71].",
-        ),
-        (
-            "torch.exp(one[0] - base)",
-            "torch.exp(base - one[0])",
-            "test_the_example",
-            "After the first tile m, l, acc should be [2.0, 1.37, 23.68], not [2.0, nan, nan].",
-        ),
-        (
             "torch.maximum(one[0], other[0])",
             "other[0]",
             "test_hidden_scores",
             "All scores of tile 1 of 3 are -inf",
-        ),
-        (
-            "weights @ values))",
-            "weights @ values / weights.sum()))",
-            "test_the_example",
-            "After the first tile m, l, acc should be [2.0, 1.37, 23.68], not [2.0, 1.37, 17.31].",
         ),
         (
             "base = torch.where(m == -torch.inf, 0.0, m)",
@@ -361,12 +199,6 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
             "weights = torch.exp(scores - m)",
             "test_hidden_scores",
             "All scores of tile 0 of 3 are -inf",
-        ),
-        (
-            "torch.exp(",
-            "torch.exp2(",
-            "test_the_example",
-            "After the first tile m, l, acc should be [2.0, 1.37, 23.68], not [2.0, 1.5, 25.0].",
         ),
     ],
     "policy": [
@@ -396,33 +228,9 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "AGING *",
-            "",
-            "test_order_of_admission",
-            "The expected order of admission is [1, 0, 2], but it is [1, 2, 0].",
-        ),
-        (
-            "AGING *",
             "1.0 * AGING *",
             "test_the_key_is_an_int_and_depends_on_its_arguments_alone",
             "The key must be an int, but it is 30.0.",
-        ),
-        (
-            "AGING *",
-            "2 * AGING *",
-            "test_order_of_admission",
-            "The expected order of admission is [1, 0, 2], but it is [0, 1, 2].",
-        ),
-        (
-            "(seq.max_length - seq.num_prompt)",
-            "min(64, seq.max_length - seq.num_prompt)",
-            "test_order_of_admission",
-            "The expected order of admission is [1, 2, 0], but it is [0, 1, 2].",
-        ),
-        (
-            "(seq.max_length - seq.num_prompt)",
-            "(seq.max_length - seq.num_prompt) // AGING * AGING",
-            "test_order_of_admission",
-            "The expected order of admission is [1, 0], but it is [0, 1].",
         ),
         (
             "    return",
@@ -435,12 +243,6 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
             "    f = longest_output_first\n    f.n = getattr(f, 'n', 0) + 1\n    return f.n +",
             "test_order_of_admission",
             "The expected order of admission is [1, 0], but it is [0, 1].",
-        ),
-        (
-            "seq.max_length - seq.num_prompt",
-            "seq.num_prompt",
-            "test_order_of_admission",
-            "The expected order of admission is [1, 2, 0], but it is [0, 1, 2].",
         ),
     ],
     "eviction": [
@@ -481,12 +283,6 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
             "The expected order of eviction is [3, 2, 1], but it is [1, 3, 2].",
         ),
         (
-            "min(self.evictable",
-            "min(sorted(self.evictable)",
-            "test_fewest_hits_first",
-            "The expected order of eviction is [3, 2, 1], but it is [2, 3, 1].",
-        ),
-        (
             "for block in matched:",
             "for block in matched[:1]:",
             "test_each_block_of_a_prefix_has_hits",
@@ -499,28 +295,10 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
             "last block of a sequence is released first, but it is [2, 1, 4, 3].",
         ),
         (
-            "        return min(self.evictable, key=self.hits.__getitem__)",
-            "        victim = min(self.evictable, key=self.hits.__getitem__)\n        del self.evictable[victim]\n        return victim",
-            "test_fewest_hits_first",
-            "choose_victim must not change self.evictable.",
-        ),
-        (
             "key=self.hits.__getitem__",
             "key=lambda i: self.hits[i] // 2",
             "test_every_hit_counts",
             "order of eviction is [5, 4, 3, 2, 1], but it is [4, 5, 2, 3, 1].",
-        ),
-        (
-            "    def _evict",
-            "    def _release_block(self, block: Block) -> None:\n        super()._release_block(block)\n        self.hits[block.block_id] = 0\n\n    def _evict",
-            "test_fewest_hits_first",
-            "The expected order of eviction is [3, 2, 1], but it is [1, 3, 2].",
-        ),
-        (
-            "min(self.evictable, key=self.hits.__getitem__)",
-            "self.hits.index(min(self.hits[1:]), 1)",
-            "test_fewest_hits_first",
-            "The victim must be one of [1, 3], but it is 2.",
         ),
     ],
     "filter": [
@@ -585,46 +363,16 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
             "typical_p=0.3 should keep the tokens [1, 2], but it keeps [0].",
         ),
         (
-            "nansum(dim=-1, keepdim=True)",
-            "nanmean(dim=-1, keepdim=True)",
-            "test_the_example",
-            "typical_p=0.3 should keep the tokens [1, 2], but it keeps [0].",
-        ),
-        (
             "return logits.masked",
             "return log_probs.masked",
             "test_equals_transformers",
             "Kept logits should not change",
         ),
         (
-            ", MASKED)\n",
-            ", 0.0)\n",
-            "test_the_example",
-            "typical_p=0.3 should keep the tokens [1, 2], but it keeps [0, 1, 2, 3].",
-        ),
-        (
-            "before < typical",
-            "before + sorted_probs < typical",
-            "test_the_example",
-            "should keep the tokens [0, 1, 2], but it keeps [1, 2].",
-        ),
-        (
-            "distance.sort(dim=-1)",
-            "distance.sort(dim=-1, descending=True)",
-            "test_the_example",
-            "typical_p=0.3 should keep the tokens [1, 2], but it keeps [0, 1, 2].",
-        ),
-        (
             "last = ordered.gather(1, kept - 1)",
             "last = ordered.gather(1, kept - 1).max()",
             "test_equals_transformers",
             "TypicalLogitsWarper keeps the tokens [29], but yours keeps [9, 29].",
-        ),
-        (
-            "distance > last",
-            "distance >= last",
-            "test_the_example",
-            "typical_p=0.3 should keep the tokens [1, 2], but it keeps [].",
         ),
     ],
     "engine": [
@@ -665,21 +413,9 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
             "transformers answers '",
         ),
         (
-            "last.append(len(ids) - 1)",
-            "last.append(len(ids) - count)",
-            "test_answers_one_question",
-            "transformers answers '",
-        ),
-        (
             "if seq.num_computed == len(seq.token_ids):",
             "if True:",
             "test_answers_several_at_once",
-            "transformers answers '",
-        ),
-        (
-            "token in seq.stop_token_ids or ",
-            "",
-            "test_answers_one_question",
             "transformers answers '",
         ),
         (
@@ -687,18 +423,6 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
             "plan_step(running, waiting, 1000, self.max_num_seqs)",
             "test_answers_several_at_once",
             "A step computes 29 tokens, and the budget is 7.",
-        ),
-        (
-            "plan_step(running, waiting, self.budget, self.max_num_seqs)",
-            "plan_step(running, waiting, self.budget, 1)",
-            "test_answers_several_at_once",
-            "take 50 steps, as many as one after the other.",
-        ),
-        (
-            "                    self.blocks.release(seq)\n",
-            "",
-            "test_answers_several_at_once",
-            "All requests have ended, and 10 blocks are still in use.",
         ),
         (
             "sorted(every, key=lambda seq: longest_output_first(seq, self.blocks))",
@@ -723,12 +447,6 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
             "logits",
             "test_the_filter_is_used",
             "'What is ' with typical_p=",
-        ),
-        (
-            "results.append(attended[-count:])",
-            "results.append(attended[:count])",
-            "test_answers_several_at_once",
-            "transformers answers '",
         ),
     ],
 }
