@@ -18,9 +18,9 @@ from lesson_pages import (
     files_of,
     find_line,
     keep_figures,
-    measured,
     link_pages,
     mask,
+    measured,
 )
 from lesson_runs import compare
 
