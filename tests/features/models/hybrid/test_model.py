@@ -440,11 +440,6 @@ def test_cache_and_states_of_a_small_memory(
     assert 0.9 * half < runner.attention.cache.nbytes + runner.states.nbytes <= half
 
 
-def test_swap_space_is_refused(checkpoint: tuple[Path, torch.nn.Module]) -> None:
-    with pytest.raises(ValueError, match="does not support swap_space"):
-        random_llm(checkpoint[0], swap_space=1)
-
-
 def test_a_step_reads_no_other_tensors(tmp_path: Path) -> None:
     """Tensors for images and MTP are ignored, and eos_token_id is read from text_config."""
     make_hybrid_checkpoint(tmp_path, nested=True, eos_token_id=5)
