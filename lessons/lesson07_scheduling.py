@@ -146,7 +146,7 @@ def run() -> None:
         wait forever, because much later requests have larger keys. The steps in which each request
         gets its first token:""")
     show_policies()
-    say(f"""Chunked prompts: {DECODING} requests decode, and a prompt of {LONG} tokens arrives.
+    say(f"""Chunked prefill: {DECODING} requests decode, and a prompt of {LONG} tokens arrives.
         Running sequences get their tokens first, and the prompt takes what the budget leaves. With
         a large budget it is computed in one step, for which the others wait. With a small one it
         takes more steps, each of which is shorter:""")

@@ -43,7 +43,7 @@ class StreamOutput:
     finish_reason: str | None  # None until the last output; then as in CompletionOutput
     stop_reason: int | str | None = None  # as in CompletionOutput
     logprobs: list[dict[int, Logprob]] | None = None  # one dict per token of token_ids
-    # In the first output of sample 0, if requested; as in RequestOutput.
+    # Set in the first output of sample 0, if requested. It is the same as in RequestOutput.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 

@@ -18,7 +18,7 @@ TokenLogprobs: TypeAlias = list[tuple[int, float, int]]
 
 @dataclass(slots=True)
 class StepPlan:
-    """What one step computes. A chunk yields its `result_kind`, and each decode row a token."""
+    """The work of one step. A decode row yields a token, and a chunk yields its `result_kind`."""
 
     new_rows: list[NewRow] = field(default_factory=list)
     # (row, index in the block table, block) for rows that are not new.
@@ -28,8 +28,8 @@ class StepPlan:
     saves: list[BlockCopy] = field(default_factory=list)  # from the device to host memory
     block_copies: list[BlockCopy] = field(default_factory=list)
     loads: list[BlockCopy] = field(default_factory=list)  # from host memory to the device
-    # For models with linear attention; see models/hybrid/states.py. (source, target) of copies
-    # before anything is computed, and copies of states that this step computes.
+    # Models with linear attention have copies of states: state_copies (source, target) are made
+    # before anything is computed, state_saves by the step. See features/models/hybrid/states.py.
     state_copies: list[tuple[int, int]] = field(default_factory=list)
     state_saves: list[StateSave] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
@@ -62,6 +62,7 @@ class Chunk:
     # Consecutive tokens to score. The first follows token `logprobs_from` of the chunk.
     logprob_targets: list[int] = field(default_factory=list)
     logprobs_from: int = 0
+    num_logprobs: int = 0  # how many of the most likely tokens to report with each target
     num_candidates: int = 0  # number of candidates, if `result_kind` is CANDIDATES
 
 
@@ -89,7 +90,7 @@ class StateSave(NamedTuple):
     target: int
 
 
-# In place of a token in `StepOutput.token_ids`:
+# These stand in place of a token in `StepOutput.token_ids`.
 NO_TOKEN = -1  # no token could be sampled
 COMPLETE = -2  # the row's grammar is complete
 
@@ -159,6 +160,5 @@ class LogitRules:
     min_tokens: int = 0
     stops: tuple[int, ...] = ()
     logprobs: int | None = None
-    prompt_logprobs: int | None = None
     logits_processors: tuple[Callable[..., Any], ...] = ()
     grammar: Any = None  # nanovllm.features.requests.structured.Grammar

@@ -129,8 +129,8 @@ class BlockManager:
         """
         return True
 
-    def record_computed(self, seq: Sequence, start: int) -> None:
-        """Record that the plan computes `seq` from position `start` to `seq.num_computed`."""
+    def cache_blocks(self, seq: Sequence, start: int) -> None:
+        """Cache what the plan computes of `seq`: from position `start` to `seq.num_computed`."""
         self.cache_full_blocks(seq)
 
     def cache_full_blocks(self, seq: Sequence) -> None:

@@ -10,7 +10,7 @@ import contextlib
 from collections import abc
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.engine.chat import Message, render, template_variables
 from nanovllm.engine.detokenizer import Tokenizer
@@ -21,6 +21,9 @@ from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.utils.checks import located
 from nanovllm.utils.log import logger
 
+if TYPE_CHECKING:
+    from nanovllm.features.requests.structured import Grammar, GrammarCompiler
+
 
 class CheckedPrompt(NamedTuple):
     """A prompt that has passed all checks."""
@@ -29,12 +32,6 @@ class CheckedPrompt(NamedTuple):
     token_ids: list[int]
     max_length: int  # of prompt and output together
     task: Task
-
-
-class GrammarCompiler(Protocol):
-    """The interface of the compiler in features/requests/structured.py."""
-
-    def compile(self, params: StructuredOutputsParams, end_tokens: list[int]) -> Any: ...
 
 
 @dataclass(eq=False)
@@ -145,9 +142,25 @@ class InputProcessor:
             end = self.vocab_size - 1
             raise ValueError(f"{what} token id {token}; the vocabulary of the model ends at {end}")
 
+    def num_logprobs(self, name: str, value: int | None) -> int | None:
+        """Return how many log-probabilities a field requests. Raises ValueError for too many."""
+        if value is None:
+            return None
+        size = self.vocab_size
+        limit = size if self.max_logprobs == -1 else self.max_logprobs
+        if value > size:
+            raise ValueError(f"{name}={value} is more than the vocabulary of {size} tokens")
+        if value > limit or (value == -1 and size > limit):
+            raise ValueError(
+                f"{name}={value} is more than max_logprobs={limit}"
+                + f", because -1 is the whole vocabulary of {size}" * (value == -1)
+                + "; ask for fewer, or give LLM() a larger max_logprobs (-1: no limit)"
+            )
+        return size if value == -1 else value
+
     def compile_grammar(
         self, params: StructuredOutputsParams, stop_token_ids: Iterable[int]
-    ) -> Any:
+    ) -> Grammar:
         """Return the compiled grammar of an output that ends with one of `stop_token_ids`."""
         assert self.grammars is not None, "make_engine sets it"
         return self.grammars.compile(params, list(stop_token_ids))

@@ -53,8 +53,9 @@ class Sampling(Task):
             filters["top_k"] = FILTERS["top_k"]
         self.filters = tuple(filters.values())
         self.rules = make_rules(self.params, input_processor, self.stop_token_ids)
-        # The first sample computes the prompt's log-probabilities for all samples.
-        self.fork_rules = self.rules and replace(self.rules, prompt_logprobs=None)
+        self.num_prompt_logprobs = input_processor.num_logprobs(
+            "prompt_logprobs", params.prompt_logprobs
+        )
 
     # ---- from a prompt to sequences ----
 
@@ -70,8 +71,9 @@ class Sampling(Task):
         first = first_sequence(request, token_ids, max_length)
         first.stop_token_ids = self.stop_token_ids
         first.sampling = RowSampling(params.temperature, signed64(seed), self.filters, self.rules)
-        if params.prompt_logprobs is not None:
+        if self.num_prompt_logprobs is not None:  # the first sample reports them for all samples
             first.targets = token_ids[1:]
+            first.num_logprobs = self.num_prompt_logprobs
             request.prompt_logprobs = {}
         if params.n > 1:
             first.forks = [self._fork(first, index) for index in range(1, params.n)]
@@ -91,7 +93,7 @@ class Sampling(Task):
     def _fork(self, first: Sequence, index: int) -> Sequence:
         """Return the sequence of another sample, with another seed."""
         seed = signed64(first.sampling.seed + index * 0xD1B54A32D192ED03)
-        sampling = replace(first.sampling, rules=self.fork_rules, seed=seed)
+        sampling = replace(first.sampling, seed=seed)
         return fork_sequence(first, list(first.token_ids), sampling, index)
 
     # ---- results ----
@@ -178,8 +180,8 @@ class Sampling(Task):
                 sample.text = sample.detokenizer.add(seq.output_ids)
                 sample.num_detokenized = received
             seq.status = Status.UNQUEUED
-            rules = self.fork_rules if seq.index else self.rules  # `finish` has removed them
-            seq.sampling = replace(seq.sampling, rules=rules)
+            # `finish` has removed the rules.
+            seq.sampling = replace(seq.sampling, rules=self.rules)
 
     # ---- outputs ----
 

@@ -50,9 +50,9 @@ def hold_interrupt() -> Iterator[list[Any]]:
 class SharedEngine(ABC):
     def __init__(self) -> None:
         self._process = os.getpid()
-        # Not an RLock: the garbage collector may call `abort` in the middle of a change.
+        # An RLock would let the garbage collector call `abort` in the middle of a change.
         self._lock = threading.Lock()
-        self._step_lock = threading.Lock()  # of the last step; held until the step has ended
+        self._step_lock = threading.Lock()  # of the last step; it is held until that step ends
         self._step_thread = 0  # the identifier of the thread that ran it
         self._to_abort: deque[Request] = deque()
 

@@ -161,7 +161,7 @@ class ModelConfig:
 
     @property
     def weights_note(self) -> str:
-        """What the log and an error add to the bytes of the weights."""
+        """Text that the log and an error append to the size of the weights."""
         return ""
 
     def block_bytes(self, block_size: int, itemsize: int) -> int:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.models.backend import Backend
+from nanovllm.models.backend import Backend, FusedModel
 from nanovllm.models.transfers import to_device
 from nanovllm.plan import Chunk, ResultKind
 from nanovllm.runner.pending import PendingOutput, start_copy
@@ -20,7 +18,7 @@ def add_chunk_results(
     chunks: list[Chunk],
     hidden: Tensor,
     rows: Rows,
-    model: Any,
+    model: FusedModel,
     backend: Backend,
 ) -> None:
     """Add to `output` the hidden states, candidates and prompt log-probabilities of chunks.
@@ -33,9 +31,7 @@ def add_chunk_results(
     for chunk in chunks:
         start, end = end, end + len(chunk.token_ids)
         if targets := chunk.logprob_targets:
-            rules = rows.rules and rows.rules.rows.get(chunk.row)
-            k = (rules and rules.rules.prompt_logprobs) or 0
-            output.prompts.append((chunk, k))
+            output.scored_chunks.append(chunk)
             scored += enumerate(targets, start + chunk.logprobs_from)
         if chunk.result_kind is ResultKind.HIDDEN_STATE:
             output.hidden_rows.append(chunk.row)
@@ -44,7 +40,7 @@ def add_chunk_results(
             output.candidate_rows.append((chunk.row, chunk.num_candidates))
             candidate_index.append(end - 1)
     if scored:
-        max_k = max(k for _, k in output.prompts)
+        max_k = max(chunk.num_logprobs for chunk in output.scored_chunks)
         # In parts, because the memory profile does not include the logits of a whole chunk.
         for part in to_device(np.transpose(scored).copy(), hidden.device).split(64, dim=1):
             index, targets_of_part = part

@@ -1,19 +1,25 @@
 """ModelRunner: executes plans on a device, without access to a Sequence.
 
+A step changes rows and blocks (`_apply`), builds a batch and computes hidden states (`_run_step`),
+samples tokens from logits and records them as the inputs of the next step (`_sample`). On a GPU,
+decode steps are built on the device instead, and may be captured as graphs (`_run_decodes`).
+
 It owns the model, the KV cache (in `attention`), the rows and the captured decode steps.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nanovllm.models.attention import PlainAttention
-from nanovllm.models.backend import Backend
+from nanovllm.models.backend import Backend, FusedModel
 from nanovllm.models.batch import SamplingBatch, longest_first
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.transfers import send, to_device
@@ -23,13 +29,19 @@ from nanovllm.runner.device_rows import DeviceRows
 from nanovllm.runner.pending import PendingOutput, start_copy
 from nanovllm.runner.rows import Rows
 
+if TYPE_CHECKING:
+    from nanovllm.backends.gpu.graphs import DecodeGraphs
+    from nanovllm.features.memory.host_cache.pool import HostPool
+    from nanovllm.features.models.hybrid.states import States
+    from nanovllm.features.requests.logit_rules.rows import RulesBatch
+
 
 class ModelRunner:
     attention: PlainAttention  # set by loading/make_runner.py, when the size of its cache is known
     num_blocks: int  # for requests; the null block is not counted
     max_model_len: int  # tokens of the longest request
-    host_pool: Any = None  # a HostPool of features/memory/host_cache, if there is a host cache
-    states: Any = None  # the States of features/models/hybrid, if the model has linear attention
+    host_pool: HostPool | None = None
+    states: States | None = None
 
     def __init__(
         self,
@@ -45,31 +57,41 @@ class ModelRunner:
         self.device, self.dtype = rows.device, model.embed_tokens.dtype
         self.async_scheduling = self.device.type == "cuda"  # the device works while the host plans
         self.thread_limit = thread_limit
-        self.fused_model: Any = model  # or an object that computes the same in fewer calls
-        self.graphs: Any = None  # captured decode steps, if any
+        self.fused_model: FusedModel = model  # or an object that computes the same in fewer calls
+        self.graphs: DecodeGraphs | None = None  # captured decode steps, if any
 
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
         """Launch a step. Returns a function that waits for the device and returns the output."""
         with torch.inference_mode(), self.thread_limit(), self.backend.step_context():
-            if self.states is not None:
-                self.states.before(plan)
-            output = self._run(plan)
+            self._apply(plan)
+            if self.device_rows is not None and not plan.chunks:
+                output = self._run_decodes(plan.decode_rows, self.device_rows)
+            else:
+                output = self._run_step(plan)
             if self.states is not None:
                 self.states.after(plan)
             return output.wait
 
-    def _run(self, plan: StepPlan) -> PendingOutput:
+    def _apply(self, plan: StepPlan) -> None:
+        """Make the changes of a plan that come before its computation.
+
+        The saves are first, because a copy or a load may overwrite a block that is saved. The loads
+        are last, because a load may overwrite a block that is copied.
+        """
         self.rows.apply(plan)
-        if plan.saves and self.host_pool:
+        if self.device_rows is not None:
+            self.device_rows.apply(plan)
+        if plan.saves and self.host_pool is not None:
             self.host_pool.save(self.attention.cache, plan.saves)
         if plan.block_copies:
             self.attention.copy_blocks(plan.block_copies)
-        if plan.loads and self.host_pool:
+        if plan.loads and self.host_pool is not None:
             self.host_pool.load(self.attention.cache, plan.loads)
-        if self.device_rows is not None:
-            self.device_rows.apply(plan)
-            if not plan.chunks:
-                return self._run_decode(plan.decode_rows, self.device_rows)
+        if self.states is not None:
+            self.states.before(plan)
+
+    def _run_step(self, plan: StepPlan) -> PendingOutput:
+        """Execute a step, built from the host's rows."""
         step = self.rows.build(plan)
         if self.states is not None:
             step.forward_batch.states = self.states.of_plan(plan)
@@ -77,13 +99,31 @@ class ModelRunner:
         hidden = self.fused_model.forward(step.forward_batch, self.attention)
         output = PendingOutput()
         if len(step.sampling_rows):
-            last = hidden[step.forward_batch.logits_indices]
+            last = hidden[step.logits_indices]
             output = self._sample(last, step.sampling_batch, step.sampling_rows, step.rules)
-        model, backend = self.fused_model, self.backend
-        add_chunk_results(output, plan.chunks, hidden, self.rows, model, backend)
+        if plan.chunks:
+            model, backend = self.fused_model, self.backend
+            add_chunk_results(output, plan.chunks, hidden, self.rows, model, backend)
         return output
 
-    def _run_decode(self, decode_rows: list[int], device_rows: DeviceRows) -> PendingOutput:
+    def _sample(
+        self,
+        hidden: Tensor,
+        sampling: SamplingBatch,
+        rows: Tensor,
+        rules: RulesBatch | None,
+    ) -> PendingOutput:
+        """Sample a token for each of `rows` [R], with their `rules`, from hidden states [R, E]."""
+        logits = self.fused_model.logits(hidden)
+        if rules is not None:
+            return rules.sample(logits, sampling, self.backend, partial(self.rows.record, rows))
+        tokens = self.backend.sample(logits, sampling)
+        self.rows.record(rows, tokens)
+        return PendingOutput(start_copy(tokens))
+
+    # ---- decode steps that are built on the device ----
+
+    def _run_decodes(self, decode_rows: list[int], device_rows: DeviceRows) -> PendingOutput:
         """Execute a step without chunks, built from `device_rows`."""
         if self.graphs is not None:
             hidden, tokens = self.graphs.replay(decode_rows)
@@ -97,7 +137,10 @@ class ModelRunner:
         return self._sample(hidden, device_rows.sampling_batch(rows), rows, rules)
 
     def decode(self, rows: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-        """Decode `rows` [S], `order` [S] is longest_first -> hidden states [S, E], tokens [S]."""
+        """Decode `rows` [S]. Returns hidden states [S, E] and tokens [S].
+
+        `order` [S] is the result of `longest_first`.
+        """
         assert self.device_rows is not None
         batch, sampling = self.device_rows.decode_batch(rows, order)
         if self.states is not None:
@@ -107,14 +150,3 @@ class ModelRunner:
         tokens = self.backend.sample(self.fused_model.logits(hidden), sampling)
         self.rows.record(rows, tokens)
         return hidden, tokens
-
-    def _sample(
-        self, hidden: Tensor, sampling: SamplingBatch, rows: Tensor, rules: Any
-    ) -> PendingOutput:
-        """Sample a token for each of `rows` [R], with their `rules`, from hidden states [R, E]."""
-        logits = self.fused_model.logits(hidden)
-        if rules is not None:
-            return rules.sample(logits, sampling, self.backend, partial(self.rows.record, rows))
-        tokens = self.backend.sample(logits, sampling)
-        self.rows.record(rows, tokens)
-        return PendingOutput(start_copy(tokens))

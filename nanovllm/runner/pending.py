@@ -44,9 +44,9 @@ class PendingOutput:
     errors: dict[int, Exception] = field(default_factory=dict)  # as in StepOutput
     # Indices in token_ids of the rows whose grammar is complete.
     completed: list[int] = field(default_factory=list)
-    # (chunk, number of log-probabilities). The functions in `prompt_parts` together return the
-    # results of token_logprobs for the targets of all these chunks.
-    prompts: list[tuple[Chunk, int]] = field(default_factory=list)
+    # Chunks with targets. The functions in `prompt_parts` together return the results of
+    # token_logprobs for the targets of all these chunks.
+    scored_chunks: list[Chunk] = field(default_factory=list)
     prompt_parts: list[Callable[[], list[list[float]]]] = field(default_factory=list)
 
     def wait(self) -> StepOutput:
@@ -61,10 +61,11 @@ class PendingOutput:
         for (i, row, k), packed in zip(self.reported, self.logprobs(), strict=True):
             results[row].logprobs = unpack_logprobs(packed, token_ids[i], k)
         all_packed = (packed for part in self.prompt_parts for packed in part())
-        for chunk, k in self.prompts:
+        for chunk in self.scored_chunks:
             # The targets are the first argument, so that zip takes no result after the last target.
             entries = zip(chunk.logprob_targets, all_packed, strict=False)
             result = results[chunk.row]
+            k = chunk.num_logprobs
             result.prompt_logprobs = [unpack_logprobs(p, token, k) for token, p in entries]
             result.first_position = chunk.start + chunk.logprobs_from + 1
         return StepOutput(token_ids, results, self.errors)

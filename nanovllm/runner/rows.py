@@ -12,7 +12,7 @@ sampled tokens. On a GPU, runner/device_rows.py has the same arrays and builds t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ class StepBatch:
     sampling_batch: SamplingBatch
     num_decodes: int  # number of consecutive one-token sequences at the end, chunks included
     forward_batch: ForwardBatch = field(init=False)
-    rules: RulesBatch | None = None  # if a sampling row has rules
+    rules: RulesBatch | None = None  # if a row that samples has rules
 
 
 class Rows:
@@ -98,7 +98,7 @@ class Rows:
             self.device,
             np.array([token for c in chunks for token in c.token_ids], np.int64),
             positions,
-            self.slots(self.block_tables, token_rows, positions),
+            self.slots(token_rows, positions),
             context_lens,
             self.block_tables[:, : -(-int(context_lens.max()) // self.block_size)][rows],
             context_lens[step.samples],
@@ -121,10 +121,8 @@ class Rows:
         return step
 
     def rules_of(self, rows: list[int] | np.ndarray) -> RulesBatch | None:
-        """Return the RulesBatch of `rows` [R], or None if no row has rules."""
-        if self.rules is None or not self.rules.rows:
-            return None
-        return self.rules.batch(np.asarray(rows).tolist(), self.positions)
+        """Return the rules of `rows` [R], or None if no row has rules."""
+        return None if self.rules is None else self.rules.batch(rows, self.positions)
 
     def record(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """Record the sampled tokens of `rows` [R], which are the inputs of their next step.
@@ -134,9 +132,9 @@ class Rows:
         self.last_tokens[rows] = tokens = tokens.clamp(min=0)
         return tokens
 
-    def slots(self, tables: Any, rows: Any, positions: Any) -> Any:
-        """Compute the cache slots of tokens, from arrays on the host."""
-        blocks = tables[rows, positions // self.block_size]
+    def slots(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Return the cache slots [T] of the tokens at `positions` [T] of `rows` [T]."""
+        blocks = self.block_tables[rows, positions // self.block_size]
         return blocks * self.block_size + positions % self.block_size
 
     def _start_step(self, plan: StepPlan) -> StepBatch:

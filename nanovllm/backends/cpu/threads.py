@@ -1,4 +1,4 @@
-"""How many threads a step on a CPU uses: as many as there are cores that other processes leave.
+"""Chooses the number of threads of a CPU step: one for each core that other processes leave free.
 
 A parallel region ends when its slowest thread does. If a thread waits for a core that another
 process occupies, all others wait for it and spin: with one busy process on two cores, two threads

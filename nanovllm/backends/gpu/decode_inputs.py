@@ -8,7 +8,7 @@ from nanovllm.models.batch import typed_params
 
 
 class DecodeInputs(NamedTuple):
-    """What `decode_inputs` reads for a decode of S rows."""
+    """The inputs of a decode step of S rows."""
 
     input_ids: Tensor  # [S] int64
     positions: Tensor  # [S] int64

@@ -93,7 +93,7 @@ def mlp(gate_up, down, code, x_ptr, weight_ptr, choices, buffers, out_ptr, num_e
 def expert_mlp(
     x: Tensor, weights: Tensor, choices: Tensor, gate_up: Linear, down: Linear
 ) -> Tensor:
-    """Map x [T, E] to the sum of the results of each token's experts -> [T, E].
+    """Return for each token of x [T, E] the sum of the results of its experts [T, E].
 
     `weights` and `choices` [T, k] are the factors and the numbers of the experts.
     """

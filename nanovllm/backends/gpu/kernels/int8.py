@@ -33,7 +33,7 @@ class Int8Tile(NamedTuple):
     num_stages: int
 
 
-# By the largest number of rows that they serve. torch multiplies more rows. The sizes follow from
+# The keys are the largest numbers of rows; torch multiplies more rows. The sizes follow from
 # shared memory and registers and have not been timed; those for float32 are small, because it uses
 # no matrix units. A product of few rows has work for one warp. With one slice of the inputs for
 # each of four warps, every weight is converted once, and not by every warp.

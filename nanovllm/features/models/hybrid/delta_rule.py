@@ -146,7 +146,7 @@ def chunk(
 
 
 class Solved(NamedTuple):
-    """What does not depend on the state, for chunks of `size` tokens: [Hv, chunks, size, ...]."""
+    """The terms without the state, for chunks of `size` tokens: [Hv, chunks, size, ...]."""
 
     values: Tensor  # [..., Dv]: the corrections for a state of zeros
     keys: Tensor  # [..., Dk]: the corrections are values - keys @ S

@@ -30,8 +30,7 @@ def make_rules(
         bad_words=bad_words(params, input_processor),
         min_tokens=min(params.min_tokens, input_processor.max_model_len),
         stops=stops if params.min_tokens else (),
-        logprobs=num_logprobs("logprobs", params.logprobs, input_processor),
-        prompt_logprobs=num_logprobs("prompt_logprobs", params.prompt_logprobs, input_processor),
+        logprobs=input_processor.num_logprobs("logprobs", params.logprobs),
         logits_processors=tuple(params.logits_processors or ()),
         grammar=grammar,
     )
@@ -54,20 +53,3 @@ def bad_words(
             input_processor.check_vocabulary(what, ids)
             phrases.add(tuple(ids))
     return tuple(sorted(phrases))
-
-
-def num_logprobs(name: str, value: int | None, input_processor: InputProcessor) -> int | None:
-    """Return how many log-probabilities a field requests. Raises ValueError for too many."""
-    if value is None:
-        return None
-    vocab_size = input_processor.vocab_size
-    limit = vocab_size if input_processor.max_logprobs == -1 else input_processor.max_logprobs
-    if value > vocab_size:
-        raise ValueError(f"{name}={value} is more than the vocabulary of {vocab_size} tokens")
-    if value > limit or (value == -1 and vocab_size > limit):
-        raise ValueError(
-            f"{name}={value} is more than max_logprobs={limit}"
-            + f", because -1 is the whole vocabulary of {vocab_size}" * (value == -1)
-            + "; ask for fewer, or give LLM() a larger max_logprobs (-1: no limit)"
-        )
-    return vocab_size if value == -1 else value

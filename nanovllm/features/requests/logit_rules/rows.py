@@ -143,16 +143,19 @@ class RulesState:
                 failed.needs_output = True
                 self.rows[row] = failed
 
-    def batch(self, rows: list[int], positions: np.ndarray) -> RulesBatch | None:
+    def batch(self, rows: list[int] | np.ndarray, positions: np.ndarray) -> RulesBatch | None:
         """Return the rules of `rows` as tensors, or None if no row has rules.
 
         `positions` [N] are the positions of all rows.
         """
-        if not self.rows or self.rows.keys().isdisjoint(rows):
+        if not self.rows:
             return None
-        if self.last_batch is None or self.last_batch[0] != rows:
-            with_rules = [(i, self.rows[row]) for i, row in enumerate(rows) if row in self.rows]
-            self.last_batch = rows, RulesBatch(with_rules, self)
+        numbers: list[int] = np.asarray(rows).tolist()
+        if self.rows.keys().isdisjoint(numbers):
+            return None
+        if self.last_batch is None or self.last_batch[0] != numbers:
+            with_rules = [(i, self.rows[row]) for i, row in enumerate(numbers) if row in self.rows]
+            self.last_batch = numbers, RulesBatch(with_rules, self)
         batch = self.last_batch[1]
         batch.length = int(positions[batch.rows].max()) + 1
         return batch
@@ -166,7 +169,7 @@ class RulesBatch:
 
     def __init__(self, rows: list[tuple[int, RowRules]], state: RulesState) -> None:
         """`rows` has (index of the row's logits, rules) for each row with rules."""
-        # Not `state` itself: a cycle of references would keep the memory of an unused engine.
+        # A reference to `state` would form a cycle and keep the memory of an unused engine.
         device, vocab_size, self.caps = state.device, state.sizes[2], state.caps
         self.rows = [row.row for _, row in rows]
         self.length = 0  # above the positions of all tokens to be sampled; set by RulesState
