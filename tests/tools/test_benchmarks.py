@@ -245,6 +245,7 @@ def test_vllm_in_its_own_process(tmp_path, monkeypatch):
         start("(1 // 0)")
 
 
+@pytest.mark.slow
 def test_a_turn_in_its_own_process(path):
     work = Workload("w", [[5, 6, 7], [8, 9]], [3, 2], [[0, 1]])
     options = dict(dtype="float32", device="cpu", skip_tokenizer_init=True, load_format="dummy")

@@ -162,8 +162,10 @@ def random_request(rng: random.Random, llm: LLM) -> tuple[str, SamplingParams]:
     "options",
     [
         {},
-        {"async_scheduling": True},
-        {"num_kv_cache_blocks": 14, "max_num_batched_tokens": 24},
+        pytest.param({"async_scheduling": True}, marks=pytest.mark.slow),
+        pytest.param(
+            {"num_kv_cache_blocks": 14, "max_num_batched_tokens": 24}, marks=pytest.mark.slow
+        ),
         {"num_kv_cache_blocks": 11, "max_num_seqs": 9, "async_scheduling": True},
     ],
     ids=["plain", "async", "preempted", "async, preempted"],

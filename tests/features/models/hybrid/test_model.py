@@ -104,7 +104,8 @@ def test_rotary_embedding(tmp_path: Path, rope: dict[str, Any]) -> None:
         check_greedy(model, outputs, tolerance=3e-4)
 
 
-def test_every_split_of_a_prompt(checkpoint: tuple[Path, torch.nn.Module]) -> None:
+@pytest.mark.parametrize("step", [16, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_split_of_a_prompt(checkpoint: tuple[Path, torch.nn.Module], step: int) -> None:
     """Chunks of 1 to 130 tokens give the numbers of the whole prompt."""
     path, model = checkpoint
     [prompt] = prompts_of(130)
@@ -113,7 +114,7 @@ def test_every_split_of_a_prompt(checkpoint: tuple[Path, torch.nn.Module]) -> No
         logits = model(torch.tensor([prompt["prompt_token_ids"]]), use_cache=False).logits[0]
     ids = prompt["prompt_token_ids"]
     expected = logits.log_softmax(-1)[range(129), ids[1:]]
-    for budget in range(1, 131):
+    for budget in range(1, 131, step):
         llm = random_llm(path, max_num_batched_tokens=budget, max_num_seqs=1)
         [output] = llm.generate([prompt], params, use_tqdm=False)
         ours = [
