@@ -103,7 +103,9 @@ def link(function: Any, text: str = "") -> str:
     index = next((i for i, line in enumerate(lines) if text in line), None)
     if index is None:
         raise ValueError(f"no line of {function.__qualname__} contains {text!r}")
-    path = os.path.relpath(inspect.getsourcefile(function) or "", Path(__file__).parents[1])
+    path = os.path.relpath(
+        inspect.getsourcefile(inspect.unwrap(function)) or "", Path(__file__).parents[1]
+    )
     return f"{path}:{start + index}  {function.__qualname__}"
 
 
