@@ -6,7 +6,8 @@ PYTHONPATH=. python .ci/lesson_pages.py --lines     corrects the lines that the 
 PYTHONPATH=. python .ci/lesson_pages.py --measure   also replaces figures that differ in what was measured only
 
 It also links the rows of docs/lessons.md to the pages. Without --measure a page keeps its figures
-and their date, so a busy machine does not change them. Everything else comes from the run.
+and their date, so a busy machine does not change them. Everything else comes from the run. Figures
+that were measured while other processes took more than 10 % of the CPU time are not written.
 tests/lessons/test_lesson_pages.py compares the pages with the lessons.
 """
 
@@ -32,6 +33,7 @@ UNITS = re.compile(
     r"\b(ms|us|seconds?|GB/s|[GT]FLOPs/s|tokens/s|requests/s|goodput|measured)\b|times as (?:fast|slow)|about as fast",
     re.I,
 )
+BUSY = 0.1  # share of the CPU time of other processes, above which timings mean little
 NUMBER = re.compile(r"[\w.]+ times as (?:fast|slow)|about as fast|\d[\d,.%:-]*\b%?(?: \(noisy\))?")
 LINK = re.compile(r"^\| \[`\S+`\]\(\.\./\.\./(\S+)#L\d+\) \| `(.+?)` \| `` (.*) `` \|$", re.M)
 
@@ -109,6 +111,12 @@ def keep_figures(new: Mapping[str, str], old: Mapping[str, str]) -> dict[str, st
     return {name: text.rstrip("\n") + "\n" for name, text in kept.items()}
 
 
+def measured(files: Mapping[str, str]) -> set[str]:
+    """Return the blocks and pictures that contain measured figures."""
+    every = {block for name in files for block in blocks(name, files[name])}
+    return {block for block in every if mask(block) not in (block, "Figures: #")}
+
+
 def correct_lines(text: str) -> str:
     """Return a page whose links lead to the lines that it shows, wherever they are now.
 
@@ -178,8 +186,15 @@ def main() -> None:
         if args.lines:
             files = {name: correct_lines(text) for name, text in old.items()}
         else:
+            since = machine.cpu_seconds()
             files = run(number, Page(stem))
+            load = machine.other_load(since)
             files = files if args.measure else keep_figures(files, old)
+            if load > BUSY and not measured(files) <= measured(old):
+                parser.error(
+                    f"lesson {number} has new figures, which were measured while other processes "
+                    f"took {load:.0%} of the CPU time: run it again when they have ended"
+                )
         for name in old.keys() - files.keys():
             (PAGES / name).unlink()
         for name, text in files.items():

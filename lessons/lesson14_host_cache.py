@@ -34,7 +34,7 @@ def make(num_blocks: int, host_blocks: int) -> LLM:
 
 
 def converse(llm: LLM) -> tuple[int, int]:
-    """Take turns with all conversations -> prompt tokens, and how many of them are computed."""
+    """Run all conversations in turn. Returns the prompt tokens, and how many were computed."""
     tokens = computed = 0
     for turn in range(1, TURNS + 1):
         for chat in range(CHATS):
@@ -54,17 +54,17 @@ def run() -> None:
             ask(llm, [prompt], max_tokens=1)
     print(trace, end="\n\n")
     say("""The number of a block is its place in the cache, and does not depend on its content. In
-        step 3 two sentences name blocks 1 and 2: their tokens of B are evicted, and then tokens of
-        A, which the prefix hit found in host memory, are loaded into them.""")
+        step 3, blocks 1 and 2 appear twice. First B's tokens are evicted from them; then A's
+        tokens, found in host memory, are loaded into them.""")
     saves = llm.stats()["host_saves"]
     QUESTIONS.show(1)
-    say("The host keeps its copy of a block that was loaded, also while the block is in use.")
+    say("The host keeps its copy after a load, even while the block is in use.")
     for prompt in (B, A):
         ask(llm, [prompt], max_tokens=1)
     assert llm.stats()["host_saves"] - saves == int(QUESTIONS[0].answer)
 
-    say(f"""Host memory saves work. {CHATS} conversations take turns, and each turn adds {TURN}
-        tokens to one. The last turn needs {CHATS * TURNS * TURN // SLOTS} blocks for all of
+    say(f"""Host memory saves work. {CHATS} conversations take turns. Each turn adds {TURN} tokens
+        to its conversation. The last turn needs {CHATS * TURNS * TURN // SLOTS} blocks for all of
         them:""")
     rows: list[tuple[object, ...]] = []
     for blocks, host_blocks in ((4 * POOL, 0), (POOL, 0), (POOL, 4 * POOL)):

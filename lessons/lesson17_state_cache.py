@@ -172,7 +172,7 @@ def run() -> None:
     show_source(
         link(StateBlockManager.match, "not in self.snapshots"),
         link(StateBlockManager.attach_cached, "self.wanted[seq] ="),
-        link(StateBlockManager.record_computed, "_snapshot_at_boundary"),
+        link(StateBlockManager.cache_blocks, "_snapshot_at_boundary"),
         link(StateBlockManager._roll),
         link(StateBlockManager._take_slot),
         link(StateBlockManager.is_ready),

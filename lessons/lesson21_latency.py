@@ -60,7 +60,7 @@ def latency(metrics: RequestMetrics, arrival: float, tokens: int) -> Latency:
 
 
 def goodput(latencies: list[Latency], limits: Latency, seconds: float) -> float:
-    """Return the requests per second that keep both limits."""
+    """Return the requests per second that meet both limits."""
     good = [x for x in latencies if x.first <= limits.first and x.between <= limits.between]
     return len(good) / seconds
 
@@ -78,8 +78,8 @@ def run() -> None:
         serves {capacity:.1f} requests per second, 8 at a time. Let the limits be
         {limits.first * 1e3:.0f} ms to the first token, five times as long, and
         {limits.between * 1e3:.1f} ms between tokens, three times as long. The same requests arrive
-        at random (a Poisson process). Load is arrivals divided by what the engine can serve, and
-        one in twenty requests waits longer than p95:""")
+        at random (a Poisson process). Load is the arrival rate divided by the capacity, and 5 % of
+        the requests wait longer than p95:""")
     rows = []
     for load in LOADS:
         rng, now, arrivals = random.Random(0), 0.0, list[float]()

@@ -43,7 +43,7 @@ class StreamOutput:
     finish_reason: str | None  # None until the last output; then as in CompletionOutput
     stop_reason: int | str | None = None  # as in CompletionOutput
     logprobs: list[dict[int, Logprob]] | None = None  # one dict per token of token_ids
-    # In the first output of sample 0, if requested; as in RequestOutput.
+    # Set in the first output of sample 0, if requested. It is the same as in RequestOutput.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
@@ -124,7 +124,7 @@ class GenerationError(RuntimeError):
         self.outputs = outputs
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return what copy and pickle need: the class, the message and the attributes.
+        """Return the class, the message and the attributes, for copy and pickle.
 
         By default, an Exception is made by a call of __init__ with the message alone.
         """

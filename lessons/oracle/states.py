@@ -20,14 +20,14 @@ STATES = state_blocks
 
 MUTANTS = {
     "a snapshot is one block early": Mutant(
-        STATES, "record_computed", "end // A * B", "(end // A - 1) * B"
+        STATES, "cache_blocks", "end // A * B", "(end // A - 1) * B"
     ),
     "a snapshot is one token late": Mutant(
         STATES, "_save", "A.num_computed - position", "A.num_computed - position - 1"
     ),
     "a snapshot where a match ran out is one block early": Mutant(
         STATES,
-        "record_computed",
+        "cache_blocks",
         "self._snapshot(A, position, B)",
         "self._snapshot(A, position - self.block_size, B)",
     ),

@@ -32,7 +32,7 @@ ROWS = 64
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize groups of x [N, I] -> (values [N, G, 32] int8, scale [N, G] float16).
+    """Quantize groups of x [N, I]. Returns (values [N, G, 32] int8, scale [N, G] float16).
 
     The last group is padded with zeros.
     """
@@ -123,12 +123,12 @@ class Int4Weight:
 
 
 def weight_only(x: Tensor, module: Linear) -> Tensor:
-    """Multiply x [T, I] by the weights, rounded to the dtype of x -> [T, O]."""
+    """Return x W^T [T, O] of x [T, I], with W dequantized to the dtype of x."""
     return F.linear(x, module.weight.dequantized(), module.bias)
 
 
 def dynamic(x: Tensor, module: Linear) -> Tensor:
-    """Quantize x [T, I] to int8 and multiply it by int4 weights -> [T, O], summed in float32."""
+    """Quantize x [T, I] to int8. Returns x W^T [T, O], summed in float32."""
     weight = module.weight
     tokens, token_scale = int8.quantize(x)
     tokens = F.pad(tokens, (0, -tokens.shape[1] % GROUP)).unflatten(1, (-1, GROUP)).float()

@@ -28,7 +28,7 @@ from nanovllm.models.backend import Backend
 from nanovllm.models.layers import Linear
 
 INT8_MAX = 127
-# A lower limit of the largest magnitude of a row, by which the row is divided.
+# Lower bound for the absmax of a row, so that a row of zeros can be divided by it.
 MIN_ABSMAX = 1e-30
 # Rows of a weight that are quantized together. Their float32 copies stay in the CPU's caches.
 ROWS = 256
@@ -37,7 +37,7 @@ EXACT_INPUTS = 1024
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize each row of x [N, I] -> (values [N, I] int8, scale [N] float32).
+    """Quantize each row of x [N, I]. Returns (values [N, I] int8, scale [N] float32).
 
     The largest magnitude of a row becomes 127. Numbers are rounded to the nearest integer, ties to
     even. The scale of a row with NaN or infinity is NaN or infinity.
@@ -85,7 +85,7 @@ class Int8Weight:
         self.values[rows], self.scale[rows] = values, scale
 
     def __getitem__(self, rows: Tensor) -> Tensor:
-        """Return the weights [T, I] of rows [T], the embeddings of tokens, in the model's dtype."""
+        """Return rows [T] of the weight, dequantized: the embeddings [T, I] of T tokens."""
         return (self.values[rows] * self.scale[rows, None]).to(self.dtype)
 
     def dequantized(self) -> Tensor:
@@ -95,12 +95,12 @@ class Int8Weight:
 
 
 def weight_only(x: Tensor, module: Linear) -> Tensor:
-    """Multiply x [T, I] by the weights, rounded to the dtype of x -> [T, O]."""
+    """Return x W^T [T, O] of x [T, I], with W dequantized to the dtype of x."""
     return F.linear(x, module.weight.dequantized(), module.bias)
 
 
 def dynamic(x: Tensor, module: Linear) -> Tensor:
-    """Quantize x [T, I] and multiply it by int8 weights -> [T, O], rounded once from float32."""
+    """Quantize x [T, I] to int8. Returns x W^T [T, O], rounded once from float32."""
     weight = module.weight
     values, scale = quantize(x)
     y = integer_product(values, weight.values).float() * scale[:, None] * weight.scale

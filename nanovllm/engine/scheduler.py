@@ -105,8 +105,8 @@ class Scheduler:
     def schedule(self) -> InFlightStep | None:
         """Plan one step. Returns None if no token can be planned now.
 
-        `num_computed` and `num_placeholders` of a sequence grow here and not at commit, so that
-        the next step can be planned while this one runs. `revert_in_flight` reverts this.
+        `num_computed` and `num_output_placeholders` of a sequence grow here and not at commit, so
+        that the next step can be planned while this one runs. `revert_in_flight` reverts this.
         """
         step = InFlightStep(plan := StepPlan())
         preemptions = self.preemptions
@@ -122,7 +122,7 @@ class Scheduler:
             if not seq.decoding:
                 budget -= self._plan_chunk(step, seq, budget)
             # If its placeholders reach `max_length`, its last token is already in flight.
-            elif len(seq.token_ids) + seq.num_placeholders < seq.max_length:
+            elif len(seq.token_ids) + seq.num_output_placeholders < seq.max_length:
                 if seq.needs_copy_on_write or seq.num_computed == len(seq.block_table) * block_size:
                     if not self._make_room(seq, 1):
                         break
@@ -131,9 +131,9 @@ class Scheduler:
                 step.seqs[seq.row] = seq
                 budget -= 1
                 seq.num_computed += 1
-                seq.num_placeholders += 1
+                seq.num_output_placeholders += 1
                 if seq.num_computed % block_size == 0:
-                    self.block_manager.record_computed(seq, seq.num_computed - 1)
+                    self.block_manager.cache_blocks(seq, seq.num_computed - 1)
 
         # 2. Waiting sequences, until one cannot be admitted.
         self.why_waiting = ""
@@ -186,9 +186,9 @@ class Scheduler:
         step.seqs[seq.row] = seq
         seq.num_computed = end
         if chunk.result_kind is ResultKind.TOKEN:
-            seq.num_placeholders += 1
+            seq.num_output_placeholders += 1
             seq.decoding = True
-        self.block_manager.record_computed(seq, start)
+        self.block_manager.cache_blocks(seq, start)
         return tokens
 
     def _allocate(self, seq: Sequence, tokens: int) -> list[tuple[int, int, int]]:
@@ -219,7 +219,7 @@ class Scheduler:
             return "preempted"
         if len(self.running) == self.max_num_seqs:
             return "seqs"
-        if seq.num_placeholders:
+        if seq.num_output_placeholders:
             return "in flight"
         matched = self.block_manager.match(seq)
         if not self.block_manager.is_ready(matched):
@@ -233,7 +233,7 @@ class Scheduler:
     def _has_room(self, seq: Sequence, matched: list[Block]) -> bool:
         """Return whether the available blocks suffice for all tokens of `seq` and the reserve.
 
-        A sequence that runs alone needs no reserve: LLMEngine.check rejects what can never run.
+        A sequence that runs alone needs no reserve. Requests that never fit are not accepted.
         """
         num_needed = self.block_manager.num_needed(seq, len(seq.token_ids))
         # A matched block that another sequence owns is not one of the available blocks.
@@ -307,7 +307,7 @@ class Scheduler:
                 self.finish(seq, "stop" if token == COMPLETE else "error")
                 continue
             seq.token_ids.append(token)
-            seq.num_placeholders -= 1
+            seq.num_output_placeholders -= 1
             length = len(seq.token_ids)
             if length % block_size == 0 and seq.num_computed >= length:
                 # The step in flight after this one computes the KV of this token.
@@ -364,7 +364,7 @@ class Scheduler:
         for seq in unfinished:
             seq.status, seq.row, seq.decoding = Status.UNQUEUED, -1, False
             seq.finish_reason = seq.stop_reason = None  # the error may have been in `finish`
-            seq.num_placeholders = 0
+            seq.num_output_placeholders = 0
             if seq.result_kind is ResultKind.TOKEN and seq.num_output:
                 self._finish_if_complete(seq)
         unfinished = [seq for seq in unfinished if seq.status is not Status.FINISHED]

@@ -41,7 +41,7 @@ class Sequence:
 
     status: Status = Status.UNQUEUED
     num_computed: int = 0  # tokens whose KV is in the cache after all plans made so far
-    num_placeholders: int = 0  # tokens that are sampled by steps in flight
+    num_output_placeholders: int = 0  # tokens that are sampled by steps in flight
     decoding: bool = False  # whether the last token sampled by its row is its only uncomputed token
     row: int = -1
     known_to_runner: bool = False  # whether a plan has contained its NewRow

@@ -3,11 +3,11 @@
 `lock` protects the scheduler, the requests and their results. It is free while the runner works, so
 other threads can add, abort and read requests during a step.
 
-A step computes the requests of all threads, and `run_by_one_thread` lets one thread run it. A thread
-that calls `run_step` meanwhile waits until this step has ended, and returns. If its requests have
-not ended, it calls `run_step` again. Each step has a new lock, which the waiting threads acquire
-after the step. With one lock for all steps, the thread that runs the steps could acquire it again
-before a waiting thread wakes up.
+A step computes the requests of all threads. `run_by_one_thread` therefore lets one thread run it.
+A thread that calls `run_step` meanwhile waits until this step has ended, and returns. If its
+requests have not ended, it calls `run_step` again. Each step holds a new lock, which the waiting
+threads acquire and release. A thread that runs one step after another therefore cannot keep them
+waiting.
 
 Ctrl-C raises KeyboardInterrupt at any line of the main thread. In a step, it is handled like every
 other error: the steps in flight are reverted. `hold_interrupt` holds it while results are
@@ -50,9 +50,9 @@ def hold_interrupt() -> Iterator[list[Any]]:
 class SharedEngine(ABC):
     def __init__(self) -> None:
         self._process = os.getpid()
-        # Not an RLock: the garbage collector may call `abort` in the middle of a change.
+        # An RLock would let the garbage collector call `abort` in the middle of a change.
         self._lock = threading.Lock()
-        self._step_lock = threading.Lock()  # of the last step; held until the step has ended
+        self._step_lock = threading.Lock()  # of the last step; it is held until that step ends
         self._step_thread = 0  # the identifier of the thread that ran it
         self._to_abort: deque[Request] = deque()
 

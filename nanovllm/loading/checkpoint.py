@@ -112,7 +112,7 @@ class Checkpoint:
         Raises ValueError for a model, or a format of its weights, that is not supported.
         """
         self.directory = directory
-        # As messages name it.
+        # Messages show this name.
         self.config_path = directory / ("config.json" + " with hf_overrides" * bool(overrides))
         self.config = read_config(directory, overrides or {})
         config_type = config_class(self.config.get("architectures"))

@@ -10,8 +10,8 @@ from nanovllm.config import EMBEDDED
 from nanovllm.engine.detokenizer import Tokenizer
 from nanovllm.utils.json_files import read_json
 
-# Held while transformers loads a tokenizer. It imports its modules on first use, and two threads
-# that import the same module there at the same time can fail with ImportError.
+# This lock is held while transformers loads a tokenizer. transformers imports its modules on first
+# use, and two threads that import the same module at the same time can fail with ImportError.
 LOCK = threading.Lock()
 
 

@@ -87,7 +87,7 @@ class PlainAttention:
         return SequenceMetadata(tokens, blocks, context_len, num_keys, mask, is_causal)
 
     def read_blocks(self, layer: int, blocks: Tensor) -> Tensor:
-        """Copy keys and values of `blocks` [n] -> [2, K, n * B, D], without the fp8 scales."""
+        """Copy K and V of `blocks` [n], without the fp8 scales. Returns [2, K, n * B, D]."""
         kv = self.cache[layer].transpose(1, 2)  # [2, K, blocks, B, D]
         # `kv[:, :, blocks]` takes several times as long on a CPU.
         return kv.index_select(2, blocks).flatten(2, 3).to(self.dtype)
@@ -117,7 +117,7 @@ class PlainAttention:
         k_cache[block, :, offset], v_cache[block, :, offset] = k, v
 
     def attend(self, layer: int, q: Tensor, batch: ForwardBatch) -> Tensor:
-        """Compute causal attention of q [T, H, D] over each sequence's context -> [T, H * D]."""
+        """Return causal attention [T, H * D] of q [T, H, D] over each sequence's context."""
         k_scale, v_scale = self.scales[layer]
         out = torch.empty_like(q)
         self.attend_sequences(layer, q * k_scale, batch.attention_metadata, out)

@@ -66,10 +66,10 @@ class Backend:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
     def make_weight(self, outputs: int, inputs: int, names: list[str]) -> Any:
-        """Return the weight of a Linear: a tensor [O, I], or an object with part of its interface.
+        """Return the weight of a Linear: a tensor [O, I], or an object like Int8Weight.
 
-        `names` are the names of its projections, such as "lm_head".
-        This part is `shape`, `nbytes`, `split`, `copy_` and indexing by rows.
+        Such an object has `shape`, `nbytes`, `split`, `copy_` and indexing by rows. `names` are the
+        names of the projections of the Linear, such as "lm_head".
         """
         return self.empty(outputs, inputs)
 

@@ -101,6 +101,6 @@ class RotaryEmbedding:
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Rotate halves (a, b) of x [T, heads, D] -> (a cos - b sin, b cos + a sin). sin is signed."""
+    """Rotate halves (a, b) of x [T, heads, D] to (a cos - b sin, b cos + a sin). sin is signed."""
     cos, sin = rope
     return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin

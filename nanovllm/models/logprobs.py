@@ -18,7 +18,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
 
 
 def unpack_logprobs(packed: list[float], token: int, k: int) -> TokenLogprobs:
-    """Unpack a row of `token_logprobs` -> (token, log-probability, rank), for `token` first."""
+    """Unpack a row of `token_logprobs` to (token, log-probability, rank), for `token` first."""
     logprob, rank = packed[:2]
     likely = enumerate(likely_tokens(packed[2:], k), start=1)
     others = [(other, p, i) for i, (other, p) in likely if other != token]

@@ -37,7 +37,7 @@ FIELDS: Fields = {
         (str, ("silu",), "hidden_act"),
         (str, ANY, "rope_type type"),
         (list, ANY, "architectures layer_types"),
-        (dict, ANY, "quantization_config rope_parameters rope_scaling"),
+        (dict, ANY, "quantization_config quantization rope_parameters rope_scaling"),
     )
     for name in names.split()
 }
@@ -161,7 +161,7 @@ class ModelConfig:
 
     @property
     def weights_note(self) -> str:
-        """What the log and an error add to the bytes of the weights."""
+        """Text that the log and an error append to the size of the weights."""
         return ""
 
     def block_bytes(self, block_size: int, itemsize: int) -> int:

@@ -17,7 +17,7 @@ MASKED = float("-inf")  # the logit of a token that is never drawn
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Sample from logits [R, V] -> token ids [R] int64. At temperature 0, take the largest logit.
+    """Sample token ids [R] int64 from logits [R, V]. At temperature 0, take the largest logit.
 
     Every sampler returns -1 for a row with a NaN or +inf logit, or with only -inf logits (masked).
     """

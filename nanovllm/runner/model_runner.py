@@ -137,7 +137,10 @@ class ModelRunner:
         return self._sample(hidden, device_rows.sampling_batch(rows), rows, rules)
 
     def decode(self, rows: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-        """Decode `rows` [S], `order` [S] is longest_first -> hidden states [S, E], tokens [S]."""
+        """Decode `rows` [S]. Returns hidden states [S, E] and tokens [S].
+
+        `order` [S] is the result of `longest_first`.
+        """
         assert self.device_rows is not None
         batch, sampling = self.device_rows.decode_batch(rows, order)
         if self.states is not None:

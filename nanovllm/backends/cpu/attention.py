@@ -70,7 +70,7 @@ class Prefix:
 
 @dataclass(slots=True)
 class AttentionPlan:
-    """What `prepare` computes once for all layers."""
+    """The arrays that `prepare` computes once for all layers."""
 
     slot_mapping: np.ndarray  # [T] int64
     work: AttentionWork | None  # the kernel's part

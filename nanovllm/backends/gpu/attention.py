@@ -19,7 +19,7 @@ SHARED_TOKENS = 512
 
 
 class StepLaunches(NamedTuple):
-    """What a step launches in each layer. All layers share the memory of q and the results."""
+    """The launches of a step in each layer. All layers share the memory of q and the results."""
 
     q: Tensor  # [T, H, D], also in the launches
     out: Tensor  # [T, H, D]
@@ -51,7 +51,7 @@ class TritonAttention(PlainAttention):
                 f"the model has {self.group_size}; use attention_backend='sdpa'"
             )
         self.num_kv_heads = config.num_kv_heads
-        # q and the results of all layers and steps of so many tokens, at a fixed address.
+        # All layers, and all steps of at most so many tokens, share this memory for q and results.
         shape = 2, SHARED_TOKENS, config.num_heads, config.head_dim
         self.shared = torch.empty(shape, dtype=dtype, device=device)
 

@@ -8,7 +8,7 @@ from nanovllm.models.batch import typed_params
 
 
 class DecodeInputs(NamedTuple):
-    """What `decode_inputs` reads for a decode of S rows."""
+    """The inputs of a decode step of S rows."""
 
     input_ids: Tensor  # [S] int64
     positions: Tensor  # [S] int64
@@ -28,7 +28,7 @@ def decode_inputs(
     last_tokens: Tensor,
     block_size: int,
 ) -> DecodeInputs:
-    """Read what a decode of `rows` [S] needs, and advance their positions.
+    """Read the inputs of a decode of `rows` [S], and advance their positions.
 
     The other tensors are in runner/device_rows.py. Row N is padding and stays at position 0.
     """

@@ -42,7 +42,7 @@ MAX_LIKELY = 5  # tokens whose probabilities are recorded in addition to the sam
 
 @dataclass
 class Search:
-    """What a trace knows of a beam search. A request drops its state when it ends."""
+    """The state of a beam search that a trace keeps. A request drops its own state when it ends."""
 
     beams: Beams
     results: list[tuple[float, BeamSearchSequence]]  # `beams.finished` after the last event
@@ -227,7 +227,7 @@ class Trace(Observer):
         return round((seconds - self._start) * 1e6)
 
     def _changes(self) -> Event:
-        """Return what differs between the engine and the state after the last event."""
+        """Return the differences between the engine and the state after the last event."""
         scheduler = self._scheduler
         state = self._state
         numbers = self._numbers

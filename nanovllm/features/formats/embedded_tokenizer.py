@@ -17,7 +17,7 @@ from nanovllm.engine.detokenizer import Tokenizer
 
 
 class EmbeddedTokenizer:
-    """What the engine uses of a tokenizer. `full` is the tokenizer of transformers."""
+    """The part of a tokenizer that the engine uses. `full` is the tokenizer of transformers."""
 
     def __init__(self, directory: Path, load_full: Callable[[Path], Tokenizer]) -> None:
         self.directory, self.load_full = directory, load_full

@@ -93,7 +93,7 @@ CASES = [
 def test_ranks_answer_as_one(
     ranks: Job, paths: dict[str, str], model: str, size: int, options: dict[str, Any]
 ) -> None:
-    """Chunked prompts, preemption, forks, beams, log-probabilities, embeddings and streams."""
+    """Chunked prefill, preemption, forks, beams, log-probabilities, embeddings and streams."""
     arguments = {"path": paths[model], **options}
     [one] = values(ranks("everything", 1, **arguments))
     assert one["stats"]["preemptions"] > 0

@@ -39,7 +39,7 @@ GATE, GATE_BIAS, LAYER, CONV1D, A_LOG, DT_BIAS, NORM = range(12, 19)
 
 
 class States(NamedTuple):
-    """The states of all layers, and what the layers of a hybrid model share."""
+    """The states of all layers, and the arguments that the layers of a hybrid model share."""
 
     conv: int  # the address of [layers, num_states, 3, C]
     rule: int  # the address of [layers, num_states, Hv, Dk, Dv] in float32

@@ -135,7 +135,7 @@ def solve_chunks(
             for c in range(key_dim):
                 key[c] = beta * power * k[c]
                 q_out[i, c] = power * q[c]
-            # Four earlier tokens at a time: each load of q, k, value and key serves four products.
+            # Each load of q, k, value and key serves the products of four earlier tokens.
             blocks = i // 4 * 4
             for j in range(0, blocks, 4):
                 a, b = mixed[first + j, k_at:], mixed[first + j + 1, k_at:]

@@ -93,7 +93,7 @@ def mlp(gate_up, down, code, x_ptr, weight_ptr, choices, buffers, out_ptr, num_e
 def expert_mlp(
     x: Tensor, weights: Tensor, choices: Tensor, gate_up: Linear, down: Linear
 ) -> Tensor:
-    """Map x [T, E] to the sum of the results of each token's experts -> [T, E].
+    """Return for each token of x [T, E] the sum of the results of its experts [T, E].
 
     `weights` and `choices` [T, k] are the factors and the numbers of the experts.
     """
@@ -103,18 +103,7 @@ def expert_mlp(
     buffers = [x.new_empty(choices.numel(), size) for size in sizes]
     code = Code(*codes((gather_rows, pointwise.silu_and_mul_rows, sum_rows), x.dtype))
     x, weights = x.contiguous(), weights.contiguous()
-    mlp(
-        both,
-        activated,
-        code,
-        x.data_ptr(),
-        weights.data_ptr(),
-        choices.numpy(),
-        tuple(buffer.data_ptr() for buffer in buffers),
-        out.data_ptr(),
-        num_experts,
-        x.itemsize,
-        DTYPE_EXAMPLE[x.dtype],
-        get_num_threads(),
-    )
+    mlp(both, activated, code, x.data_ptr(), weights.data_ptr(), choices.numpy(),
+        tuple(buffer.data_ptr() for buffer in buffers), out.data_ptr(), num_experts, x.itemsize,
+        DTYPE_EXAMPLE[x.dtype], get_num_threads())
     return out

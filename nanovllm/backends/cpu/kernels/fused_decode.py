@@ -48,7 +48,7 @@ class Code(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What all layers of a decode step share. The first four are addresses."""
+    """Arguments that all layers of a decode step share. The first four are addresses."""
 
     x: int  # [rows, size], the input and the output of each part of a layer
     residual: int  # [rows, size]
@@ -166,7 +166,7 @@ class FusedLayers:
         return all(len(module.weight) % width == 0 for module in layer.linears())
 
     def compile(self) -> None:
-        """Compile what backends/cpu/compile.py does not compile for every model."""
+        """Compile the kernels that backends/cpu/compile.py does not compile for every model."""
 
     def all_addresses(self, attention: NumbaAttention) -> np.ndarray:
         layers = zip(self.model.layers, attention.kv_addresses, strict=True)
@@ -205,8 +205,8 @@ class UnitLinear:
         self.code = address_for(unit.linear_blocks, unit.linear_dtype, unit.linear_dtype)
         self.width = unit.width
         fits: dict[Any, bool] = {}  # by shape, because confirming a layout takes a product
-        # By the id of a module: modules refer to the backend, which refers to this object, and only
-        # the garbage collector would free the weights of a cycle.
+        # The keys are ids of modules. Modules as keys would form a cycle of references, which keeps
+        # the weights in memory: they refer to the backend, and the backend to this object.
         self.addresses: dict[int, int] = {}
         for module in model.linears():
             # A bias is not padded.

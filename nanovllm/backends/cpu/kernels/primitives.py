@@ -25,8 +25,8 @@ f32, int32 = np.float32, np.int32
 def array(address, shape, example):
     """Return the array at an address, of numbers like `example`.
 
-    It does not keep its memory alive: Numba frees an array after the last statement or loop that
-    names it. Kernels therefore read `.ctypes.data` of an array in the loop that uses the address.
+    The result does not own its memory. Numba frees an array after its last use by name, so take
+    `.ctypes.data` inside the loop that uses the address.
     """
     return carray(pointer(address, example), shape)
 
@@ -60,7 +60,7 @@ def _from_float32(x, example):
 
 
 def store_in_cache(x, cache, scale, example):
-    """Write x [D] to cache [D]. With fp8, x is divided by the scale, and set to what was stored."""
+    """Write x [D] to cache [D]. In fp8, store x / scale and write the rounded value back to x."""
     raise NotImplementedError("compiled code only")
 
 
@@ -99,8 +99,8 @@ def exp(x):
 def maximum(x):
     """Return the maximum of x [n] in float32, or minus infinity if n = 0; undefined for a NaN.
 
-    LLVM vectorizes a maximum of integers. The bits of floats are in the order of integers after all
-    but the sign of negative ones are inverted.
+    LLVM vectorizes a maximum of integers. With all bits but the sign of negative floats flipped,
+    floats sort like integers.
     """
     top = int32(-0x7F800001)  # minus infinity
     for i in range(len(x)):

@@ -116,7 +116,7 @@ def _attend_range(
     # The blocks of a tile are looked up one iteration early, so that the loads of `num_stages - 1`
     # tiles can be in flight; a lookup in the same iteration would cost two of them.
     blocks = _load_blocks(block_table, start, end, BLOCK, TILE)
-    # Unrolled by the compiler: first the tiles that all rows attend to completely, then the others.
+    # The compiler unrolls this loop: tiles that all rows attend to completely, then the others.
     for masked in tl.static_range(2 - LOOPS, 2):
         first, last = (masked_start, end) if masked else (start, masked_start)
         for tile_start in range(first, last, TILE):

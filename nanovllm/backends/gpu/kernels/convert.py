@@ -46,7 +46,7 @@ INT8_TO_BFLOAT16 = tl.constexpr("""{
 def fp8_to(x, dtype: tl.constexpr):
     """float8e4nv -> dtype."""
     if PTX and dtype == tl.float16:
-        # Not "pure": the compiler would move it, and read x from shared memory byte by byte.
+        # If it were "pure", the compiler would move it and read x from shared memory byte by byte.
         x = tl.inline_asm_elementwise(
             FP8_TO_FLOAT16, "=r,=r,r", [x], dtype=tl.float16, is_pure=False, pack=4
         )

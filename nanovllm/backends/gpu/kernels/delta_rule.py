@@ -272,8 +272,8 @@ def _chunk_rule(
     state = tl.load(state_ptrs, mask=(dim < DK * has_state)[:, None] & in_head, other=0.0)
     q_ptrs = qkv + head // (HV // HK) * DK
     v_ptrs = qkv + 2 * HK * DK + head * DV + column[None, :]
-    # One stage: more would take more shared memory than most GPUs have. Addresses that are computed
-    # before the loop would take registers, and some would be spilled.
+    # With more than one stage, this would need more shared memory than most GPUs have. Addresses
+    # that are computed before the loop would take registers, and some would be spilled.
     for first in tl.range(start, end, CHUNK, num_stages=1, disable_licm=True):
         token = first + i
         mask = (token < end)[:, None] & in_head

@@ -33,9 +33,9 @@ class ExpertTile(NamedTuple):
     num_stages: int
 
 
-# For few and for many rows of an expert. The sizes follow from shared memory and registers: on
-# sm_80 three programs of MANY fit a multiprocessor, and with 128 rows and 8 warps one. No sizes
-# were timed.
+# FEW is for few rows of an expert, MANY for many. The sizes follow from shared memory and
+# registers: on sm_80 three programs of MANY fit a multiprocessor, and with 128 rows and 8 warps
+# one. No sizes were timed.
 FEW, MANY = ExpertTile(16, 16, 128, 4, 4), ExpertTile(64, 64, 32, 4, 3)
 FLOAT32 = ExpertTile(32, 32, 32, 4, 3)  # it uses no matrix units
 
@@ -127,7 +127,7 @@ def _expert_linear(
 
 
 def expert_linear(x: Tensor, module: Linear, ends: Tensor) -> Tensor:
-    """Multiply the sorted rows x [N, I] by the weights of their experts -> [N, O].
+    """Multiply the sorted rows x [N, I] by the weights of their experts. Returns [N, O].
 
     x is contiguous, and N is at least 1.
     """
@@ -152,7 +152,7 @@ def expert_linear(x: Tensor, module: Linear, ends: Tensor) -> Tensor:
 
 
 def compile_for(module: Linear, num_experts: int) -> None:
-    """Compile what a Linear of experts needs before requests are served: both tiles."""
+    """Compile both tiles for a Linear of experts, before requests are served."""
     dtype, device, inputs = module.backend.dtype, module.backend.device, module.weight.shape[1]
     for rows in (1, FEW.num_rows * num_experts):
         x = torch.zeros((rows, inputs), dtype=dtype, device=device)

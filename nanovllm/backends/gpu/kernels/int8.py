@@ -33,7 +33,7 @@ class Int8Tile(NamedTuple):
     num_stages: int
 
 
-# By the largest number of rows that they serve. torch multiplies more rows. The sizes follow from
+# The keys are the largest numbers of rows; torch multiplies more rows. The sizes follow from
 # shared memory and registers and have not been timed; those for float32 are small, because it uses
 # no matrix units. A product of few rows has work for one warp. With one slice of the inputs for
 # each of four warps, every weight is converted once, and not by every warp.
@@ -143,7 +143,7 @@ def linear_in_parts(x: Tensor, module: Linear) -> Tensor:
 
 
 def compile_for(module: Linear, linear: Callable[[Tensor, Linear], Tensor]) -> None:
-    """Compile what a Linear needs, with each number of rows, before requests are served."""
+    """Compile the kernels of a Linear for each number of rows, before requests are served."""
     weight = module.weight
     for rows in FLOAT32 if weight.dtype == torch.float32 else HALF:
         x = torch.zeros((rows, weight.shape[1]), dtype=weight.dtype, device=weight.values.device)

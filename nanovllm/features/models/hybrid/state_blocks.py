@@ -101,7 +101,7 @@ class StateBlockManager(BlockManager):
             self._keep(last)
 
     def _keep(self, block_id: int) -> None:
-        """Keep the snapshot of a block when the sequence that made it goes on."""
+        """Keep the snapshot of a block when the sequence that made it continues."""
         for seq in [seq for seq, rolling in self.rolling.items() if rolling == block_id]:
             del self.rolling[seq]
 
@@ -120,8 +120,8 @@ class StateBlockManager(BlockManager):
 
     # ---- snapshots ----
 
-    def record_computed(self, seq: Sequence, start: int) -> None:
-        super().record_computed(seq, start)
+    def cache_blocks(self, seq: Sequence, start: int) -> None:
+        super().cache_blocks(seq, start)
         end, fork_at = seq.num_computed, seq.num_prompt - 1
         if seq.forks and start <= fork_at < end and fork_at and seq not in self.fork_slots:
             slot = self._save(seq, fork_at)

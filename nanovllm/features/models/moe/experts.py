@@ -51,7 +51,7 @@ class Expert:
 
 
 def expert_linear(x: Tensor, module: Linear, ends: Tensor) -> Tensor:
-    """Multiply the sorted rows x [N, I] by the weights of their experts -> [N, O].
+    """Multiply the sorted rows x [N, I] by the weights of their experts. Returns [N, O].
 
     The weight [X O, I] of `module` has the rows of all experts in order.
     """
@@ -69,7 +69,7 @@ def expert_linear(x: Tensor, module: Linear, ends: Tensor) -> Tensor:
 def expert_mlp(
     x: Tensor, weights: Tensor, choices: Tensor, gate_up: Linear, down: Linear
 ) -> Tensor:
-    """Map x [T, E] to the sum of the results of each token's experts -> [T, E].
+    """Return for each token of x [T, E] the sum of the results of its experts [T, E].
 
     `weights` and `choices` [T, k] are the factors and the numbers of the experts.
     """

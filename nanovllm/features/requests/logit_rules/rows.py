@@ -169,7 +169,7 @@ class RulesBatch:
 
     def __init__(self, rows: list[tuple[int, RowRules]], state: RulesState) -> None:
         """`rows` has (index of the row's logits, rules) for each row with rules."""
-        # Not `state` itself: a cycle of references would keep the memory of an unused engine.
+        # A reference to `state` would form a cycle and keep the memory of an unused engine.
         device, vocab_size, self.caps = state.device, state.sizes[2], state.caps
         self.rows = [row.row for _, row in rows]
         self.length = 0  # above the positions of all tokens to be sampled; set by RulesState

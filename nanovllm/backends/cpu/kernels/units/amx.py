@@ -56,7 +56,7 @@ tile_load = _literal(lambda typing, tile, address, stride: instruction(
 tile_store = _literal(lambda typing, tile, address, stride: instruction(
     "x86.tilestored64", "tile address number", tile, address, stride))
 tile_dot = _literal(lambda typing, c, a, b: instruction("x86.tdpbf16ps", "tile tile tile", c, a, b))
-# The same for four int8 numbers of A and four uint8 numbers of B at a time. C is int32.
+# This multiplies four int8 numbers of A and four uint8 numbers of B at a time. C is int32.
 tile_dot_int8 = _literal(
     lambda typing, c, a, b: instruction("x86.tdpbsud", "tile tile tile", c, a, b))
 

@@ -48,9 +48,9 @@ class Unit:
     width: int
     # The dtype of x and the weights. In another one, oneDNN computes all products.
     linear_dtype: torch.dtype
-    # Return whether Numba compiles for this processor, and this process can use the unit.
+    # Returns whether Numba compiles for this processor, and this process can use the unit.
     is_available: Callable[[], bool]
-    # Return whether `attend_groups` supports G heads per KV head, B slots, head size D.
+    # Returns whether `attend_groups` supports G heads per KV head, B slots, head size D.
     fits: Callable[[int, int, int], bool]
 
 

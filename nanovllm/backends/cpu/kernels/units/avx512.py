@@ -185,7 +185,7 @@ def attend_groups(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_
 
         for first in range(0, num_keys, KEYS):
             for j in range(KEYS // 2):
-                # The same here: slots after the last token may hold NaN, and 0 times NaN is NaN.
+                # Slots after the last token may hold NaN, and 0 times NaN is NaN.
                 slot = min(first + 2 * j, context_len - 1)
                 after = min(first + 2 * j + 1, context_len - 1)
                 address = kv_address(v_cache, table[slot // block_size], head, slot % block_size)

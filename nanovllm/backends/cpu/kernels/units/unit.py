@@ -1,4 +1,4 @@
-"""Which unit this processor uses: of any.py, avx512.py or amx.py."""
+"""Selects the unit of this processor from any.py, avx512.py and amx.py."""
 
 import torch
 
