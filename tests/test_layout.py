@@ -71,3 +71,12 @@ def test_groups_have_tests(pytestconfig: pytest.Config) -> None:
         ids += [f"tests/{name}::{n.name}" for n in tree.body if isinstance(n, ast.FunctionDef)]
     for group, pattern in groups.items():
         assert any(re.search(pattern, each) for each in ids), group
+
+
+@pytest.mark.parametrize("backend", ["gpu"])
+def test_the_reading_order_is_complete(backend: str) -> None:
+    """Each file of a backend has a line in the order in which its __init__.py says to read them."""
+    root = TESTS.parent / "nanovllm" / "backends" / backend
+    listed = re.findall(r"^([\w/]+\.py) ", (root / "__init__.py").read_text(), re.MULTILINE)
+    files = [path for path in root.rglob("*.py") if path.name != "__init__.py"]
+    assert sorted(listed) == sorted(str(path.relative_to(root)) for path in files)
