@@ -73,10 +73,17 @@ def test_groups_have_tests(pytestconfig: pytest.Config) -> None:
         assert any(re.search(pattern, each) for each in ids), group
 
 
-@pytest.mark.parametrize("backend", ["gpu"])
-def test_the_reading_order_is_complete(backend: str) -> None:
-    """Each file of a backend has a line in the order in which its __init__.py says to read them."""
-    root = TESTS.parent / "nanovllm" / "backends" / backend
-    listed = re.findall(r"^([\w/]+\.py) ", (root / "__init__.py").read_text(), re.MULTILINE)
-    files = [path for path in root.rglob("*.py") if path.name != "__init__.py"]
-    assert sorted(listed) == sorted(str(path.relative_to(root)) for path in files)
+@pytest.mark.parametrize("folder", ["cpu", "gpu"])
+def test_reading_order(folder: str) -> None:
+    """A backend's docstring names all its files, each after those that it imports."""
+    package = ROOTS[0] / "backends" / folder
+    order = re.findall(r"^(\S+\.py)  ", (package / "__init__.py").read_text(), re.MULTILINE)
+    files = {path.relative_to(package).as_posix() for path in package.rglob("*.py")}
+    assert sorted(order) == sorted(name for name in files if not name.endswith("__init__.py"))
+    for place, name in enumerate(order):
+        for node in ast.parse((package / name).read_text()).body:
+            if isinstance(node, ast.ImportFrom):
+                modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+                prefix = f"nanovllm.backends.{folder}."
+                found = {f"{m.removeprefix(prefix).replace('.', '/')}.py" for m in modules if m}
+                assert not found & set(order[place:]), name

@@ -1,4 +1,4 @@
-"""BlockManager: records which sequences own each block of the KV cache, and what the block holds.
+"""BlockManager: records the owners and the content of each block of the KV cache.
 
 It owns the pool of blocks and the prefix cache, and updates the block fields of sequences. It
 copies no data. The time of an operation is proportional to the number of blocks that it changes.
@@ -130,7 +130,7 @@ class BlockManager:
         return True
 
     def cache_blocks(self, seq: Sequence, start: int) -> None:
-        """Cache what the plan computes of `seq`: from position `start` to `seq.num_computed`."""
+        """Cache the blocks of `seq` that the plan fills, from `start` to `seq.num_computed`."""
         self.cache_full_blocks(seq)
 
     def cache_full_blocks(self, seq: Sequence) -> None:

@@ -206,7 +206,7 @@ def make_fast_steps(config: EngineConfig, runner: ModelRunner, ranks: SingleRank
         with torch.inference_mode(), memory.explain_out_of_memory(remedy):
             runner.graphs = backend.capture_decode(runner.decode, runner.rows.positions)
             if runner.states is None:
-                sizes = runner.graphs, config.max_num_batched_tokens
+                sizes = runner.graphs, config.token_budget
                 chunks = backend.capture_chunks(model, runner.attention, *sizes)
                 runner.fused_model = chunks or runner.fused_model
 

@@ -77,7 +77,7 @@ def guard() -> Iterator[None]:
 
 
 class KernelCache(FunctionCache):
-    """Numba's cache in the directory of kernel_files.py, whose name says what its code is for.
+    """Numba's cache, in the directory that kernel_files.py names.
 
     Private to Numba. Its public options have neither a directory for some functions only nor a
     lock, and would compile a kernel again after a checkout that only changes times of files.

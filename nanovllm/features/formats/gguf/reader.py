@@ -100,7 +100,7 @@ class GGUF:
         return None if found is None else found.contents()
 
     def config(self, dtype: str) -> dict[str, Any]:
-        """Return the fields of config.json. Raises ValueError for what would change the result."""
+        """Return the fields of config.json. Raises ValueError for unsupported fields."""
         for name, usual in (("rope.scaling.type", "none"), ("attention.sliding_window", 0)):
             if (value := self.field(f"{self.kind}.{name}")) not in (None, usual):
                 raise ValueError(f"{self.path} has {name} {value!r}, which is not supported")
