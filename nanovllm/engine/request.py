@@ -26,7 +26,7 @@ class Sample:
     text: str = ""
     num_detokenized: int = 0  # output tokens that `text` contains
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    # What a stream has returned so far.
+    # The part that a stream has returned so far.
     chars_streamed: int = 0
     tokens_streamed: int = 0
     stream_ended: bool = False
