@@ -72,9 +72,8 @@ class SharedEngine(ABC):
     def abort(self, requests: Iterable[Request], wait: bool = False) -> None:
         """End the requests that are unfinished. A newer request with the same id is not affected.
 
-        wait: whether to wait for the lock. The garbage collector can close an abandoned stream
-            while this thread holds the lock, so a stream must not wait. The requests of a call that
-            does not get the lock end with the current step or before the next one.
+        wait: whether to wait for the lock. A stream must not, because the garbage collector can
+            close it while this thread holds the lock. Its requests then end before the next step.
         """
         self._to_abort.extend(requests)
         with hold_interrupt():

@@ -46,7 +46,7 @@ def make_runner(
     `files` are its open safetensors files, or empty for random weights. Requests have at most
     `max_model_len` tokens, or fewer if memory limits them.
     """
-    # Before the model is divided among ranks, which explains only sizes that do not fit.
+    # This comes before the division among ranks, whose errors name only sizes that do not fit.
     full_config.check_options(config)
     check_fork()
     device = pick_device(config.device)

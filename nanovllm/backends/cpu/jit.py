@@ -58,7 +58,7 @@ def kernel_lock() -> AbstractContextManager[object]:
 
     Without OpenMP and TBB, Numba uses "workqueue", which is not safe for several threads.
     """
-    # In a separate thread, because starting Numba changes the caller's number of OpenMP threads.
+    # This uses another thread, because starting Numba changes the caller's number of threads.
     with ThreadPoolExecutor(1) as pool:
         pool.submit(get_num_threads).result()
     layer = numba.threading_layer()  # type: ignore[attr-defined]

@@ -24,13 +24,11 @@ from nanovllm import (
 )
 from nanovllm.engine.sampling import read_stream
 from nanovllm.features.requests import structured as structured_module
-from nanovllm.features.requests.logit_rules import rows as logit_rules_rows
 from nanovllm.features.requests.logit_rules.rows import RowRules, RulesBatch, RulesState
 from nanovllm.features.requests.structured import Grammar, GrammarCompiler, Matcher
 from nanovllm.loading.checkpoint import find_checkpoint
 from nanovllm.outputs import GrammarError
 from nanovllm.plan import LogitRules, NewRow, RowSampling
-from nanovllm.runner import pending
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -162,8 +160,10 @@ def random_request(rng: random.Random, llm: LLM) -> tuple[str, SamplingParams]:
     "options",
     [
         {},
-        {"async_scheduling": True},
-        {"num_kv_cache_blocks": 14, "max_num_batched_tokens": 24},
+        pytest.param({"async_scheduling": True}, marks=pytest.mark.slow),
+        pytest.param(
+            {"num_kv_cache_blocks": 14, "max_num_batched_tokens": 24}, marks=pytest.mark.slow
+        ),
         {"num_kv_cache_blocks": 11, "max_num_seqs": 9, "async_scheduling": True},
     ],
     ids=["plain", "async", "preempted", "async, preempted"],
@@ -453,28 +453,23 @@ def test_an_output_ends_with_its_grammar(embedded: LLM, asynchronous: bool, monk
 
 REFUSED = [
     ({"json": {"type": "strnig"}}, "refuses the json of structured_outputs: Invalid type: strnig"),
-    ({"json": {"allOf": [{"type": "string"}, {"type": "null"}]}}, "Unsatisfiable schema"),
     ({"json": {"not": {"type": "string"}}}, "Unimplemented keys"),
     ({"regex": "a("}, "refuses the regex of .*unclosed group"),
     ({"regex": "(?=a)b"}, "look-around"),
-    ({"regex": r"[^\s\S]"}, "refuses the regex of structured_outputs: it matches no text"),
     ({"grammar": "start: word"}, 'refuses the grammar of .*unknown name: "word"'),
     ({"grammar": "hello"}, "Expected ::=.*in Lark's notation needs the rule `start`"),
     ({"json": {"multipleOf": 999983}}, "multipleOf, and 999983 .*65535"),
     ({"json": {"allOf": [{"multipleOf": 999}, {"multipleOf": 998}]}}, "multipleOf, and 997002 "),
-    ({"json": {"multipleOf": 0.12345678901}}, "multipleOf, and 0.12345678901 .*9 digits"),
     (
         {"grammar": r'start: %json {"type": "integer", "\u006dul\u0074ipleOf": 999983}'},
         "multipleOf, and 999983 .*65535",
     ),
-    ({"json": {"multipleOf": 1e300}}, "multipleOf, and 1e.300 "),
     ({"json": {"properties": {f"a{i}": {"type": "null"} for i in range(9999)}}}, "131072"),
     ({"choice": [f"choice {i}" for i in range(10**5)]}, "the limit is 131072"),
     (
         {"regex": "a*" * 20000},
         "the regex of structured_outputs has 40000 bytes; the limit is 16384",
     ),
-    ({"grammar": "start: " + "a " * 20000}, "the limit is 16384"),
 ]
 
 
@@ -510,12 +505,6 @@ def as_rules(links: dict[int, str], begin: str, defines: str) -> str:
 
 DEEP = {
     "references": {"json": as_schema(chain(3000, lambda i: {"$ref": f"#/$defs/a{i}"}, {}))},
-    "objects": {
-        "json": as_schema(
-            chain(1500, lambda i: {"properties": {"a": {"$ref": f"#/$defs/a{i}"}}}, {"const": 1})
-        )
-    },
-    "allOf": {"json": as_schema(chain(2500, lambda i: {"allOf": [{"$ref": f"#/$defs/a{i}"}]}, {}))},
     "groups": {
         "grammar": as_rules(
             chain(250, lambda i: "(" * 25 + f"r{i}" + ")" * 25, '"a"'), "start: r0", ":"
@@ -644,38 +633,6 @@ def test_pattern_properties_are_refused(embedded: LLM, fields: dict, name: str) 
 
 
 # ---- what it costs ----
-
-
-def test_the_rules_on_the_host_run_after_the_launch(
-    embedded: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The host waits for the last tokens, and makes masks, when the next forward was launched."""
-    events: list[str] = []
-    runner = embedded.engine.runner
-    forward, mask, start = runner.fused_model.forward, Matcher.mask, pending.start_copy
-
-    def noted_forward(*args: Any) -> torch.Tensor:
-        events.append("forward")
-        return forward(*args)
-
-    def noted_mask(self: Matcher, output: list[int]) -> bytes | None:
-        events.append(f"mask after {len(output)}")
-        return mask(self, output)
-
-    def noted_copy(tensor: torch.Tensor) -> Callable[[], Any]:
-        events.append("sample")
-        read = start(tensor)
-        return lambda: events.append("wait") or read()
-
-    monkeypatch.setattr(embedded.engine, "async_scheduling", True)
-    monkeypatch.setattr(type(runner.fused_model), "forward", lambda _, *args: noted_forward(*args))
-    monkeypatch.setattr(Matcher, "mask", noted_mask)
-    monkeypatch.setattr(logit_rules_rows, "start_copy", noted_copy)
-    embedded.generate("x", structured("date", temperature=0, max_tokens=4), use_tqdm=False)
-    wanted = ["forward", "mask after 0", "sample"]
-    for step in range(1, 4):
-        wanted += ["forward", "wait", f"mask after {step}", "sample", "wait"]
-    assert events == [*wanted, "wait"]
 
 
 def test_other_requests_pay_nothing(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
