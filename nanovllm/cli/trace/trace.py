@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.cli.trace import show
 from nanovllm.cli.trace.events import Event as Event
 from nanovllm.cli.trace.events import State as State
-from nanovllm.cli.trace.experts import ExpertCounter
+from nanovllm.cli.trace.expert_counter import ExpertCounter
 from nanovllm.engine.block_manager import Block
 from nanovllm.engine.detokenizer import decode_token
 from nanovllm.engine.observer import NO_OBSERVER, Observer

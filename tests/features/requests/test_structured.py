@@ -24,7 +24,7 @@ from nanovllm import (
 )
 from nanovllm.engine.sampling import read_stream
 from nanovllm.features.requests import structured as structured_module
-from nanovllm.features.requests.logit_rules.rows import RowRules, RulesBatch, RulesState
+from nanovllm.features.requests.logit_rules.row_rules import RowRules, RulesBatch, RulesState
 from nanovllm.features.requests.structured import Grammar, GrammarCompiler, Matcher
 from nanovllm.loading.checkpoint import find_checkpoint
 from nanovllm.outputs import GrammarError
