@@ -6,7 +6,8 @@ PYTHONPATH=. python .ci/lesson_pages.py --lines     corrects the lines that the 
 PYTHONPATH=. python .ci/lesson_pages.py --measure   also replaces figures that differ in what was measured only
 
 It also links the rows of docs/lessons.md to the pages. Without --measure a page keeps its figures
-and their date, so a busy machine does not change them. Everything else comes from the run.
+and their date, so a busy machine does not change them. Everything else comes from the run. Figures
+that were measured while other processes took more than 10 % of the CPU time are not written.
 tests/lessons/test_lesson_pages.py compares the pages with the lessons.
 """
 
@@ -32,6 +33,7 @@ UNITS = re.compile(
     r"\b(ms|us|seconds?|GB/s|[GT]FLOPs/s|tokens/s|requests/s|goodput|measured)\b|times as (?:fast|slow)|about as fast",
     re.I,
 )
+BUSY = 0.1  # share of the CPU time of other processes, above which timings mean little
 NUMBER = re.compile(r"[\w.]+ times as (?:fast|slow)|about as fast|\d[\d,.%:-]*\b%?(?: \(noisy\))?")
 LINK = re.compile(r"^\| \[`\S+`\]\(\.\./\.\./(\S+)#L\d+\) \| `(.+?)` \| `` (.*) `` \|$", re.M)
 
@@ -48,8 +50,11 @@ def navigation(number: str) -> str:
     return " · ".join(links)
 
 
-def run(number: str, page: Page) -> dict[str, str]:
-    """Run a lesson while `page` takes the place of sys.stdout -> the names and texts of its files."""
+def run(number: str, page: Page) -> tuple[dict[str, str], float]:
+    """Run a lesson while `page` takes the place of sys.stdout.
+
+    Returns the names and texts of its files, and the share of the CPU time that others took.
+    """
     lesson, about = command.load(number), machine.describe(torch.device("cpu"))
     _, _, text = inspect.cleandoc(str(lesson.__doc__)).partition("\n")
     since = machine.cpu_seconds()
@@ -57,7 +62,8 @@ def run(number: str, page: Page) -> dict[str, str]:
         page.say(text)
         lesson.run()
     page.add()
-    others = machine.describe_load(machine.other_load(since))
+    load = machine.other_load(since)
+    others = machine.describe_load(load)
     head = (
         "<!-- Written by .ci/lesson_pages.py: change the lesson and not this page. -->",
         f"# {TITLES[number]}",
@@ -67,7 +73,7 @@ def run(number: str, page: Page) -> dict[str, str]:
         f"`python -m lessons {number} --answers`.",
     )
     parts = (*head, *page.parts, navigation(number))
-    return {f"{page.stem}.md": "\n\n".join(parts) + "\n"} | page.pictures
+    return {f"{page.stem}.md": "\n\n".join(parts) + "\n"} | page.pictures, load
 
 
 def mask(block: str) -> str:
@@ -107,6 +113,12 @@ def keep_figures(new: Mapping[str, str], old: Mapping[str, str]) -> dict[str, st
         for name, text in new.items()
     }
     return {name: text.rstrip("\n") + "\n" for name, text in kept.items()}
+
+
+def measured(files: Mapping[str, str]) -> set[str]:
+    """Return the blocks and pictures that contain measured figures."""
+    every = {block for name in files for block in blocks(name, files[name])}
+    return {block for block in every if mask(block) not in (block, "Figures: #")}
 
 
 def correct_lines(text: str) -> str:
@@ -178,8 +190,13 @@ def main() -> None:
         if args.lines:
             files = {name: correct_lines(text) for name, text in old.items()}
         else:
-            files = run(number, Page(stem))
+            files, load = run(number, Page(stem))
             files = files if args.measure else keep_figures(files, old)
+            if load > BUSY and not measured(files) <= measured(old):
+                parser.error(
+                    f"lesson {number} has new figures, which were measured while other processes "
+                    f"took {load:.0%} of the CPU time: run it again when they have ended"
+                )
         for name in old.keys() - files.keys():
             (PAGES / name).unlink()
         for name, text in files.items():

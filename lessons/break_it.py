@@ -221,6 +221,9 @@ def run(which: str | None, answers: list[str] | None) -> None:
         print()
     known = states.MUTANTS | MUTANTS
     functions = {m.function for m in known.values() if m.module is mutant.module}
+    function = mutant.function
+    if function == "_shared_block":  # its fault cannot be told apart from one of its caller
+        function += " or copy_on_write"
     questions = [
         Question(
             "Which of these is the first that was found not to hold?",
@@ -231,7 +234,7 @@ def run(which: str | None, answers: list[str] | None) -> None:
         ),
         Question(
             f"Which function of {file} has the fault: {', '.join(sorted(functions))}?",
-            mutant.function,
+            function,
             f"{name[0].upper()}{name[1:]}. {describe(mutant)}.",
             "Find the first line of the trace or of the tables that should be different. Which of "
             "the functions decides that?",

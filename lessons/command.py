@@ -2,7 +2,7 @@
 
 python -m lessons                   lists the lessons
 python -m lessons 3                 runs lesson 3
-python -m lessons 3 --answers 29 b  compares your answers to its questions
+python -m lessons 3 --answers 17 b  compares your answers to its questions
 python -m lessons 3 --answers       shows the answers
 python -m lessons ladder            runs the same requests with one idea after another
 python -m lessons puzzle            lists Triton kernels with one line to fill in

@@ -18,7 +18,9 @@ class Question(NamedTuple):
     """A question, which a lesson shows before it shows what answers it."""
 
     text: str  # a line, and a line for each choice, such as "(a) Because ..."
-    answer: str  # one letter, short word or number, which a reader's answer is compared with
+    # One letter, short word or number, which a reader's answer is compared with. Two that are both
+    # right are joined by " or ".
+    answer: str
     why: str
     hint: str  # is printed after a wrong answer
 
@@ -164,7 +166,7 @@ def show_answers(questions: Sequence[Question], answers: list[str]) -> None:
         show_question(questions, i + 1)
         if not answers:
             line = f"{question.answer}. {question.why}"
-        elif is_same(answers[i], question.answer):
+        elif any(is_same(answers[i], right) for right in question.answer.split(" or ")):
             line = f"{answers[i]} is right. {question.why}"
         else:
             line = f"{answers[i]} is not right. Hint: {question.hint}"

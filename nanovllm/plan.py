@@ -12,9 +12,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-# (token id, log-probability, rank) at one position: the token itself, then the most likely ones.
-TokenLogprobs: TypeAlias = list[tuple[int, float, int]]
-
 
 @dataclass(slots=True)
 class StepPlan:
@@ -23,20 +20,23 @@ class StepPlan:
     new_rows: list[NewRow] = field(default_factory=list)
     # (row, index in the block table, block) for rows that are not new.
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
-    # Before it computes anything, the runner executes all saves, then all block_copies, then all
-    # loads. It reads all sources of block_copies before it writes. Host blocks start at 0.
-    saves: list[BlockCopy] = field(default_factory=list)  # from the device to host memory
-    block_copies: list[BlockCopy] = field(default_factory=list)
-    loads: list[BlockCopy] = field(default_factory=list)  # from host memory to the device
-    # Models with linear attention have copies of states: state_copies (source, target) are made
-    # before anything is computed, state_saves by the step. See features/models/hybrid/states.py.
-    state_copies: list[tuple[int, int]] = field(default_factory=list)
-    state_saves: list[StateSave] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     # Rows that compute the token that they sampled last. With async scheduling, the step is planned
     # before this token reaches the host.
     decode_rows: list[int] = field(default_factory=list)
     num_tokens: int = 0  # computed by this step; at most the token budget
+
+    # ---- optional features ----
+
+    # Before it computes anything, the runner executes all saves, then all block_copies, then all
+    # loads. It reads all sources of block_copies before it writes. Host blocks start at 0.
+    saves: list[BlockCopy] = field(default_factory=list)  # from the device to host memory
+    block_copies: list[BlockCopy] = field(default_factory=list)  # copy-on-write
+    loads: list[BlockCopy] = field(default_factory=list)  # from host memory to the device
+    # Models with linear attention have copies of states: state_copies (source, target) are made
+    # before anything is computed, state_saves by the step. See features/models/hybrid/states.py.
+    state_copies: list[tuple[int, int]] = field(default_factory=list)
+    state_saves: list[StateSave] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -46,6 +46,9 @@ class NewRow:
     row: int
     block_table: list[int]
     sampling: RowSampling
+
+    # ---- optional features ----
+
     # The known tokens. Set only for rows with rules, because rules depend on them.
     prompt: list[int] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
@@ -59,6 +62,9 @@ class Chunk:
     start: int  # position of its first token; the KV of earlier tokens is, or will be, in the cache
     token_ids: list[int]
     result_kind: ResultKind | None  # None unless the chunk ends with the last known token
+
+    # ---- optional features ----
+
     # Consecutive tokens to score. The first follows token `logprobs_from` of the chunk.
     logprob_targets: list[int] = field(default_factory=list)
     logprobs_from: int = 0
@@ -73,6 +79,56 @@ class ResultKind(Enum):
     HIDDEN_STATE = 1  # the hidden state of the last known token, after the final norm
     CANDIDATES = 2  # the most likely next tokens; the engine chooses one later
     NOTHING = 3  # only the log-probabilities of its targets
+
+
+# These stand in place of a token in `StepOutput.token_ids`.
+NO_TOKEN = -1  # no token could be sampled
+COMPLETE = -2  # the row's grammar is complete
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """The results of the rows of one step."""
+
+    # A token id, NO_TOKEN or COMPLETE for each row that yields a token, in plan order. Most rows
+    # have no other result, and a list is faster than a dict.
+    token_ids: list[int]
+
+    # ---- optional features ----
+
+    # Row -> its other results, if it has any.
+    results: dict[int, RowResult] = field(default_factory=dict)
+    # Row -> the error of its logits processor or grammar. Its token is NO_TOKEN.
+    errors: dict[int, Exception] = field(default_factory=dict)
+
+
+# The sampler's filters in the order in which they apply, each with the value that disables it. A
+# new filter needs a field of SamplingParams, an entry here and a function in models/sampler.py. On
+# a GPU it also needs changes to `_threshold` and `_draw` in backends/gpu/kernels/sampling.py.
+FILTERS: dict[str, int | float] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+@dataclass(slots=True, frozen=True)
+class RowSampling:
+    """Sampling parameters of one row: the part of SamplingParams that the runner needs."""
+
+    temperature: float  # 0 is greedy
+    seed: int  # 64 bits; the random number is a function of (seed, position) alone
+    filters: tuple[float, ...] = tuple(FILTERS.values())
+    rules: LogitRules | None = None
+
+
+class Runner(Protocol):
+    """The interface of a runner. ModelRunner and the fake runner of the tests implement it."""
+
+    num_blocks: int  # KV blocks for requests; the null block is not counted
+    async_scheduling: bool  # default of the option: whether the device works while the host plans
+
+    def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
+        """Launch one step. Returns a function that waits for the device and returns the output."""
+
+
+# ---- optional features ----
 
 
 class BlockCopy(NamedTuple):
@@ -90,22 +146,8 @@ class StateSave(NamedTuple):
     target: int
 
 
-# These stand in place of a token in `StepOutput.token_ids`.
-NO_TOKEN = -1  # no token could be sampled
-COMPLETE = -2  # the row's grammar is complete
-
-
-@dataclass(slots=True)
-class StepOutput:
-    """The results of the rows of one step."""
-
-    # A token id, NO_TOKEN or COMPLETE for each row that yields a token, in plan order. Most rows
-    # have no other result, and a list is faster than a dict.
-    token_ids: list[int]
-    # Row -> its other results, if it has any.
-    results: dict[int, RowResult] = field(default_factory=dict)
-    # Row -> the error of its logits processor or grammar. Its token is NO_TOKEN.
-    errors: dict[int, Exception] = field(default_factory=dict)
+# (token id, log-probability, rank) at one position: the token itself, then the most likely ones.
+TokenLogprobs: TypeAlias = list[tuple[int, float, int]]
 
 
 @dataclass(slots=True)
@@ -118,32 +160,6 @@ class RowResult:
     logprobs: TokenLogprobs = field(default_factory=list)  # of its sampled token, if requested
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each logprob target
     first_position: int = 0  # of the first of `prompt_logprobs`
-
-
-class Runner(Protocol):
-    """The interface of a runner. ModelRunner and the fake runner of the tests implement it."""
-
-    num_blocks: int  # KV blocks for requests; the null block is not counted
-    async_scheduling: bool  # default of the option: whether the device works while the host plans
-
-    def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
-        """Launch one step. Returns a function that waits for the device and returns the output."""
-
-
-# The sampler's filters in the order in which they apply, each with the value that disables it. A
-# new filter needs a field of SamplingParams, an entry here and a function in models/sampler.py. On
-# a GPU it also needs changes to `_threshold` and `_draw` in backends/gpu/kernels/sampling.py.
-FILTERS: dict[str, int | float] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-
-
-@dataclass(slots=True, frozen=True)
-class RowSampling:
-    """Sampling parameters of one row: the part of SamplingParams that the runner needs."""
-
-    temperature: float  # 0 is greedy
-    seed: int  # 64 bits; the random number is a function of (seed, position) alone
-    filters: tuple[float, ...] = tuple(FILTERS.values())
-    rules: LogitRules | None = None
 
 
 @dataclass(frozen=True)  # without slots: the runner has weak references to it

@@ -71,3 +71,19 @@ def test_groups_have_tests(pytestconfig: pytest.Config) -> None:
         ids += [f"tests/{name}::{n.name}" for n in tree.body if isinstance(n, ast.FunctionDef)]
     for group, pattern in groups.items():
         assert any(re.search(pattern, each) for each in ids), group
+
+
+@pytest.mark.parametrize("folder", ["cpu", "gpu"])
+def test_reading_order(folder: str) -> None:
+    """A backend's docstring names all its files, each after those that it imports."""
+    package = ROOTS[0] / "backends" / folder
+    order = re.findall(r"^(\S+\.py)  ", (package / "__init__.py").read_text(), re.MULTILINE)
+    files = {path.relative_to(package).as_posix() for path in package.rglob("*.py")}
+    assert sorted(order) == sorted(name for name in files if not name.endswith("__init__.py"))
+    for place, name in enumerate(order):
+        for node in ast.parse((package / name).read_text()).body:
+            if isinstance(node, ast.ImportFrom):
+                modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+                prefix = f"nanovllm.backends.{folder}."
+                found = {f"{m.removeprefix(prefix).replace('.', '/')}.py" for m in modules if m}
+                assert not found & set(order[place:]), name

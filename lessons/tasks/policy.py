@@ -13,8 +13,9 @@ order of arrival, may generate 8, 40 and 24 tokens. Compared with request 2, req
 What must stay true:
   - A request that arrives d requests later is admitted earlier only if it is more than 16 * d
     tokens longer. Equal requests are admitted in the order of arrival.
-  - The key is an int, and it is a function of the arguments alone. The scheduler computes it once,
-    when a request is queued, so it must not need what is unknown then. It changes nothing.
+  - The key is an int, and it is a function of the sequence alone: it does not depend on which
+    blocks are used or cached. The scheduler computes it once, when a request is queued, so it must
+    not need what is unknown then. It changes nothing.
 
 Where it goes. A policy is a key: the scheduler admits the waiting sequence with the smallest one.
 See PolicyKey and POLICIES in nanovllm/engine/policies.py, and the two policies there.

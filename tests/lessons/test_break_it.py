@@ -54,6 +54,17 @@ def test_exercise_answers(
     assert said.count("is not right. Hint: ") == said.count(f"{mutant.function} is right") == 1
 
 
+@pytest.mark.parametrize(("function", "right"), [("copy_on_write", True), ("match", False)])
+def test_a_shared_block_is_written_by_two_functions(
+    function: str, right: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(break_it, "FAILURES", 1)
+    monkeypatch.setattr(break_it, "VARIATIONS", 3)
+    assert break_it.NAMES[8] == "a shared block is written in place"
+    break_it.run("9", ["0", function])
+    assert (f"{function} is right." in capsys.readouterr().out) == right
+
+
 @pytest.mark.parametrize(
     ("name", "shown"),
     [

@@ -8,7 +8,6 @@ waited for a core. This ignores a process with a low priority, because no thread
 
 import ctypes
 import os
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,12 +18,10 @@ import torch
 
 from nanovllm.utils.host import available_cores, quota
 
-# Seconds between two measurements. Linux counts in units of 10 ms. A longer time between two steps
-# is a pause.
+# Seconds between two measurements. Linux counts in units of 10 ms.
 INTERVAL = 0.1
-# While there is a limit, one more thread is tried for TRIAL seconds. The delay before a trial is
-# MIN_DELAY seconds at first, and doubles up to MAX_DELAY.
-TRIAL = 0.05
+# While there is a limit, one more thread is tried for an interval from time to time. The delay
+# before a trial is MIN_DELAY seconds at first, and doubles up to MAX_DELAY.
 MIN_DELAY, MAX_DELAY = 1.0, 4.0
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
@@ -60,10 +57,9 @@ class ThreadLimit:
         self.default = torch.get_num_threads()
         self.limit = self.max_threads = min(quota(len(self.cores)), self.default)
         self.running = False
-        self.last_end = -float("inf")  # time of the last step's end
         self.next_trial = -float("inf")  # time
         self.delay = MIN_DELAY  # before the trial after the next one
-        self.last = Clocks(0, 0, 0, 0)
+        self.last = Clocks(0, 0, 0, 0) if self.chosen else self.read_clocks()
 
     def read_clocks(self) -> Clocks:
         idle = idle_ticks(Path("/proc/stat").read_text(), self.cores) / TICKS_PER_SECOND
@@ -77,36 +73,29 @@ class ThreadLimit:
             return
         self.running = True
         try:
-            if time.monotonic() - self.last_end > INTERVAL:
-                self.resume()
             self.adjust()
             self.set_num_threads(self.limit)
             yield
         finally:
             self.set_num_threads(before)
             self.running = False
-            self.last_end = time.monotonic()
-
-    def resume(self) -> None:
-        """Choose the number of threads after a pause, when old measurements do not apply."""
-        # A container with only some of the machine's cores cannot tell what runs on them.
-        others = ready_threads() - 1 if len(self.cores) == os.cpu_count() else None
-        if others is not None and self.max_threads + others <= len(self.cores):
-            self.limit = self.max_threads
-        elif others is not None or self.limit < self.max_threads:
-            self.try_threads(self.max_threads)
-        self.last = self.read_clocks()
 
     def adjust(self) -> None:
-        """Change the threads of a running step if the last measurement was INTERVAL ago."""
+        """Change the threads of a running step if the last measurement was INTERVAL ago.
+
+        A measurement at the start of a step contains the time since the end of the step before.
+        """
         if not self.running or time.monotonic() - self.last.time < INTERVAL:
             return
-        self.set_limit(self.read_clocks().since(self.last))
+        now = self.read_clocks()
+        self.set_limit(now.since(self.last))
         if self.limit == self.max_threads:
             self.delay = MIN_DELAY
-        elif time.monotonic() > self.next_trial:
-            self.try_threads(self.limit + 1)
-        self.last = self.read_clocks()
+        elif now.time > self.next_trial:
+            # A process with a low priority keeps a core busy, but leaves it to a thread that needs
+            # it. The next measurement shows whether the thread waits.
+            self.limit += 1
+        self.last = now
         self.set_num_threads(self.limit)
 
     def set_limit(self, past: Clocks) -> None:
@@ -119,22 +108,6 @@ class ThreadLimit:
         else:
             free = round((past.idle + past.used) / past.time)
             self.limit = max(self.limit, min(self.max_threads, free))
-
-    def try_threads(self, number: int) -> None:
-        """Set the limit by a short parallel run, which costs little if threads wait.
-
-        A process with a low priority keeps a core busy, but leaves it to a thread that needs it.
-        """
-        self.limit = number
-        self.set_num_threads(number)
-        work = torch.zeros(number << 15)  # enough elements for each thread
-        # In the first half, Linux finds a core for each thread.
-        for _ in range(2):
-            start = self.read_clocks()
-            while time.monotonic() - start.time < TRIAL / 2:
-                work.cos_()
-        # The units of Linux are too coarse for the idle time of a trial.
-        self.set_limit(self.read_clocks().since(start)._replace(idle=0, used=0))
 
 
 def idle_ticks(stat: str, cores: list[int]) -> int:
@@ -155,9 +128,3 @@ def waited_seconds() -> float:
         with suppress(OSError, IndexError):  # a thread that has ended, a kernel without the file
             total += int((task / "schedstat").read_text().split()[1])
     return total / 1e9
-
-
-def ready_threads() -> int:
-    """Return how many threads of the machine run or wait for a core now, the caller included."""
-    found = re.search(r"procs_running (\d+)", Path("/proc/stat").read_text())
-    return int(found[1]) if found else 1

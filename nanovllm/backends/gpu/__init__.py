@@ -2,8 +2,8 @@
 
 Read the files in this order. Each needs only models/ and the files above it.
 
-kernels/pointwise.py   Two short kernels: RMSNorm and SwiGLU. How a Triton kernel looks here.
 kernels/launch.py      The options of all launches, and what Triton compiles again.
+kernels/pointwise.py   Two short kernels: RMSNorm and SwiGLU. How a Triton kernel looks here.
 kernels/configs.py     Tile sizes of attention for each GPU, in a table.
 kernels/convert.py     Exact conversions of fp8 and int8 in registers.
 kernels/store.py       Norms and rotates q and k, and writes k and v to the paged cache.

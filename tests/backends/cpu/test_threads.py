@@ -16,7 +16,6 @@ cpu0 100 2 30 400 20 1 2 3 0 0
 cpu1 200 0 30 500 20 0 0 0 0 0
 cpu10 7 0 0 0 0 0 0 0 0 0
 intr 12345
-procs_running 3
 """
 # What two cores do in a second, recorded on an AMD EPYC beside so many processes in an endless
 # loop: (threads, neighbours) -> (idle time of the cores, time used by this process, its threads'
@@ -55,29 +54,22 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_clocks_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clocks_of_the_kernel() -> None:
     assert idle_ticks(STAT, [0, 1]) == 420 + 520
     assert idle_ticks(STAT, [1]) == 520
     assert waited_seconds() >= 0
-    monkeypatch.setattr(Path, "read_text", lambda self: STAT)
-    assert threads.ready_threads() == 3
 
 
 class Cores:
     """Two cores, and neighbours that come and go. Clocks advance as they did when recorded."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, visible: bool = True) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.who, self.clocks = "none", Clocks(100, 0, 0, 0)
         torch.set_num_threads(2)
         monkeypatch.setattr(threads, "available_cores", lambda: [0, 1])
-        monkeypatch.setattr(threads.os, "cpu_count", lambda: 2 if visible else 64)
         monkeypatch.setattr(threads, "quota", lambda cores: cores)
-        monkeypatch.setattr(threads, "ready_threads", self.ready_threads)
         monkeypatch.setattr(threads.time, "monotonic", self.monotonic)
         monkeypatch.setattr(ThreadLimit, "read_clocks", lambda limited: self.clocks)
-
-    def ready_threads(self) -> int:
-        return 1 + sum(self.who.startswith(word) for word in ("one", "two", "two"))
 
     def monotonic(self) -> float:
         self.spend(0.001)
@@ -90,7 +82,8 @@ class Cores:
         )
 
     def pause(self, seconds: float) -> None:
-        idle = seconds * (3 - self.ready_threads())
+        busy = sum(self.who.startswith(word) for word in ("one", "two", "two"))
+        idle = seconds * (2 - busy)
         self.clocks = Clocks(self.clocks[0] + seconds, self.clocks[1] + idle, *self.clocks[2:])
 
     def steps(self, limited: ThreadLimit, seconds: float) -> list[int]:
@@ -105,14 +98,14 @@ class Cores:
 
 @pytest.mark.parametrize("who", NEIGHBOURS)
 def test_neighbours_before_a_call(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call does not know them: neither of the call before, nor of the pause."""
+    """The pause between two calls is measured too."""
     cores = Cores(monkeypatch)
     limited = ThreadLimit()
     cores.who = who
     assert cores.steps(limited, 5)[-1] == best(who)
     cores.pause(10)
     cores.who = "none"
-    cores.pause(3)
+    cores.pause(30)
     assert set(cores.steps(limited, 5)) == {2}
 
 
@@ -122,9 +115,20 @@ def test_neighbours_during_a_call(who: str, monkeypatch: pytest.MonkeyPatch) -> 
     limited = ThreadLimit()
     assert set(cores.steps(limited, 1)) == {2}
     cores.who = who
-    assert set(cores.steps(limited, 5)[3:]) == {best(who)}
+    used = cores.steps(limited, 5)[3:]
+    assert used.count(best(who)) >= 0.9 * len(used)
     cores.who = "none"
     assert set(cores.steps(limited, 5)[5:]) == {2}, "from 0.3 s on"
+
+
+@pytest.mark.parametrize("who", NEIGHBOURS)
+def test_most_steps_beside_neighbours(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial of one more thread takes few steps, and there are few trials."""
+    cores = Cores(monkeypatch)
+    limited = ThreadLimit()
+    cores.who = who
+    used = cores.steps(limited, 60)
+    assert used.count(best(who)) > 0.95 * len(used)
 
 
 def test_a_limit_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,6 +138,20 @@ def test_a_prefix_is_computed_once() -> None:
 
 
 @torch.inference_mode()
+def test_a_prefix_is_attached_once() -> None:
+    """With this budget, requests with a cached prefix wait for more than one step."""
+    engine, prefix = start(rows=3, budget=7), [7] * 40
+    engine.generate([prefix], [1], set())
+    engine.generate([[*prefix, 10 + i] for i in range(5)], [1] * 5, set())
+    free = engine.blocks.num_available
+    expect(
+        free == 64,
+        "Requests take their cached prefix once, even if they wait for several steps after that. "
+        f"When all have ended, all 64 blocks should be available, but {free} are.",
+    )
+
+
+@torch.inference_mode()
 def test_a_prefix_with_hits_survives_documents() -> None:
     model, prefix = shared()[1], [7] * 32
     engine = start(num_blocks=6, rows=1)

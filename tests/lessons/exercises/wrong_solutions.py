@@ -229,13 +229,13 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
         (
             "AGING *",
             "1.0 * AGING *",
-            "test_the_key_is_an_int_and_depends_on_its_arguments_alone",
+            "test_the_key_is_an_int_and_depends_on_the_sequence_alone",
             "The key must be an int, but it is 30.0.",
         ),
         (
             "    return",
             "    seq.num_prompt -= 1\n    return",
-            "test_the_key_is_an_int_and_depends_on_its_arguments_alone",
+            "test_the_key_is_an_int_and_depends_on_the_sequence_alone",
             "The key must change nothing, but it changed these fields: ['num_prompt'].",
         ),
         (
@@ -243,6 +243,18 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
             "    f = longest_output_first\n    f.n = getattr(f, 'n', 0) + 1\n    return f.n +",
             "test_order_of_admission",
             "The expected order of admission is [1, 0], but it is [0, 1].",
+        ),
+        (
+            "AGING *",
+            "blocks.num_available + AGING *",
+            "test_the_key_is_an_int_and_depends_on_the_sequence_alone",
+            "are used or cached, but are [130, 130, 130, 130, 127, 127].",
+        ),
+        (
+            "arrival - (",
+            "arrival - len(blocks.match(seq)) * blocks.block_size - (",
+            "test_the_key_is_an_int_and_depends_on_the_sequence_alone",
+            "are used or cached, but are [30, 30, 30, 30, -2, -2].",
         ),
     ],
     "eviction": [
@@ -435,6 +447,12 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
             "",
             "test_a_prefix_is_computed_once",
             "The second should compute 28 tokens, but computes 204.",
+        ),
+        (
+            "            if not seq.block_table:\n                self.blocks.attach_cached(seq, self.blocks.match(seq))\n",
+            "            self.blocks.attach_cached(seq, self.blocks.match(seq))\n",
+            "test_a_prefix_is_attached_once",
+            "64 blocks should be available, but 62 are.",
         ),
         (
             "class Blocks(Matching, FewestHits)",

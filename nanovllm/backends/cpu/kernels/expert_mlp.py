@@ -103,18 +103,7 @@ def expert_mlp(
     buffers = [x.new_empty(choices.numel(), size) for size in sizes]
     code = Code(*codes((gather_rows, pointwise.silu_and_mul_rows, sum_rows), x.dtype))
     x, weights = x.contiguous(), weights.contiguous()
-    mlp(
-        both,
-        activated,
-        code,
-        x.data_ptr(),
-        weights.data_ptr(),
-        choices.numpy(),
-        tuple(buffer.data_ptr() for buffer in buffers),
-        out.data_ptr(),
-        num_experts,
-        x.itemsize,
-        DTYPE_EXAMPLE[x.dtype],
-        get_num_threads(),
-    )
+    mlp(both, activated, code, x.data_ptr(), weights.data_ptr(), choices.numpy(),
+        tuple(buffer.data_ptr() for buffer in buffers), out.data_ptr(), num_experts, x.itemsize,
+        DTYPE_EXAMPLE[x.dtype], get_num_threads())
     return out

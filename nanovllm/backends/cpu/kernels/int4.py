@@ -128,19 +128,8 @@ def finish(sums, token_scale, addend, out):
 
 
 @compiled(exact=True)
-def int4_blocks(
-    values,
-    token_scale,
-    starts,
-    weight_ptr,
-    scale_ptr,
-    bias_ptr,
-    out_ptr,
-    outputs,
-    example,
-    start,
-    stop,
-):
+def int4_blocks(values, token_scale, starts, weight_ptr, scale_ptr, bias_ptr, out_ptr, outputs,
+                example, start, stop):
     """Compute blocks [start, stop) of 16 outputs: values [T, I] int8 -> out [T, outputs]."""
     tokens, groups = starts.shape
     out = array(out_ptr, (tokens, outputs), example)
@@ -154,15 +143,9 @@ def int4_blocks(
             if bias_ptr != 0:
                 for c in range(count):
                     addend[c] = to_float32(bias[o + c])
-            tile(
-                np.int64(sums.ctypes.data),
-                np.int64(values.ctypes.data) + first * groups * GROUP,
-                np.int64(starts.ctypes.data) + 4 * first * groups,
-                weight_ptr + o * groups * GROUP // 2,
-                scale_ptr + 2 * o * groups,
-                groups,
-                rows,
-            )
+            tile(np.int64(sums.ctypes.data), np.int64(values.ctypes.data) + first * groups * GROUP,
+                 np.int64(starts.ctypes.data) + 4 * first * groups,
+                 weight_ptr + o * groups * GROUP // 2, scale_ptr + 2 * o * groups, groups, rows)
             for i in range(rows):
                 finish(sums[i], token_scale[first + i], addend, out[first + i, o : o + count])
 

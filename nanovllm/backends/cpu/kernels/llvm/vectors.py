@@ -104,14 +104,8 @@ def score_two(typing, query, keys, ahead, tokens, dim, scores, stride, example):
             for_columns(builder, dim, add)
             for r, total in enumerate(sums):
                 number = builder.add(builder.mul(INT(r), stride), token.index)
-                score = call(
-                    builder,
-                    "vector.reduce.fadd.v16f32",
-                    FLOAT,
-                    FLOAT(0.0),
-                    builder.load(total),
-                    fastmath=FLAGS,
-                )
+                score = call(builder, "vector.reduce.fadd.v16f32", FLOAT, FLOAT(0.0),
+                             builder.load(total), fastmath=FLAGS)
                 builder.store(score, element(builder, scores, number, 4, FLOAT))
 
     return types.void(*[types.int64] * 7, example), without_result(emit)
