@@ -50,11 +50,8 @@ def navigation(number: str) -> str:
     return " · ".join(links)
 
 
-def run(number: str, page: Page) -> tuple[dict[str, str], float]:
-    """Run a lesson while `page` takes the place of sys.stdout.
-
-    Returns the names and texts of its files, and the share of the CPU time that others took.
-    """
+def run(number: str, page: Page) -> dict[str, str]:
+    """Run a lesson while `page` takes the place of sys.stdout -> the names and texts of its files."""
     lesson, about = command.load(number), machine.describe(torch.device("cpu"))
     _, _, text = inspect.cleandoc(str(lesson.__doc__)).partition("\n")
     since = machine.cpu_seconds()
@@ -62,8 +59,7 @@ def run(number: str, page: Page) -> tuple[dict[str, str], float]:
         page.say(text)
         lesson.run()
     page.add()
-    load = machine.other_load(since)
-    others = machine.describe_load(load)
+    others = machine.describe_load(machine.other_load(since))
     head = (
         "<!-- Written by .ci/lesson_pages.py: change the lesson and not this page. -->",
         f"# {TITLES[number]}",
@@ -73,7 +69,7 @@ def run(number: str, page: Page) -> tuple[dict[str, str], float]:
         f"`python -m lessons {number} --answers`.",
     )
     parts = (*head, *page.parts, navigation(number))
-    return {f"{page.stem}.md": "\n\n".join(parts) + "\n"} | page.pictures, load
+    return {f"{page.stem}.md": "\n\n".join(parts) + "\n"} | page.pictures
 
 
 def mask(block: str) -> str:
@@ -190,7 +186,9 @@ def main() -> None:
         if args.lines:
             files = {name: correct_lines(text) for name, text in old.items()}
         else:
-            files, load = run(number, Page(stem))
+            since = machine.cpu_seconds()
+            files = run(number, Page(stem))
+            load = machine.other_load(since)
             files = files if args.measure else keep_figures(files, old)
             if load > BUSY and not measured(files) <= measured(old):
                 parser.error(

@@ -3,7 +3,8 @@
 KV can be cut at any token: a request that begins with the same 12 tokens uses the KV of these 12. A
 state (lesson 16) cannot be cut. It is the result of all tokens so far, and the next one overwrites
 it. The prefix cache therefore keeps snapshots, which are copies of the state after the last token
-of a block. A match ends at the last block that has a snapshot:
+of a block. The hash of a block stands for all tokens up to its end (lesson 6), so it also finds the
+snapshot. A match ends at the last block that has one:
 
     request 1   [ a b c d | e f g h | i j k l | m n o p | q ]  nothing is cached
     snapshots                                        16

@@ -105,7 +105,9 @@ def link(function: Any, text: str = "") -> str:
     index = next((i for i, line in enumerate(lines) if text in line), None)
     if index is None:
         raise ValueError(f"no line of {function.__qualname__} contains {text!r}")
-    path = os.path.relpath(inspect.getsourcefile(function) or "", Path(__file__).parents[1])
+    # Of a decorated function, as above: `getsourcefile` alone returns the file of the decorator.
+    file = inspect.getsourcefile(inspect.unwrap(function)) or ""
+    path = os.path.relpath(file, Path(__file__).parents[1])
     return f"{path}:{start + index}  {function.__qualname__}"
 
 

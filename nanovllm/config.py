@@ -68,7 +68,9 @@ class EngineConfig:
     max_model_len: Annotated[int, 2, math.inf] | None = None
     # Sequences that run at a time. The limit is the size of one dimension of a CUDA grid.
     max_num_seqs: Annotated[int, 1, 65_535] = 256
-    max_num_batched_tokens: Positive = 8192  # the token budget of one step
+    # The token budget of one step. None: 2048 on a CPU, where the C library returns the memory of
+    # larger activations to the system after each layer, and 8192 on a GPU.
+    max_num_batched_tokens: Positive | None = None
     # Fraction of the GPU's memory that the engine may use.
     gpu_memory_utilization: Annotated[float, 0, 1] = 0.9
     # Size of the KV cache and of the states of linear attention. None: what the memory allows.
@@ -129,6 +131,11 @@ class EngineConfig:
                 f"swap_space={self.swap_space} needs the prefix cache, which finds saved "
                 "blocks; set swap_space=0 or enable_prefix_caching=True"
             )
+
+    @property
+    def token_budget(self) -> int:
+        """`max_num_batched_tokens`, which loading/make_engine.py sets for a CPU."""
+        return self.max_num_batched_tokens or 8192
 
     @property
     def rank(self) -> int:

@@ -124,7 +124,7 @@ class GenerationError(RuntimeError):
         self.outputs = outputs
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return what copy and pickle need: the class, the message and the attributes.
+        """Return the class, the message and the attributes, for copy and pickle.
 
         By default, an Exception is made by a call of __init__ with the message alone.
         """

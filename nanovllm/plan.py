@@ -41,7 +41,7 @@ class StepPlan:
 
 @dataclass(slots=True)
 class NewRow:
-    """A row that is assigned to a sequence, with what the runner needs to know of the sequence."""
+    """A row that is assigned to a sequence, with the data of the sequence for the runner."""
 
     row: int
     block_table: list[int]

@@ -48,11 +48,14 @@ def needs_more(page: Path) -> bool:
     return any(word in block for block in blocks(page) for word in NEEDS)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=page.name, marks=[pytest.mark.extra] * needs_more(page))
+        pytest.param(
+            page,
+            id=page.name,
+            marks=[pytest.mark.extra] * needs_more(page) + [pytest.mark.slow] * (page != README),
+        )
         for page in pages(with_code=True)
     ],
 )

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from wrong_values import INF, NAN
+from wrong_values import NAN
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.config import EngineConfig
@@ -102,20 +102,14 @@ def four_arguments(a: Any, b: Any, c: Any, d: Any) -> Any: ...
 PARAMS = [
     ({"temperature": -1}, ValueError, "temperature"),
     ({"temperature": NAN}, ValueError, "temperature"),
-    ({"temperature": INF}, ValueError, "temperature"),
     ({"temperature": "hot"}, TypeError, "temperature"),
-    ({"temperature": True}, TypeError, "temperature"),
     ({"top_p": 0}, ValueError, "top_p"),
     ({"top_p": 1.1}, ValueError, "top_p"),
-    ({"top_p": NAN}, ValueError, "top_p"),
     ({"top_k": -2}, ValueError, "top_k"),
     ({"top_k": 1.5}, TypeError, "top_k"),
     ({"min_p": -0.1}, ValueError, "min_p"),
-    ({"min_p": NAN}, ValueError, "min_p"),
-    ({"min_p": 2}, ValueError, "min_p"),
     ({"max_tokens": 0}, ValueError, "max_tokens"),
     ({"max_tokens": "all"}, TypeError, "max_tokens"),
-    ({"temperature": 10**400}, ValueError, "temperature"),
     ({"seed": 1.0}, TypeError, "seed"),
     ({"seed": 2**64}, ValueError, "seed"),
     ({"ignore_eos": 1}, TypeError, "ignore_eos"),
@@ -127,7 +121,6 @@ PARAMS = [
     ({"min_tokens": -1}, ValueError, "min_tokens"),
     ({"min_tokens": 9, "max_tokens": 8}, ValueError, "max_tokens=8"),
     ({"stop": [""]}, ValueError, "empty string"),
-    ({"stop": ""}, ValueError, "empty string"),
     ({"stop": 3}, TypeError, "a string or a list"),
     ({"stop": [3]}, TypeError, "strings"),
     ({"stop": "a", "detokenize": False}, ValueError, "detokenize=True"),
@@ -135,9 +128,7 @@ PARAMS = [
     ({"presence_penalty": 3}, ValueError, "between -2 and 2"),
     ({"frequency_penalty": NAN}, ValueError, "frequency_penalty"),
     ({"repetition_penalty": 0}, ValueError, "repetition_penalty"),
-    ({"repetition_penalty": INF}, ValueError, "repetition_penalty"),
     ({"logit_bias": [1, 2]}, TypeError, "logit_bias"),
-    ({"logit_bias": {1: NAN}}, ValueError, "logit_bias"),
     ({"logit_bias": {"a": 1.0}}, TypeError, "logit_bias"),
     ({"allowed_token_ids": []}, ValueError, "None allows every token"),
     ({"allowed_token_ids": [1.5]}, TypeError, "allowed token"),
@@ -145,13 +136,10 @@ PARAMS = [
     ({"bad_words": [" "]}, ValueError, "empty string"),
     ({"logprobs": -2}, ValueError, "logprobs"),
     ({"prompt_logprobs": False}, TypeError, "prompt_logprobs"),
-    ({"temperature": 1e30}, ValueError, r"must be at least 0, and less than 1e\+30, not 1e\+30"),
     ({"max_tokens": 10**31}, ValueError, r"must be at least 1, and less than 1e\+30, not 10{31}"),
     ({"logit_bias": {1: -1e30}}, ValueError, r"must be between -1e\+30 and 1e\+30, not -1e"),
     ({"temperature": np.float32(-0.5)}, ValueError, r"at least 0, not -0\.5"),
     ({"max_tokens": np.float32(2)}, TypeError, r"must be an int, not 2\.0"),
-    ({"max_tokens": np.array([2])}, TypeError, "must be an int, not array"),
-    ({"skip_special_tokens": 0}, TypeError, "skip_special_tokens"),
     ({"detokenize": None}, TypeError, "detokenize"),
     ({"logits_processors": ["f"]}, TypeError, "functions"),
     ({"logits_processors": [one_argument]}, TypeError, r"\(output ids, logits\) or"),
@@ -173,11 +161,6 @@ STRUCTURED = [
     ({"choice": []}, ValueError, "choice is empty"),
     ({"grammar": ["start"]}, TypeError, "grammar must be a string"),
     ({"json_object": "yes"}, TypeError, "json_object must be True or False"),
-    ({"json": False}, TypeError, "json must be a JSON schema, .* not False"),
-    ({"json": False, "regex": "a"}, ValueError, "not json and regex"),
-    ({"json": ""}, ValueError, "json='' is not JSON"),
-    ({"choice": False}, TypeError, "choice must be a list of strings, not False"),
-    ({"regex": False}, TypeError, "regex must be a string"),
 ]
 
 

@@ -28,7 +28,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     try:
-        # Not for --help, because torch takes seconds.
+        # This import comes after --help, because torch takes seconds.
         from nanovllm.features.formats.gguf.convert import convert
 
         convert(args.source, args.target, args.dtype)

@@ -1,4 +1,4 @@
-"""BlockManager: records which sequences own each block of the KV cache, and what the block holds.
+"""BlockManager: records the owners and the content of each block of the KV cache.
 
 It owns the pool of blocks and the prefix cache, and updates the block fields of sequences. It
 copies no data. The time of an operation is proportional to the number of blocks that it changes.
@@ -45,7 +45,7 @@ from nanovllm.plan import BlockCopy, StepPlan
 class Block:
     block_id: int
     ref_count: int = 0
-    # Set while the block is cached.
+    # These fields are set while the block is cached.
     block_hash: bytes = b""
     token_ids: list[int] = field(default_factory=list)
 
@@ -66,12 +66,12 @@ class BlockManager:
         self._free_all()
 
     def _free_all(self) -> None:
-        """Make every block free. What the plan being made contains is forgotten."""
+        """Make every block free, and forget the copies of the plan that is being made."""
         self.blocks = [Block(i) for i in range(self.num_blocks + 1)]
         self.free = list(range(self.num_blocks, 0, -1))  # taken from the end
         self.evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.hash_to_block: dict[bytes, Block] = {}  # the prefix cache
-        # For the plan that is being made; see `fill_copies`.
+        # These belong to the plan that is being made; see `fill_copies`.
         self._copies: list[BlockCopy] = []
         self._evicted: list[int] = []
 
@@ -130,7 +130,7 @@ class BlockManager:
         return True
 
     def cache_blocks(self, seq: Sequence, start: int) -> None:
-        """Cache what the plan computes of `seq`: from position `start` to `seq.num_computed`."""
+        """Cache the blocks of `seq` that the plan fills, from `start` to `seq.num_computed`."""
         self.cache_full_blocks(seq)
 
     def cache_full_blocks(self, seq: Sequence) -> None:

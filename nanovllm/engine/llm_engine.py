@@ -46,7 +46,7 @@ class LLMEngine(EngineCore):
         scheduler = Scheduler(
             block_manager,
             config.max_num_seqs,
-            config.max_num_batched_tokens,
+            config.token_budget,
             config.scheduling_policy,
         )
         async_scheduling = config.async_scheduling

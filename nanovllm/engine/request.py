@@ -15,7 +15,6 @@ from nanovllm.outputs import Logprob, RequestMetrics
 from nanovllm.plan import RowSampling
 
 GREEDY = RowSampling(temperature=0, seed=0)
-NO_IDS: frozenset[int] = frozenset()  # shared, because each new one takes 216 bytes
 
 
 @dataclass(slots=True)
@@ -27,7 +26,7 @@ class Sample:
     text: str = ""
     num_detokenized: int = 0  # output tokens that `text` contains
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    # What a stream has returned so far.
+    # The part that a stream has returned so far.
     chars_streamed: int = 0
     tokens_streamed: int = 0
     stream_ended: bool = False
@@ -109,7 +108,7 @@ def first_sequence(request: Request, token_ids: list[int], max_length: int) -> S
         token_ids=token_ids,
         num_prompt=len(token_ids),
         max_length=max_length,
-        stop_token_ids=NO_IDS,
+        stop_token_ids=frozenset(),
         sampling=GREEDY,
         result_kind=request.task.result_kind,
         request=request,

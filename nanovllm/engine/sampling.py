@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from nanovllm.engine.detokenizer import CONTEXT, MAX_CONTEXT, Detokenizer, decode_token
-from nanovllm.engine.request import NO_IDS, Request, Sample, first_sequence, fork_sequence
+from nanovllm.engine.request import Request, Sample, first_sequence, fork_sequence
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.task import Ending, Task
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StreamOutput
@@ -45,7 +45,7 @@ class Sampling(Task):
             )
         self.params = replace(params)  # checks the fields, which may have changed
         self.input_processor = input_processor
-        self.eos_token_ids = NO_IDS if params.ignore_eos else input_processor.eos_token_ids
+        self.eos_token_ids = frozenset() if params.ignore_eos else input_processor.eos_token_ids
         self.stop_token_ids = self.eos_token_ids | frozenset(params.stop_token_ids or ())
         self.tokenizer = input_processor.tokenizer if params.detokenize else None
         filters = {name: getattr(params, name) for name in FILTERS}

@@ -233,7 +233,7 @@ class Scheduler:
     def _has_room(self, seq: Sequence, matched: list[Block]) -> bool:
         """Return whether the available blocks suffice for all tokens of `seq` and the reserve.
 
-        A sequence that runs alone needs no reserve: LLMEngine.check rejects what can never run.
+        A sequence that runs alone needs no reserve. Requests that never fit are not accepted.
         """
         num_needed = self.block_manager.num_needed(seq, len(seq.token_ids))
         # A matched block that another sequence owns is not one of the available blocks.

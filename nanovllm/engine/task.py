@@ -33,7 +33,7 @@ class Ending(NamedTuple):
 
 class Task(ABC):
     params: Any
-    result_kind: ResultKind  # what a row yields when its known tokens are computed
+    result_kind: ResultKind  # the result of a row whose known tokens are computed
     changes_queues = False  # whether `receive` changes the scheduler's queues
 
     def prepare(

@@ -4,10 +4,10 @@
 other threads can add, abort and read requests during a step.
 
 A step computes the requests of all threads. `run_by_one_thread` therefore lets one thread run it.
-A thread that calls `run_step` meanwhile waits until this step has ended, and returns. Then it looks
-whether its requests have ended, and calls `run_step` again if they have not. Each step holds a new
-lock of its own, which the waiting threads acquire and release: the thread that runs one step after
-the other can therefore not be faster than a waiting thread and keep it waiting.
+A thread that calls `run_step` meanwhile waits until this step has ended, and returns. If its
+requests have not ended, it calls `run_step` again. Each step holds a new lock, which the waiting
+threads acquire and release. A thread that runs one step after another therefore cannot keep them
+waiting.
 
 Ctrl-C raises KeyboardInterrupt at any line of the main thread. In a step, it is handled like every
 other error: the steps in flight are reverted. `hold_interrupt` holds it while results are
@@ -72,9 +72,8 @@ class SharedEngine(ABC):
     def abort(self, requests: Iterable[Request], wait: bool = False) -> None:
         """End the requests that are unfinished. A newer request with the same id is not affected.
 
-        wait: whether to wait for the lock. The garbage collector can close an abandoned stream
-            while this thread holds the lock, so a stream must not wait. The requests of a call that
-            does not get the lock end with the current step or before the next one.
+        wait: whether to wait for the lock. A stream must not, because the garbage collector can
+            close it while this thread holds the lock. Its requests then end before the next step.
         """
         self._to_abort.extend(requests)
         with hold_interrupt():

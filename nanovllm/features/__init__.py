@@ -1,1 +1,1 @@
-"""Kinds of requests, models, formats of checkpoints, memory and devices."""
+"""Optional kinds of requests, models, formats of checkpoints, and uses of memory."""

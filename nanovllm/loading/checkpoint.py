@@ -152,7 +152,7 @@ class Checkpoint:
     def open_weights(self, has_weights: bool = True) -> Iterator[dict[Path, Any]]:
         """Open the safetensors files, without the tensors that the model does not have.
 
-        They are memory-mapped: a tensor is read, and decoded if it is quantized, when it is used.
+        The files are memory-mapped: a tensor is read, and decoded if quantized, when it is used.
         There are no files if `has_weights` is false, as with load_format="dummy".
         """
         with ExitStack() as stack:
@@ -225,7 +225,7 @@ def match_head(config: ModelConfig, files: Mapping[Path, Any]) -> tuple[ModelCon
 
 
 def are_equal(a: Tensor, b: Tensor) -> bool:
-    """Compare tensors in parts, so that nearly nothing is read of two that differ."""
+    """Compare tensors in parts, so that little is read of tensors that differ."""
     parts = zip(a.split(1024), b.split(1024), strict=False)
     return a.shape == b.shape and a.dtype == b.dtype and all(torch.equal(x, y) for x, y in parts)
 

@@ -46,7 +46,7 @@ def make_runner(
     `files` are its open safetensors files, or empty for random weights. Requests have at most
     `max_model_len` tokens, or fewer if memory limits them.
     """
-    # Before the model is divided among ranks, which explains only sizes that do not fit.
+    # This comes before the division among ranks, whose errors name only sizes that do not fit.
     full_config.check_options(config)
     check_fork()
     device = pick_device(config.device)
@@ -206,7 +206,7 @@ def make_fast_steps(config: EngineConfig, runner: ModelRunner, ranks: SingleRank
         with torch.inference_mode(), memory.explain_out_of_memory(remedy):
             runner.graphs = backend.capture_decode(runner.decode, runner.rows.positions)
             if runner.states is None:
-                sizes = runner.graphs, config.max_num_batched_tokens
+                sizes = runner.graphs, config.token_budget
                 chunks = backend.capture_chunks(model, runner.attention, *sizes)
                 runner.fused_model = chunks or runner.fused_model
 

@@ -22,7 +22,7 @@ CUDA_MARGIN = 512 << 20
 CPU_CACHE_BYTES = 4 << 30  # the default limit of a CPU's KV cache and states
 INT4 = "quantization='int4', which takes about two thirds of int8"
 INT8 = "quantization='int8', which takes about half of bfloat16"
-# Kind of weights -> what takes less memory.
+# Kind of weights -> options that take less memory.
 SMALLER = {
     "float32": ("dtype='bfloat16', which takes half", INT8, INT4),
     "bfloat16": (INT8, INT4),
@@ -143,7 +143,7 @@ class MemoryBudget:
     def check(self, name: str, dtype: torch.dtype, note: str = "") -> None:
         """Raise ValueError if the weights of `name`, or a cache of a requested size, do not fit.
 
-        `note` is what the message adds to the bytes of the weights.
+        `note` is appended to the size of the weights in the message.
         """
         if self.weight_bytes > self.free:
             kind = self.config.quantization or str(dtype)[6:]

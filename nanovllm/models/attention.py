@@ -56,7 +56,7 @@ class PlainAttention:
         self.cache = self.allocate(shape, FP8 if fp8_scales else dtype, device)
         self.block_size, self.dtype, self.eps = block_size, dtype, config.rms_norm_eps
         self.qkv_heads = [config.num_heads, heads, heads]
-        # Python floats, so that a captured launch contains them and no kernel has to load them.
+        # The scales are Python floats: a captured launch contains them, and no kernel loads them.
         self.scales = fp8_scales or [(1.0, 1.0)] * num_layers
 
     @staticmethod
@@ -64,7 +64,7 @@ class PlainAttention:
         return torch.empty(shape, dtype=dtype, device=device)
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Set the data that all layers share. Called once per step."""
+        """Set the data that all layers share. The runner calls this once per step."""
         sequences = range(len(batch.context_lens))
         batch.attention_metadata = [self.sequence_metadata(batch, i) for i in sequences]
 

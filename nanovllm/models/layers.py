@@ -57,7 +57,7 @@ class Linear:
         self.projections, self.backend = projections, backend
         self.weight = backend.make_weight(outputs, inputs, [*projections])  # [O, I]
         self.bias = backend.empty(outputs) if bias else None
-        # Combines the results of several ranks; see features/memory/tensor_parallel/ranks.py.
+        # It combines the results of several ranks; see features/memory/tensor_parallel/ranks.py.
         self.reduce: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class RotaryEmbedding:
     """
 
     def __init__(self, dim: int, max_len: int, rope: RopeConfig, like: Tensor) -> None:
-        # Computed on the CPU in float32 and then moved, so that all devices have the same numbers.
+        # The CPU computes the tables in float32, so that all devices have the same numbers.
         frequencies, scale = rope.frequencies(dim)
         angles = torch.outer(torch.arange(max_len, device="cpu").float(), frequencies)
         cos, sin = angles.cos() * scale, angles.sin() * scale  # [P, D / 2]

@@ -41,7 +41,7 @@ def add_chunk_results(
             candidate_index.append(end - 1)
     if scored:
         max_k = max(chunk.num_logprobs for chunk in output.scored_chunks)
-        # In parts, because the memory profile does not include the logits of a whole chunk.
+        # The memory profile does not include the logits of a whole chunk, so they are in parts.
         for part in to_device(np.transpose(scored).copy(), hidden.device).split(64, dim=1):
             index, targets_of_part = part
             packed = backend.token_logprobs(model.logits(hidden[index]), targets_of_part, max_k)

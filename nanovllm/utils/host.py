@@ -5,7 +5,7 @@ import signal
 import sys
 from pathlib import Path
 
-# Where Linux shows the limits of a container. No such files exist on other systems.
+# Linux shows the limits of a container here. No such files exist on other systems.
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 TRIAL = 5  # seconds, in which a parallel region of OpenMP ends unless it waits forever
 

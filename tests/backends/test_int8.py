@@ -290,6 +290,7 @@ def test_loading_never_holds_the_model_in_bfloat16(path: Path, large: Path) -> N
     assert 0.4 < after < 0.6
 
 
+@pytest.mark.slow
 def test_random_weights_and_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from bench_module import bench
 

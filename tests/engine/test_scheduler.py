@@ -315,5 +315,5 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.history.drain()
 
 
-TestScheduler = pytest.mark.slow(SchedulerMachine.TestCase)
-TestScheduler.settings = settings(MACHINE, max_examples=200)  # besides the histories above
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(MACHINE, max_examples=100)  # besides the histories of the oracle

@@ -20,6 +20,7 @@ from lesson_pages import (
     keep_figures,
     link_pages,
     mask,
+    measured,
 )
 from lesson_runs import compare
 
@@ -154,6 +155,8 @@ def test_figures_are_kept_if_nothing_else_has_changed() -> None:
         assert keep_figures(changed, old) == changed
     with_text = {"1.md": new["1.md"] + "\n\nA new text."}
     assert keep_figures(with_text, old)["1.md"].strip() == old["1.md"] + "\n\nA new text."
+    assert measured(keep_figures(with_text, old)) == measured(old)
+    assert measured(new) == {"It takes 9 ms.", TABLE.format(2, 5).strip()} != measured(old)
 
 
 def test_only_what_was_measured_may_differ() -> None:

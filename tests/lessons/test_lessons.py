@@ -22,6 +22,7 @@ from lessons.show import (
     show_questions,
     show_table,
 )
+from nanovllm.engine.core import EngineCore
 from nanovllm.engine.scheduler import Scheduler
 
 
@@ -29,6 +30,7 @@ def test_links_name_the_line() -> None:
     path, line = link(Scheduler._preempt, "seq.preemptions += 1").split("  ")[0].split(":")
     text = (Path(__file__).parents[2] / path).read_text().splitlines()[int(line) - 1]
     assert text.strip() == "seq.preemptions += 1"
+    assert link(EngineCore.run_step).startswith("nanovllm/engine/core.py:"), "it has a decorator"
     with pytest.raises(ValueError, match="no line of Scheduler._preempt contains 'there is no"):
         link(Scheduler._preempt, "there is no such line")
 

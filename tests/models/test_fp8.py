@@ -185,8 +185,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [*(("qwen3", case) for case in CASES), ("qwen2", "plain"), ("llama", "preemption")],
+)
 def test_engines(tmp_path: Path, family: str, case: str) -> None:
     """Prompts, prefix hits, forks and chunks; the same steps as the engine in float32."""
     make_checkpoint(tmp_path, family)

@@ -58,7 +58,7 @@ def kernel_lock() -> AbstractContextManager[object]:
 
     Without OpenMP and TBB, Numba uses "workqueue", which is not safe for several threads.
     """
-    # In a separate thread, because starting Numba changes the caller's number of OpenMP threads.
+    # This uses another thread, because starting Numba changes the caller's number of threads.
     with ThreadPoolExecutor(1) as pool:
         pool.submit(get_num_threads).result()
     layer = numba.threading_layer()  # type: ignore[attr-defined]
@@ -77,7 +77,7 @@ def guard() -> Iterator[None]:
 
 
 class KernelCache(FunctionCache):
-    """Numba's cache in the directory of kernel_files.py, whose name says what its code is for.
+    """Numba's cache, in the directory that kernel_files.py names.
 
     Private to Numba. Its public options have neither a directory for some functions only nor a
     lock, and would compile a kernel again after a checkout that only changes times of files.

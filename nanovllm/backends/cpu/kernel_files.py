@@ -25,7 +25,7 @@ from nanovllm.utils.log import logger
 
 
 def digest() -> str:
-    """Return a digest of what compiled code depends on: sources, versions, processor."""
+    """Return a digest of the sources, the versions and the processor of compiled code."""
     parts = [
         *(path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py"))),
         *(version("numba"), version("llvmlite"), sys.implementation.cache_tag),
@@ -67,7 +67,7 @@ def marker(dtype: torch.dtype) -> Path | None:
 
 
 def compilation_lock(path: Path) -> FileLock:
-    """Return the lock of the process that compiles what the marker `path` stands for."""
+    """Return the lock of the process that compiles the kernels of the marker `path`."""
     return FileLock(path.with_suffix(".lock"))
 
 

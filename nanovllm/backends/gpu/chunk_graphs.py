@@ -1,4 +1,4 @@
-"""Steps with chunks as CUDA graphs of what lies between two attentions.
+"""Steps with chunks as CUDA graphs of the operations between two attentions.
 
 The launches of attention depend on the lengths of all sequences. All others depend only on the
 number of tokens. So the rest is captured in pieces for each of a few numbers of tokens, as vLLM's

@@ -28,7 +28,7 @@ def decode_inputs(
     last_tokens: Tensor,
     block_size: int,
 ) -> DecodeInputs:
-    """Read what a decode of `rows` [S] needs, and advance their positions.
+    """Read the inputs of a decode of `rows` [S], and advance their positions.
 
     The other tensors are in runner/device_rows.py. Row N is padding and stays at position 0.
     """

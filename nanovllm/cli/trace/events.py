@@ -43,7 +43,7 @@ class Event(TypedDict, total=False):
     # their outputs.
     scores: list[tuple[int, float]]
 
-    # For a plan only.
+    # Only a plan has these fields.
     chunks: list[list[int]]  # sequence, first position, number of tokens
     decodes: list[int]  # sequences
     new_rows: list[int]
@@ -58,7 +58,7 @@ class Event(TypedDict, total=False):
     lost: list[int]  # with a host cache: the evicted blocks of which host memory has no copy
     why: str  # Scheduler.why_waiting; a key of WHY_WAITING in show.py
 
-    # For a commit only.
+    # Only a commit has these fields.
     tokens: list[int]  # -1 if no token could be sampled
     receivers: list[int]  # the sequences that got these tokens
     # For requests with `logprobs`: sequence, rank of its token (1 is the most likely), and pairs

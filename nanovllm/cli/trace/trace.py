@@ -213,7 +213,7 @@ class Trace(Observer):
         return round((seconds - self._start) * 1e6)
 
     def _changes(self) -> Event:
-        """Return what differs between the engine and the state after the last event."""
+        """Return the differences between the engine and the state after the last event."""
         scheduler = self._scheduler
         state = self._state
         numbers = self._numbers

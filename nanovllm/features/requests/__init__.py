@@ -1,1 +1,1 @@
-"""Kinds of requests, and what requests can ask of the sampler: grammars and logit rules."""
+"""Kinds of requests besides sampling, and options of sampling: grammars and logit rules."""

@@ -88,8 +88,11 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "size", "options"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("model", "size", "options"),
+    [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])],
+    ids=str,
+)
 def test_ranks_answer_as_one(
     ranks: Job, paths: dict[str, str], model: str, size: int, options: dict[str, Any]
 ) -> None:
@@ -127,7 +130,7 @@ def test_text_and_stop_strings(ranks: Job) -> None:
     assert values(ranks("text", 2)) == [one] * 2
 
 
-QUANTIZED = [("qwen2", "int8"), ("moe-128", "int8"), ("moe-128", "int4")]
+QUANTIZED = [("qwen2", "int8"), ("moe-128", "int4")]
 
 
 @pytest.mark.slow

@@ -94,9 +94,10 @@ def test_one_beam_is_greedy(llm):
         assert output.sequences[0].tokens == prompt + one.outputs[0].token_ids
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False])
-@pytest.mark.parametrize("policy", ["fcfs", "sjf"])
-@pytest.mark.parametrize("blocks", [9, 14, 40])
+@pytest.mark.parametrize(
+    ("blocks", "policy", "prefix_caching"),
+    [(9, "fcfs", False), (9, "sjf", True), (14, "sjf", False), (40, "fcfs", True)],
+)
 def test_beams_that_are_preempted(checkpoint, llm, prefix_caching, policy, blocks):
     """The same results from pools in which few beams fit at a time, and with few rows."""
     params = BeamSearchParams(4, 14)

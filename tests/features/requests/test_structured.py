@@ -161,8 +161,10 @@ def random_request(rng: random.Random, llm: LLM) -> tuple[str, SamplingParams]:
     "options",
     [
         {},
-        {"async_scheduling": True},
-        {"num_kv_cache_blocks": 14, "max_num_batched_tokens": 24},
+        pytest.param({"async_scheduling": True}, marks=pytest.mark.slow),
+        pytest.param(
+            {"num_kv_cache_blocks": 14, "max_num_batched_tokens": 24}, marks=pytest.mark.slow
+        ),
         {"num_kv_cache_blocks": 11, "max_num_seqs": 9, "async_scheduling": True},
     ],
     ids=["plain", "async", "preempted", "async, preempted"],
@@ -415,11 +417,9 @@ def test_an_output_ends_with_its_grammar(embedded: LLM, asynchronous: bool, monk
 
 REFUSED = [
     ({"json": {"type": "strnig"}}, "refuses the json of structured_outputs: Invalid type: strnig"),
-    ({"json": {"allOf": [{"type": "string"}, {"type": "null"}]}}, "Unsatisfiable schema"),
     ({"json": {"not": {"type": "string"}}}, "Unimplemented keys"),
     ({"regex": "a("}, "refuses the regex of .*unclosed group"),
     ({"regex": "(?=a)b"}, "look-around"),
-    ({"regex": r"[^\s\S]"}, "refuses the regex of structured_outputs: it matches no text"),
     ({"grammar": "start: word"}, 'refuses the grammar of .*unknown name: "word"'),
     ({"grammar": "hello"}, "refuses the grammar of .*Expected ::="),
     ({"json": {"properties": {f"a{i}": {"type": "null"} for i in range(9999)}}}, "131072"),
@@ -428,7 +428,6 @@ REFUSED = [
         {"regex": "a*" * 20000},
         "the regex of structured_outputs has 40000 bytes; the limit is 16384",
     ),
-    ({"grammar": "start: " + "a " * 20000}, "the limit is 16384"),
 ]
 
 
@@ -464,12 +463,6 @@ def as_rules(links: dict[int, str], begin: str, defines: str) -> str:
 
 DEEP = {
     "references": {"json": as_schema(chain(3000, lambda i: {"$ref": f"#/$defs/a{i}"}, {}))},
-    "objects": {
-        "json": as_schema(
-            chain(1500, lambda i: {"properties": {"a": {"$ref": f"#/$defs/a{i}"}}}, {"const": 1})
-        )
-    },
-    "allOf": {"json": as_schema(chain(2500, lambda i: {"allOf": [{"$ref": f"#/$defs/a{i}"}]}, {}))},
     "groups": {
         "grammar": as_rules(
             chain(250, lambda i: "(" * 25 + f"r{i}" + ")" * 25, '"a"'), "start: r0", ":"

@@ -173,7 +173,7 @@ def codes(kernels: tuple[Any, ...], dtype: torch.dtype) -> tuple[int, ...]:
 
 
 def described(module: Linear, num_experts: int, dtype: torch.dtype) -> Packed | Quantized:
-    """Return what `product` needs of the weights of a Linear. `dtype` is the dtype of x."""
+    """Return the weights of a Linear as arguments of `product`. `dtype` is the dtype of x."""
     weight = module.weight
     outputs, inputs = weight.shape[0] // num_experts, weight.shape[1]
     if isinstance(weight, PackedExperts):

@@ -166,7 +166,7 @@ class FusedLayers:
         return all(len(module.weight) % width == 0 for module in layer.linears())
 
     def compile(self) -> None:
-        """Compile what backends/cpu/compile.py does not compile for every model."""
+        """Compile the kernels that backends/cpu/compile.py does not compile for every model."""
 
     def all_addresses(self, attention: NumbaAttention) -> np.ndarray:
         layers = zip(self.model.layers, attention.kv_addresses, strict=True)

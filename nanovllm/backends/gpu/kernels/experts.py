@@ -152,7 +152,7 @@ def expert_linear(x: Tensor, module: Linear, ends: Tensor) -> Tensor:
 
 
 def compile_for(module: Linear, num_experts: int) -> None:
-    """Compile what a Linear of experts needs before requests are served: both tiles."""
+    """Compile both tiles for a Linear of experts, before requests are served."""
     dtype, device, inputs = module.backend.dtype, module.backend.device, module.weight.shape[1]
     for rows in (1, FEW.num_rows * num_experts):
         x = torch.zeros((rows, inputs), dtype=dtype, device=device)

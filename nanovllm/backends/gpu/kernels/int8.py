@@ -143,7 +143,7 @@ def linear_in_parts(x: Tensor, module: Linear) -> Tensor:
 
 
 def compile_for(module: Linear, linear: Callable[[Tensor, Linear], Tensor]) -> None:
-    """Compile what a Linear needs, with each number of rows, before requests are served."""
+    """Compile the kernels of a Linear for each number of rows, before requests are served."""
     weight = module.weight
     for rows in FLOAT32 if weight.dtype == torch.float32 else HALF:
         x = torch.zeros((rows, weight.shape[1]), dtype=weight.dtype, device=weight.values.device)

@@ -52,7 +52,7 @@ OPTIONAL = {"head_dim", "num_key_value_heads", "rope_theta"}
 EMBEDDINGS = "model.embed_tokens.weight"
 # The divisors of the rope frequencies [D / 2] of Llama 3.1 and later.
 ROPE_DIVISORS = "rope_freqs.weight"
-# What Llama 3.1 to 3.3 have in common. The factor is the largest divisor.
+# Llama 3.1 to 3.3 have these values in common. The factor is the largest divisor.
 LLAMA3 = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -100,7 +100,7 @@ class GGUF:
         return None if found is None else found.contents()
 
     def config(self, dtype: str) -> dict[str, Any]:
-        """Return the fields of config.json. Raises ValueError for what would change the result."""
+        """Return the fields of config.json. Raises ValueError for unsupported fields."""
         for name, usual in (("rope.scaling.type", "none"), ("attention.sliding_window", 0)):
             if (value := self.field(f"{self.kind}.{name}")) not in (None, usual):
                 raise ValueError(f"{self.path} has {name} {value!r}, which is not supported")

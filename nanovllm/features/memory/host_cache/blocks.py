@@ -44,7 +44,7 @@ class HostCacheBlockManager(BlockManager):
         # The least recently used block is the first.
         self.hash_to_host_block: OrderedDict[bytes, HostBlock] = OrderedDict()
         self.host_free = list(range(self.num_host_blocks - 1, -1, -1))  # taken from the end
-        # For the plan that is being made; see `fill_copies`.
+        # These belong to the plan that is being made; see `fill_copies`.
         self._saves: list[BlockCopy] = []
         self._loads: list[BlockCopy] = []
         self._busy: set[int] = set()  # host blocks that its copies read or write

@@ -44,7 +44,7 @@ class Segments:
     starts: list[int]  # the index of its first token in the step
     ends: list[int]
     is_first: list[bool]  # whether it begins with token 0, and so with a state of zeros
-    tensors: Any = None  # what kernels make of the lists, once for all layers
+    tensors: Any = None  # made from the lists by kernels, once for all layers
 
 
 def split(layer: LinearAttention, x: Tensor) -> list[Tensor]:

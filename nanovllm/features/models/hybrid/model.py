@@ -43,7 +43,7 @@ class LinearAttention:
         named = {f"in_proj_{name}": outputs for name, outputs in projections.items()}
         self.in_proj = Linear(config.hidden_size, named, backend)
         self.out_proj = Linear(size, {"out_proj": config.hidden_size}, backend)
-        # In float32 and transposed, as kernels read it.
+        # The weight is in float32 and transposed, as kernels read it.
         self.conv1d = backend.empty(KERNEL_SIZE, channels, dtype=torch.float32)
         self.a_log, self.dt_bias, self.norm = (
             backend.empty(n, dtype=torch.float32) for n in (heads, heads, self.sizes[3])

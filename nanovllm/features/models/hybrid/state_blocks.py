@@ -62,7 +62,7 @@ class StateBlockManager(BlockManager):
         self.unknown: dict[Sequence, tuple[int, int]] = {}  # -> (number of tokens, slot)
         self.fork_slots: dict[Sequence, int] = {}  # of parents
         self.wanted: dict[Sequence, int] = {}  # -> number of tokens where its match ran out
-        # For the plan that is being made; see `fill_copies`.
+        # These belong to the plan that is being made; see `fill_copies`.
         self._sources: dict[Sequence, int] = {}  # the state with which it begins
         self._saves: list[StateSave] = []
         self._fresh: set[int] = set()  # slots that it writes

@@ -30,8 +30,8 @@ class PoolingParams:
     are checked again when a request uses them.
     """
 
-    # How many dimensions to keep, the first ones (Matryoshka, Kusupati et al. 2022,
-    # arXiv:2205.13147). The default is all.
+    # Number of leading dimensions to keep (Matryoshka, Kusupati et al. 2022, arXiv:2205.13147).
+    # The default is all.
     dimensions: Positive | None = None
     normalize: bool | None = None  # divide the kept dimensions by their L2 norm; default True
     # The name of a prompt of the checkpoint, such as "query". It is prepended to the text.

@@ -100,7 +100,7 @@ class Penalties:
         names = "repetition_penalty", "frequency_penalty", "presence_penalty"
         factors = [[[getattr(each, name)] for each in rules] for name in names]  # [3, P, 1]
         self.factors = to_device(np.array(factors, np.float32), device)
-        # What the last `apply` read, in parts: slots, positions, tokens, counts.
+        # The parts that the last `apply` read: slots, positions, tokens, counts.
         self.known: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     def apply(self, logits: Tensor, positions: Tensor, length: int) -> None:

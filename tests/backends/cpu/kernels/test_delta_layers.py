@@ -15,7 +15,9 @@ from nanovllm.backends.cpu.kernels.units.unit import units
 
 
 # The 264 projections of linear attention in the last case are padded to whole blocks.
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(("layers", "heads", "size"), [("LLFLF", 32, 64), ("LF", 4, 1024)])
 def test_one_call_is_the_model(
     tmp_path: Path, layers: str, heads: int, size: int, dtype: torch.dtype

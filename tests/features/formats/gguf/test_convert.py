@@ -155,13 +155,6 @@ def test_nothing_half_done_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         convert(source, tmp_path / "out", use_tqdm=False)
 
 
-def test_stderr_that_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = write_gguf(tmp_path / "nano.gguf", "qwen3", NANO)
-    monkeypatch.setattr(sys, "stderr", None)
-    convert(source, tmp_path / "out")
-    assert (tmp_path / "out" / "config.json").exists()
-
-
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ValueError, match="pip install gguf"):

@@ -104,7 +104,8 @@ def test_rotary_embedding(tmp_path: Path, rope: dict[str, Any]) -> None:
         check_greedy(model, outputs, tolerance=3e-4)
 
 
-def test_every_split_of_a_prompt(checkpoint: tuple[Path, torch.nn.Module]) -> None:
+@pytest.mark.parametrize("step", [16, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_split_of_a_prompt(checkpoint: tuple[Path, torch.nn.Module], step: int) -> None:
     """Chunks of 1 to 130 tokens give the numbers of the whole prompt."""
     path, model = checkpoint
     [prompt] = prompts_of(130)
@@ -113,7 +114,7 @@ def test_every_split_of_a_prompt(checkpoint: tuple[Path, torch.nn.Module]) -> No
         logits = model(torch.tensor([prompt["prompt_token_ids"]]), use_cache=False).logits[0]
     ids = prompt["prompt_token_ids"]
     expected = logits.log_softmax(-1)[range(129), ids[1:]]
-    for budget in range(1, 131):
+    for budget in range(1, 131, step):
         llm = random_llm(path, max_num_batched_tokens=budget, max_num_seqs=1)
         [output] = llm.generate([prompt], params, use_tqdm=False)
         ours = [
@@ -438,11 +439,6 @@ def test_cache_and_states_of_a_small_memory(
     half = (mib << 20) // 2
     assert runner.states.nbytes <= half // 2
     assert 0.9 * half < runner.attention.cache.nbytes + runner.states.nbytes <= half
-
-
-def test_swap_space_is_refused(checkpoint: tuple[Path, torch.nn.Module]) -> None:
-    with pytest.raises(ValueError, match="does not support swap_space"):
-        random_llm(checkpoint[0], swap_space=1)
 
 
 def test_a_step_reads_no_other_tensors(tmp_path: Path) -> None:

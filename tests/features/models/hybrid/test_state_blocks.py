@@ -17,7 +17,7 @@ class HybridBeamHistory(BeamHistory, HybridHistory):
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(500), pytest.param(range(500, 1000), marks=pytest.mark.slow)]
+    "seeds", [range(100), pytest.param(range(100, 600), marks=pytest.mark.slow)]
 )
 def test_random_histories_with_states(seeds: range) -> None:
     hits = evictions = preemptions = 0
@@ -26,15 +26,16 @@ def test_random_histories_with_states(seeds: range) -> None:
         hits += history.block_manager.state_hits
         evictions += history.block_manager.state_evictions
         preemptions += history.scheduler.preemptions
-    assert min(hits, evictions, preemptions) > 2 * len(seeds)
+    assert min(hits, evictions, preemptions) > len(seeds)
 
 
 def test_random_histories_with_beams_and_states() -> None:
-    histories = [run_beam_history(seed, make=HybridBeamHistory) for seed in range(200)]
-    assert sum(history.block_manager.state_hits for history in histories) > 100
-    assert sum(history.scheduler.preemptions for history in histories) > 200
+    histories = [run_beam_history(seed, make=HybridBeamHistory) for seed in range(100)]
+    assert sum(history.block_manager.state_hits for history in histories) > 50
+    assert sum(history.scheduler.preemptions for history in histories) > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_faults_of_states_are_caught(name: str) -> None:
     mutant = MUTANTS[name]

@@ -31,10 +31,10 @@ def without_result(emit):
 
 
 def instruction(name, kinds, *operands):
-    """Return what @intrinsic expects for a call to an LLVM function without a result.
+    """Return the signature and the code that @intrinsic expects of an LLVM call without result.
 
-    `kinds` says what each operand is: a tile (whose number must be a literal), an address, an array
-    or a number.
+    `kinds` has the kind of each operand: a tile (whose number must be a literal), an address, an
+    array or a number.
     """
 
     def generate(context, builder, signature, args):

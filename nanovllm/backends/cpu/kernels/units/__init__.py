@@ -1,1 +1,1 @@
-"""The units of a CPU: what computes attention and products of few rows on one kind of processor."""
+"""Units: attention and products of few rows, for processors with the same instructions."""

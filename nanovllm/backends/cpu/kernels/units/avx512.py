@@ -58,7 +58,7 @@ def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, s
         if bias_ptr != 0:
             for c in range(WIDTH):
                 bias[c] = to_float32(array(bias_ptr, (outputs,), BFLOAT16)[WIDTH * block + c])
-        # Not `acc[:] = bias`, whose error message takes seconds to compile.
+        # The error message of `acc[:] = bias` would take seconds to compile.
         for i in range(panels * height):
             for c in range(WIDTH):
                 acc[i, c] = bias[c]
