@@ -33,13 +33,14 @@ torch.set_num_threads(1)
 
 DTYPES = torch.bfloat16, torch.float32  # of the CPU's kernels
 
-# Tests that share an expensive result: dry runs, answers of transformers, graded answers, a
-# process that forks ranks.
+# Tests that share an expensive result: dry runs, answers of transformers, a large model, graded
+# answers, a process that forks ranks.
 GROUPS = {
     "dry runs": r"/test_dry_run\.py::",
     "parity": r"/test_qwen3\.py::",
+    "real model": r"/test_real_model\.py::",
     "ranks": r"/test_tensor_parallel\.py::",
-    "grades": r"::test_(grades|log_probabilities|accuracy_in_bf16)",
+    "grades": r"::test_(grades|accuracy_in_bf16)",
     "options": r"::test_(options|constant_preemption)_change",
 }
 

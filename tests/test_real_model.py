@@ -40,7 +40,7 @@ QUESTIONS = [
     "Wie heißt die Hauptstadt von Österreich? 你好 🙂",
 ]
 CHATS = [[{"role": "user", "content": question}] for question in QUESTIONS]
-GREEDY = SamplingParams(temperature=0, max_tokens=64)
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
 SYSTEM = "You are a patient teacher who answers in plain words and gives an example. " * 8
 TEXT = Path(find_checkpoint.__code__.co_filename).read_text()[:1500]
 
@@ -79,25 +79,24 @@ def check_greedy(reference: Any, outputs: list[Any]) -> int:
     return num_ties
 
 
-@pytest.mark.parametrize("case", ["batched", "chunked", "system prompt", "preempted"])
+@pytest.mark.parametrize("case", ["batched", "system prompt", "chunked and preempted"])
 def test_greedy_tokens(reference: Any, real: LLM, case: str) -> None:
     chats = CHATS
     if case == "batched":
         llm = real
-    elif case == "chunked":
-        llm = make_llm(max_num_batched_tokens=24, enable_prefix_caching=False)
     elif case == "system prompt":
         llm = real
         chats = [[{"role": "system", "content": SYSTEM}, *chat] for chat in CHATS]
         llm.chat(chats[0], SamplingParams(max_tokens=1), use_tqdm=False)
     else:
-        llm = make_llm(num_kv_cache_blocks=60, max_model_len=960)
+        options = dict(max_num_batched_tokens=24, enable_prefix_caching=False)
+        llm = make_llm(num_kv_cache_blocks=40, max_model_len=640, **options)
     outputs = llm.chat(chats, GREEDY, use_tqdm=False)
-    assert sum(len(output.outputs[0].token_ids) for output in outputs) > 600
+    assert sum(len(output.outputs[0].token_ids) for output in outputs) > 400
     assert check_greedy(reference, outputs) <= 2
     if case == "system prompt":
         assert all(output.num_cached_tokens >= 100 for output in outputs)
-    if case == "preempted":
+    if case == "chunked and preempted":
         assert llm.stats()["preemptions"] > 0
 
 

@@ -25,7 +25,6 @@ from nanovllm.loading.memory import weight_bytes
 from nanovllm.models.backend import Backend
 from nanovllm.models.qwen3 import Qwen3
 from tools.benchmarks import workloads
-from tools.training import data
 
 try:
     import nanovllm.backends.cpu.kernels.int8 as kernels
@@ -341,25 +340,3 @@ def test_grades(embedded_int8: LLM, wrong_in_bf16: dict) -> None:
     """Of the answers in each task at most 1 of 100 more is wrong than in bfloat16."""
     for task, (failed, total) in wrong_by_task(embedded_int8).items():
         assert len(failed) <= len(wrong_in_bf16[task][0]) + total / 100, (task, failed[:3])
-
-
-@pytest.mark.slow
-def test_log_probabilities(embedded_bf16: LLM, embedded_int8: LLM) -> None:
-    """Of the demo's texts, against bfloat16."""
-    found = []
-    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    for llm in (embedded_bf16, embedded_int8):
-        prompts = [
-            f"{s.question}\n{s.answer}"
-            for t in data.ALL_TASKS
-            for s in data.graded_samples(t, 10)[:10]
-        ]
-        entries = [out.prompt_logprobs for out in llm.generate(prompts, params, use_tqdm=False)]
-        found.append(
-            [e.logprob for entry in entries for at in entry if at for e in list(at.values())[:1]]
-        )
-    difference = np.abs(np.subtract(*found))
-    print(
-        f"mean {difference.mean():.4f}, largest {difference.max():.3f}, of {len(difference)} tokens"
-    )
-    assert difference.mean() < 0.05

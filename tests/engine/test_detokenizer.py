@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from checkpoints import make_checkpoint, random_llm
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -183,35 +182,3 @@ def test_generate_and_stream_do_not_clean_up_spaces(
     prompt, params = "Sort 4 , 2 , 3 .\n", SamplingParams(temperature=0, max_tokens=8)
     want = embedded.generate(prompt, params, use_tqdm=False)[0]["text"]
     assert "".join(new.text for new in embedded.stream(prompt, params)) == want
-
-
-def test_ctrl_c_after_a_token_was_decoded(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step runs again, and its token is in the text once."""
-    text = "n\u00e9 \U0001f642"
-    ids = embedded.get_tokenizer().encode(text)
-
-    def forced(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-        logits[ids[len(output_ids)]] = float("inf")
-        return logits
-
-    params = SamplingParams(max_tokens=len(ids), stop=["zebra"], logits_processors=[forced])
-    inner, calls, last = Detokenizer.add, 0, 0
-
-    def interrupted(self: Detokenizer, token_ids: list[int]) -> str:
-        nonlocal calls
-        calls += 1
-        new = inner(self, token_ids)
-        if calls == last:
-            raise KeyboardInterrupt
-        return new
-
-    monkeypatch.setattr(Detokenizer, "add", interrupted)
-    for last in range(1, len(ids) + 1):
-        calls = 0
-        request = embedded.engine.submit([1, 2], params)
-        with pytest.raises(KeyboardInterrupt):
-            while not request.ended:
-                embedded.engine.run_step()
-        while not request.ended:
-            embedded.engine.run_step()
-        assert request.output.outputs[0].text == text

@@ -90,42 +90,6 @@ def test_a_resumed_sequence_finds_its_former_self() -> None:
     assert computed == sum(s.max_length - 1 for s in seqs) + recomputed
 
 
-def test_prompt_longer_than_the_budget_beside_decodes() -> None:
-    """Chunk and decode in one step: the budget is kept, and nothing waits for the prompt."""
-    engine = Engine(blocks=100, size=4, seqs=4, budget=8)
-    short, long = sequence([1, 2], 12, 0), sequence([3] * 50, 4, 1)
-    engine.add(short, long)
-    for _ in range(5):
-        engine.step()
-    assert all(p.num_tokens == 8 for p in engine.plans)
-    assert all(p.decode_rows and p.chunks for p in engine.plans[1:])
-    engine.run()
-    assert right(short)
-    assert right(long)
-
-
-def test_victims_of_every_kind() -> None:
-    """Preempted with its prompt half-computed, with its last block exactly full, and otherwise."""
-    kinds = set()
-    for first in range(6, 12):
-        for second in range(20, 32):
-            engine = Engine(blocks=11, size=4, seqs=2, budget=3)
-            seqs = [sequence([i] * n, 44 - n, i, seed=i) for i, n in enumerate((first, second))]
-            engine.scheduler.reserve = lambda: 0  # provoke what it would avoid
-            preempt = engine.scheduler._preempt
-
-            def spy(seq: Sequence, preempt=preempt) -> None:
-                kinds.add(("half", seq.num_computed < seq.num_prompt))
-                kinds.add(("full", seq.num_computed == 4 * len(seq.block_table)))
-                preempt(seq)
-
-            engine.scheduler._preempt = spy
-            engine.add(*seqs)
-            engine.run()
-            assert all(right(s) for s in seqs)
-    assert len(kinds) == 4, kinds
-
-
 def test_shortest_job_first_and_a_cached_prefix_makes_it_shorter() -> None:
     engine = Engine(blocks=400, size=4, seqs=1, budget=1000, policy="sjf")
     common = [1] * 400

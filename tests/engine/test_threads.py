@@ -134,47 +134,6 @@ def test_abort_in_another_thread(path: Path, how: str, end: str) -> None:
     assert call(llm, how, [1, 2], GREEDY)[1] != "abort"
 
 
-def test_abort_of_one_among_others(path: Path) -> None:
-    """In a logits processor, with several samples, and with prompt log-probabilities to come."""
-    llm = random_llm(path, max_num_batched_tokens=32, max_num_seqs=3)
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    want = [o["token_ids"] for o in llm.generate([[1, 2], [3, 4]], params, use_tqdm=False)]
-    first = llm.engine.num_requests
-
-    def abort_others(token_ids, logits):
-        if len(token_ids) == 6:  # four tokens of the first request; the last is still a prompt
-            for i in (1, 2, 4):
-                llm.engine.abort_request(str(first + i))
-        return logits
-
-    fields = dict(temperature=0, max_tokens=12, ignore_eos=True)
-    outs = llm.generate(
-        [[1, 2], [3, 4], [5] * 400, [3, 4], [7]],
-        [
-            SamplingParams(**fields, logits_processors=[abort_others]),
-            params,
-            SamplingParams(**fields, prompt_logprobs=1, logprobs=1, n=2),
-            params,
-            params,
-        ],
-        use_tqdm=False,
-    )
-    assert [o.outputs[0].finish_reason for o in outs] == [
-        "length",
-        "abort",
-        "abort",
-        "length",
-        "abort",
-    ]
-    assert outs[0]["token_ids"] == want[0]
-    assert outs[1]["token_ids"] == want[1][: len(outs[1]["token_ids"])]
-    assert outs[3]["token_ids"] == want[1]
-    assert [sample.finish_reason for sample in outs[2].outputs] == ["abort", "abort"]
-    assert 0 < len(outs[2].prompt_logprobs) < 400
-    assert outs[4]["token_ids"] == []
-    assert is_idle(llm.engine)
-
-
 @pytest.mark.parametrize("how", ["generate", "stream"])
 def test_processor_that_calls_its_engine(path: Path, how: str) -> None:
     llm = random_llm(path)

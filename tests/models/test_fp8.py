@@ -23,7 +23,6 @@ from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.loading import select_backend as backends
 from nanovllm.models.backend import Backend
 from nanovllm.models.fp8 import FP8, Scales, to_fp8
-from tools.training import data
 
 numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
 
@@ -371,29 +370,3 @@ def test_grades(embedded_fp8: LLM, wrong_in_bf16: dict) -> None:
     for task, (failed, total) in wrong_by_task(embedded_fp8).items():
         print(f"{task:10} {len(failed)} of {total}, in bfloat16 {len(wrong_in_bf16[task][0])}")
         assert len(failed) <= len(wrong_in_bf16[task][0]) + total / 100, (task, failed[:3])
-
-
-@pytest.mark.slow
-def test_log_probabilities_of_the_embedded_model(embedded_bf16: LLM, embedded_fp8: LLM) -> None:
-    """Of right answers, given the question: near those with a cache in bfloat16."""
-    samples = [s for task in data.ALL_TASKS for s in data.graded_samples(task, 5)[:5]]
-    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    found: list[list[float]] = []
-    for llm in (embedded_bf16, embedded_fp8):
-        tokenizer, texts, starts = llm.get_tokenizer(), [], []
-        for sample in samples:
-            chat = [{"role": "user", "content": sample.question}]
-            question = tokenizer.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=True
-            )
-            chat += [{"role": "assistant", "content": sample.answer}]
-            texts.append(tokenizer.apply_chat_template(chat, tokenize=False))
-            assert texts[-1].startswith(question)
-            starts.append(len(tokenizer.encode(question)))
-        found.append([])
-        for output, start in zip(llm.generate(texts, params, use_tqdm=False), starts, strict=True):
-            entries = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
-            found[-1] += [entry[token].logprob for token, entry in list(entries)[start:]]
-    difference = (torch.tensor(found[0]) - torch.tensor(found[1])).abs()
-    print(f"{len(difference)} tokens: largest {difference.max():.3f}, mean {difference.mean():.4f}")
-    assert difference.mean() < 0.01

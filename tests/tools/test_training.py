@@ -21,7 +21,7 @@ def floor_of(task: str) -> float:
 @pytest.mark.slow
 def test_accuracy(embedded: LLM) -> None:
     """Of the closed tasks in all phrasings. With AVX2 alone bfloat16 takes five times as long."""
-    for task, (failed, total) in wrong_by_task(embedded, number=100, every=1).items():
+    for task, (failed, total) in wrong_by_task(embedded, number=50, every=1).items():
         assert len(failed) <= (1 - floor_of(task)) * total, (task, failed[:3])
 
 
@@ -33,7 +33,6 @@ def test_accuracy_in_bf16(wrong_in_bf16: dict) -> None:
 
 VARIANTS = [
     {"max_num_seqs": 1},
-    {"max_num_seqs": 64},
     {"max_num_batched_tokens": 16},
     {"block_size": 256},
     {"enable_prefix_caching": False},

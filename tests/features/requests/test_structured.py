@@ -23,13 +23,11 @@ from nanovllm import (
 )
 from nanovllm.engine.sampling import read_stream
 from nanovllm.features.requests import structured as structured_module
-from nanovllm.features.requests.logit_rules import rows as logit_rules_rows
 from nanovllm.features.requests.logit_rules.rows import RowRules, RulesBatch, RulesState
 from nanovllm.features.requests.structured import Grammar, GrammarCompiler, Matcher
 from nanovllm.loading.checkpoint import find_checkpoint
 from nanovllm.outputs import GrammarError
 from nanovllm.plan import LogitRules, NewRow, RowSampling
-from nanovllm.runner import pending
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -571,38 +569,6 @@ def test_a_limit_of_the_library(embedded: LLM, asynchronous: bool, monkeypatch) 
 
 
 # ---- what it costs ----
-
-
-def test_the_rules_on_the_host_run_after_the_launch(
-    embedded: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The host waits for the last tokens, and makes masks, when the next forward was launched."""
-    events: list[str] = []
-    runner = embedded.engine.runner
-    forward, mask, start = runner.fused_model.forward, Matcher.mask, pending.start_copy
-
-    def noted_forward(*args: Any) -> torch.Tensor:
-        events.append("forward")
-        return forward(*args)
-
-    def noted_mask(self: Matcher, output: list[int]) -> bytes | None:
-        events.append(f"mask after {len(output)}")
-        return mask(self, output)
-
-    def noted_copy(tensor: torch.Tensor) -> Callable[[], Any]:
-        events.append("sample")
-        read = start(tensor)
-        return lambda: events.append("wait") or read()
-
-    monkeypatch.setattr(embedded.engine, "async_scheduling", True)
-    monkeypatch.setattr(type(runner.fused_model), "forward", lambda _, *args: noted_forward(*args))
-    monkeypatch.setattr(Matcher, "mask", noted_mask)
-    monkeypatch.setattr(logit_rules_rows, "start_copy", noted_copy)
-    embedded.generate("x", structured("date", temperature=0, max_tokens=4), use_tqdm=False)
-    wanted = ["forward", "mask after 0", "sample"]
-    for step in range(1, 4):
-        wanted += ["forward", "wait", f"mask after {step}", "sample", "wait"]
-    assert events == [*wanted, "wait"]
 
 
 def test_other_requests_pay_nothing(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
