@@ -29,8 +29,9 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command that the first argument names. Returns the exit status."""
-    if sys.stderr is None:  # the shell has closed it; `input` and progress bars need it
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # the shell has closed it; `input` and others need it
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal may lack characters of an answer

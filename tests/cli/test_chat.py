@@ -94,6 +94,16 @@ def test_stderr_that_is_closed(
     assert capsys.readouterr().out == "12 + 30 = 42\n"
 
 
+def test_streams_that_are_closed(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`nanovllm chat <&- >&-`: there is no question, and answers go nowhere."""
+    monkeypatch.setattr("nanovllm.cli.chat.LLM", lambda *_, **__: embedded)
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("What is 12 + 30?\n"))
+    assert program.main(["chat", "--temperature", "0"]) == 0
+    monkeypatch.setattr(sys, "stdin", None)
+    assert program.main(["chat"]) == 0
+
+
 def test_an_answer_that_is_cut_is_marked(
     embedded: LLM,
     monkeypatch: pytest.MonkeyPatch,

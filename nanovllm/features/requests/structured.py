@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -32,6 +33,9 @@ MAX_ABANDONED = 2  # compilations that took longer and cannot be stopped
 MAX_REASON = 300  # characters of an error message
 # The whitespace between JSON tokens. If more is allowed, weak models generate nothing but spaces.
 WHITESPACE = " ?"
+# With declared properties, llguidance 1.9 can reach positions where no token may follow. vLLM also
+# refuses this keyword for llguidance.
+PATTERN_PROPERTIES = re.compile(r'"patternProperties"\s*:')
 stack_size_lock = threading.Lock()  # threading.stack_size is a setting of the process
 
 
@@ -153,6 +157,11 @@ class GrammarCompiler:
             raise ValueError(
                 f"the {field} of structured_outputs has {size} bytes; the limit is "
                 f"{MAX_BYTES[kind]}"
+            )
+        if PATTERN_PROPERTIES.search(text):
+            raise ValueError(
+                f"the {field} of structured_outputs has patternProperties, which is not supported; "
+                "declare each property, or describe the others by additionalProperties"
             )
         self.abandoned = [thread for thread in self.abandoned if thread.is_alive()]
         if len(self.abandoned) >= MAX_ABANDONED:

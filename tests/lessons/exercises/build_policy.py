@@ -122,9 +122,9 @@ def fields(seq: Sequence) -> dict[str, object]:
 
 
 def used_manager() -> BlockManager:
-    """A manager in which a sequence owns blocks. They are cached with the tokens of its prompt."""
+    """A manager whose blocks are all used, and two are cached with the tokens of a prompt."""
     blocks, seq = BlockManager(100, 16), request(arrival=5, new=50, prompt=40)
-    for _ in range(3):
+    for _ in range(100):
         blocks.append_block(seq)
     seq.num_computed = 40
     blocks.cache_full_blocks(seq)
@@ -133,7 +133,7 @@ def used_manager() -> BlockManager:
 
 def test_the_key_is_an_int_and_depends_on_the_sequence_alone() -> None:
     keys = []
-    for blocks in (BlockManager(100, 16), BlockManager(100, 16), used_manager()):
+    for blocks in (BlockManager(100, 16), BlockManager(7, 8), used_manager()):
         seq = request(arrival=5, new=50, prompt=40)
         before = fields(seq)
         keys += [longest_output_first(seq, blocks), longest_output_first(seq, blocks)]

@@ -288,6 +288,12 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "    return",
+            "    return -(blocks.num_available < 50) +",
+            "test_the_key_is_an_int_and_depends_on_the_sequence_alone",
+            "are used or cached, but are [30, 30, 29, 29, 29, 29].",
+        ),
+        (
+            "    return",
             "    seq.num_prompt -= 1\n    return",
             "test_the_key_is_an_int_and_depends_on_the_sequence_alone",
             "The key must change nothing, but it changed these fields: ['num_prompt'].",
