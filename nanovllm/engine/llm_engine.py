@@ -88,13 +88,13 @@ class LLMEngine(EngineCore):
         """Queue a request. The caller reads its `output` at the end, or its stream at any time."""
         [checked] = self.input_processor.check([(prompt, sampling_params)])
         with hold_interrupt(), self.lock:
-            return self._add(checked, stream, None, request_id, returned_by_step)
+            return self._add(checked, Progress(), stream, request_id, returned_by_step)
 
     def add(
         self,
         prompts: list[CheckedPrompt],
         requests: list[Request],
-        progress: Progress | None = None,
+        progress: Progress,
         stream: bool = False,
     ) -> None:
         """Queue `prompts` and append their requests to `requests`.
@@ -106,13 +106,13 @@ class LLMEngine(EngineCore):
                 if pressed:
                     break
                 with self.lock:
-                    requests.append(self._add(prompt, stream, progress))
+                    requests.append(self._add(prompt, progress, stream))
 
     def _add(
         self,
         prompt: CheckedPrompt,
+        progress: Progress,
         stream: bool,
-        progress: Progress | None,
         request_id: str | None = None,
         returned_by_step: bool = False,
     ) -> Request:

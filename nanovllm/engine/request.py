@@ -70,7 +70,7 @@ class Request:
     metrics: RequestMetrics
     returned_by_step: bool  # whether `step` returns its output; else the caller reads it here
     stream: bool  # whether `read_stream` reads it while it runs; it then has no output
-    progress: Progress | None = None  # the counters of its call
+    progress: Progress  # the counters of its call
     samples: list[Sample] = field(default_factory=list)
     # Whether its task receives every token, as for streams, stop strings and log-probabilities.
     is_watched: bool = False
