@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
-from nanovllm.engine.detokenizer import Tokenizer
 from nanovllm.engine.input_processor import CheckedPrompt, InputProcessor
 from nanovllm.engine.output_processor import Output, OutputProcessor
 from nanovllm.engine.request import Progress, Request
@@ -61,10 +60,6 @@ class LLMEngine(EngineCore):
             "an LLM cannot be copied or pickled, because it owns memory of its process and device; "
             "make another LLM, or use this one from several threads"
         )
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self.input_processor.tokenizer
 
     # ---- requests ----
 

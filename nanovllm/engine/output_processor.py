@@ -108,7 +108,9 @@ class OutputProcessor:
         """Make the output of each request of `seqs` if all samples of the request have finished."""
         finished = [seq.request for seq in seqs if seq.status is Status.FINISHED]
         for request in dict.fromkeys(finished):
-            if request is not None and request.num_unfinished == 0:
+            if request is None:  # it has ended
+                continue
+            if all(seq.status is Status.FINISHED for seq in request.seqs):
                 self._make_output(request)
                 if request.returned_by_step and request.output is not None:
                     self.finished[request.request_id] = request.output

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.engine.detokenizer import Detokenizer
-from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.task import Task
 from nanovllm.outputs import Logprob, RequestMetrics
 from nanovllm.plan import RowSampling
@@ -93,11 +93,6 @@ class Request:
     def num_output(self) -> int:
         """Number of output tokens of all samples."""
         return sum(seq.num_output for seq in self.seqs)
-
-    @property
-    def num_unfinished(self) -> int:
-        """Number of samples that have not finished."""
-        return sum(seq.status is not Status.FINISHED for seq in self.seqs)
 
 
 def first_sequence(request: Request, token_ids: list[int], max_length: int) -> Sequence:

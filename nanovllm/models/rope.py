@@ -62,14 +62,7 @@ class RopeConfig:
         for name in REQUIRED[kind]:
             if name not in params:
                 raise ValueError(f"{path}: rope type {kind!r} needs {name!r}")
-        rope = cls(**{name: value for name, value in params.items() if name in known})
-        if kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
-            raise ValueError(f"{path}: high_freq_factor must be more than low_freq_factor")
-        if kind == "yarn" and min(rope.rope_theta - 1, rope.beta_fast, rope.beta_slow) <= 0:
-            raise ValueError(
-                f"{path}: yarn needs a rope_theta above 1 and a beta_fast and beta_slow above 0"
-            )
-        return rope
+        return cls(**{name: value for name, value in params.items() if name in known})
 
     @property
     def extended_length(self) -> int:

@@ -106,13 +106,15 @@ def test_text_that_makes_no_tokens(embedded: LLM, monkeypatch: pytest.MonkeyPatc
     def missing(text: str, **_: object) -> None:
         raise Exception("Unk token not found")  # as tokenizers does
 
-    monkeypatch.setattr(embedded.engine.tokenizer, "encode", missing)
+    monkeypatch.setattr(embedded.engine.input_processor.tokenizer, "encode", missing)
     with pytest.raises(ValueError, match="the tokenizer cannot encode 'x': Unk token not found"):
         embedded.generate("x", use_tqdm=False)
-    monkeypatch.setattr(embedded.engine.tokenizer, "encode", lambda text, **_: [])
+    monkeypatch.setattr(embedded.engine.input_processor.tokenizer, "encode", lambda text, **_: [])
     with pytest.raises(ValueError, match="empty"):
         embedded.generate(" ", use_tqdm=False)
-    monkeypatch.setattr(embedded.engine.tokenizer, "encode", lambda text, **_: [10**6])
+    monkeypatch.setattr(
+        embedded.engine.input_processor.tokenizer, "encode", lambda text, **_: [10**6]
+    )
     with pytest.raises(ValueError, match="token id 1000000"):
         embedded.generate("x", use_tqdm=False)
     monkeypatch.undo()
