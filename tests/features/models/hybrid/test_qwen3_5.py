@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import edited, random_llm
-from hybrid_checkpoints import make_hybrid_checkpoint, nest
+from hybrid_checkpoints import make_hybrid_checkpoint
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
