@@ -5,8 +5,6 @@
     print(trace)
     trace.save("trace.html")
 
-With Trace(llm, experts=True) it also says how many experts of a mixture each step used.
-
 A trace is the engine's observer. It stores the events of events.py, which are dicts with the
 changes since the previous event. show.py shows them as a table and as a page.
 """
@@ -26,8 +24,6 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.cli.trace import show
 from nanovllm.cli.trace.events import Event as Event
 from nanovllm.cli.trace.events import State as State
-from nanovllm.cli.trace.experts import ExpertCounter
-from nanovllm.engine.block_manager import Block
 from nanovllm.engine.detokenizer import decode_token
 from nanovllm.engine.observer import NO_OBSERVER, Observer
 from nanovllm.engine.scheduler import InFlightStep
@@ -57,11 +53,9 @@ class Trace(Observer):
     has one `with` block. It can be printed and saved at any time, also after an error.
     """
 
-    def __init__(self, llm: Any, experts: bool = False) -> None:
+    def __init__(self, llm: Any) -> None:
         """llm: an LLM, an LLMEngine, or another object with these attributes of an LLMEngine:
         scheduler, tokenizer, async_scheduling, observer and lock.
-
-        Raises ValueError if `experts` cannot be counted: without experts, or in CUDA graphs.
         """
         engine: Any = getattr(llm, "engine", llm)
         if not hasattr(engine, "scheduler"):
@@ -78,14 +72,12 @@ class Trace(Observer):
             "async_scheduling": engine.async_scheduling,
             "num_host_blocks": getattr(self._blocks, "num_host_blocks", 0),
         }
-        self._experts = ExpertCounter(getattr(engine, "runner", None)) if experts else None
         self.events: list[Event] = []
         self.num_steps = 0
         self._state = State()  # after all events
         self._numbers: dict[Sequence, int] = {}
         self._preemptions: dict[Sequence, int] = {}  # of the unfinished sequences
         self._searches: dict[int, Search] = {}  # arrival -> beam search
-        self._hashes: dict[int, bytes] = {}  # with a host cache: cached block -> its hash
         self._in_flight: deque[int] = deque()  # steps; 0 for one that was planned before the trace
         self._start = self._begun = 0.0
 
@@ -98,8 +90,6 @@ class Trace(Observer):
                     "the engine has a Trace already; leave its `with` block before the next one"
                 )
             self._engine.observer = self
-            if self._experts:
-                self._experts.start()
             self._start = time.perf_counter()
             self._in_flight.extend(0 for _ in self._scheduler.in_flight)
             self._add(self._changes())
@@ -108,8 +98,6 @@ class Trace(Observer):
     def __exit__(self, _: object, error: BaseException | None, traceback: object) -> None:
         with self._engine.lock:
             self._engine.observer = NO_OBSERVER
-            if self._experts:
-                self._experts.stop()
             self._add(self._changes() | Event(ended=describe(error)))
 
     # ---- the engine's observer ----
@@ -147,10 +135,6 @@ class Trace(Observer):
                 event["host"] = self._blocks.stats()
             if step.evicted:
                 event["evicted"] = step.evicted
-                hashes, host = self._hashes, self._hash_to_host_block
-                lost = [block for block in step.evicted if hashes.get(block) not in host]
-                if lost and self.options["num_host_blocks"]:
-                    event["lost"] = lost
             self._in_flight.append(number)
         if decodes != self._state.decodes:
             event["decodes"] = decodes
@@ -163,8 +147,6 @@ class Trace(Observer):
     def committed(self, step: InFlightStep, updated: list[Sequence], output: StepOutput) -> None:
         event = self._changes()
         event |= Event(commit=self._in_flight.popleft(), time=self._micros(self._begun))
-        if self._experts and event["commit"]:
-            event["experts"] = self._experts.num_experts, self._experts.steps.popleft()
         # A beam gets its token when the other beams have results, and some beams get none.
         known = self._state.seqs
         got = [
@@ -219,8 +201,6 @@ class Trace(Observer):
 
     def reverted(self, error: BaseException) -> None:
         self._in_flight.clear()
-        if self._experts:
-            self._experts.steps.clear()
         self._add(self._changes() | Event(failed=describe(error)))
 
     def _micros(self, seconds: float) -> int:
@@ -258,7 +238,8 @@ class Trace(Observer):
         in_cache = (block.block_id for block in self._blocks.hash_to_block.values())
         if cached := sorted(state.cached.symmetric_difference(in_cache)):
             event["cached"] = cached
-        on_host = (block.block_id for block in self._hash_to_host_block.values())
+        host_blocks = getattr(self._blocks, "hash_to_host_block", {})  # empty without a host cache
+        on_host = (block.block_id for block in host_blocks.values())
         if changed := sorted(state.host_cached.symmetric_difference(on_host)):
             event["host_cached"] = changed
         if scores := list(self._scores()):
@@ -268,11 +249,6 @@ class Trace(Observer):
         if ended := [seq for seq in self._preemptions if seq.status is Status.FINISHED]:
             event["finished"] = [(numbers[s], s.finish_reason or "", s.stop_reason) for s in ended]
         return event
-
-    @property
-    def _hash_to_host_block(self) -> dict[bytes, Block]:
-        """Return the blocks of the host cache by their hash, empty if there is none."""
-        return getattr(self._blocks, "hash_to_host_block", {})
 
     def _scores(self) -> Iterator[tuple[int, float]]:
         """Yield `Event.scores`, of all beams of the searches that have chosen beams."""
@@ -307,9 +283,6 @@ class Trace(Observer):
         self.events.append(event)
         self._state.apply(event)
         self._preemptions = {s: s.preemptions for s in live if s.status is not Status.FINISHED}
-        if self.options["num_host_blocks"]:
-            blocks = self._blocks.hash_to_block.values()
-            self._hashes = {block.block_id: block.block_hash for block in blocks}
 
     # ---- the events as a table and as a page ----
 

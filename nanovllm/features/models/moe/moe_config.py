@@ -10,7 +10,7 @@ from nanovllm.models.model_config import ANY, SIZE, ModelConfig
 from nanovllm.utils.json_files import Fields, check_field
 
 if TYPE_CHECKING:
-    from nanovllm.features.models.moe.model import Qwen3Moe
+    from nanovllm.features.models.moe.qwen3_moe import Qwen3Moe
 
 FIELDS: Fields = {
     "norm_topk_prob": (bool, ANY),
@@ -57,11 +57,6 @@ class Experts:
         normalized, step, dense, num_experts, num_per_token, size, *shared_size = values
         if (router := raw.get("scoring_func", "softmax")) != "softmax":
             raise ValueError(f"{path}: scoring_func {router!r} is not supported; 'softmax' is")
-        if num_per_token > num_experts:
-            raise ValueError(
-                f"{path}: a token cannot use {num_per_token} of {num_experts} experts "
-                "(num_experts_per_tok, num_experts)"
-            )
         layers = set(range(step - 1, raw["num_hidden_layers"], step)) - set(dense)
         return cls(num_experts, num_per_token, size, normalized, frozenset(layers), *shared_size)
 
@@ -105,7 +100,7 @@ class MoeConfig(ModelConfig):
         return replace(self, intermediate_size=self.intermediate_size // parts, experts=experts)
 
     def model_class(self) -> type[Qwen3Moe]:
-        from nanovllm.features.models.moe.model import Qwen3Moe
+        from nanovllm.features.models.moe.qwen3_moe import Qwen3Moe
 
         return Qwen3Moe
 
