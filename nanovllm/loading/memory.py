@@ -164,8 +164,8 @@ class MemoryBudget:
             raise ValueError(
                 f"max_model_len={config.max_model_len:,} is more than the {num_tokens:,} tokens "
                 f"that the KV cache holds; lower max_model_len to {num_tokens:,} or leave it out, "
-                f"or give the KV cache {num_bytes:,} bytes or {needed:,} blocks, with "
-                "kv_cache_memory_bytes or num_kv_cache_blocks"
+                f"or set num_kv_cache_blocks to {needed:,}, or kv_cache_memory_bytes to "
+                f"{num_bytes:,}, or to more"
             )
         return min(max_model_len, num_tokens)
 

@@ -187,7 +187,11 @@ CALLS = [
     (lambda llm: llm.embed([[1] * 161]), ValueError, "161 tokens, and may have 160 with"),
     (lambda llm: llm.generate([[1]], PoolingParams()), TypeError, "must be a SamplingParams"),
     (lambda llm: next(llm.stream([[1]], PoolingParams())), TypeError, "must be a SamplingParams"),
-    (lambda llm: next(llm.stream([[1], [VOCAB]])), ValueError, r"prompts\[1\]: token id"),
+    (
+        lambda llm: next(llm.stream([[1], [VOCAB]])),
+        ValueError,
+        r"prompts\[1\]: the prompt has token id",
+    ),
     (lambda llm: llm.loglikelihood([[1]] * 2, [[2]] * 3), ValueError, "2 prompts but 3 continuat"),
     (lambda llm: llm.loglikelihood([1], []), None, ""),
     (lambda llm: llm.loglikelihood([], []), None, ""),
