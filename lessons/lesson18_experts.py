@@ -27,8 +27,8 @@ from lessons.lesson import timed
 from lessons.pictures import show_plot
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.features.models.moe.experts import Groups, expert_linear, expert_mlp
-from nanovllm.features.models.moe.model import SparseMLP
 from nanovllm.features.models.moe.moe_config import Experts, MoeConfig
+from nanovllm.features.models.moe.qwen3_moe import SparseMLP
 from nanovllm.loading.memory import num_weights
 from nanovllm.models.backend import Backend
 from nanovllm.models.qwen3 import MLP

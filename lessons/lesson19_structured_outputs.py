@@ -21,7 +21,7 @@ import json
 from lessons.lesson import ask, make_llm, optional, timed
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM
-from nanovllm.features.requests.logit_rules.rows import RulesBatch
+from nanovllm.features.requests.logit_rules.row_rules import RulesBatch
 from nanovllm.features.requests.structured import GrammarCompiler, Matcher
 from nanovllm.sampling_params import StructuredOutputsParams
 

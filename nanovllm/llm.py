@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeAli
 from tqdm import tqdm
 
 from nanovllm.config import EMBEDDED, EngineConfig, engine_config
-from nanovllm.engine.chat import Message, as_conversations
+from nanovllm.engine.chat_template import Message, as_conversations
 from nanovllm.engine.input_processor import CheckedPrompt
 from nanovllm.engine.request import Progress, Request
 from nanovllm.engine.sampling import read_stream

@@ -104,7 +104,7 @@ class StepOutput:
 
 # The sampler's filters in the order in which they apply, each with the value that disables it. A
 # new filter needs a field of SamplingParams, an entry here and a function in models/sampler.py. On
-# a GPU it also needs changes to `_threshold` and `_draw` in backends/gpu/kernels/sampling.py.
+# a GPU it also needs changes to `_threshold` and `_draw` in backends/gpu/kernels/sampler.py.
 FILTERS: dict[str, int | float] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 

@@ -111,7 +111,7 @@ class SamplingParams:
     frequency_penalty: the same, times the number of occurrences.
     repetition_penalty: divides the logits of tokens in prompt or output (Keskar et al. 2019,
         arXiv:1909.05858).
-    logit_bias: token id -> number added to the logit of the token.
+    logit_bias: token id, also as a string -> number added to the logit of the token.
     allowed_token_ids: sample only these tokens.
     bad_words: words that must not occur in the output.
     logprobs: report the log-probabilities of the sampled and the k most likely tokens; -1 reports
@@ -156,11 +156,8 @@ class SamplingParams:
     @classmethod
     def from_optional(cls, **fields: Any) -> SamplingParams:
         """Return an object with these fields. As in vLLM, None means the default, unless the field
-        accepts None, and the token ids of logit_bias may be strings, as in JSON.
+        accepts None.
         """
-        if isinstance(bias := fields.get("logit_bias"), Mapping):
-            ids = (int(k) if isinstance(k, str) and k.isdecimal() else k for k in bias)
-            fields["logit_bias"] = dict(zip(ids, bias.values(), strict=True))
         known = cls.__dataclass_fields__
         required = {name for name, field in known.items() if "None" not in field.type}
         return cls(**{n: v for n, v in fields.items() if v is not None or n not in required})
@@ -209,12 +206,13 @@ class SamplingParams:
                 raise TypeError(
                     f"logit_bias must map token ids to numbers, not {self.logit_bias!r}"
                 )
-            self.logit_bias = {
-                check_scalar("a token id of logit_bias", token, int, TOKEN_IDS): check_scalar(
-                    "a logit_bias", bias, float
-                )
-                for token, bias in self.logit_bias.items()
-            }
+            bias = {}
+            for token, value in self.logit_bias.items():
+                # In JSON the names of an object are strings.
+                token = int(token) if isinstance(token, str) and token.isdecimal() else token
+                token = check_scalar("a token id of logit_bias", token, int, TOKEN_IDS)
+                bias[token] = check_scalar("a logit_bias", value, float)
+            self.logit_bias = bias
         for processor in self._as_list("logits_processors"):
             if not callable(processor):
                 raise TypeError(f"logits_processors must be functions, not {processor!r}")

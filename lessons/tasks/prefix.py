@@ -11,7 +11,7 @@ What must stay true:
   - A block is found by its hash, which depends on its tokens and on the hash of the block before
     it, the parent. The parent hash of a first block is b"".
   - Blocks with different tokens can have the same hash, so their tokens have to be compared.
-  - Nothing changes.
+  - `match` must not change any state.
 
 Where it goes. BlockManager.match in nanovllm/engine/block_manager.py. The check puts your class in
 its place, and random requests run on it.

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nanovllm.engine.chat import Message, render, template_variables
+from nanovllm.engine.chat_template import Message, render, template_variables
 from nanovllm.engine.detokenizer import Tokenizer
 from nanovllm.engine.sampling import Sampling
 from nanovllm.engine.task import Task, TaskFactory

@@ -94,7 +94,7 @@ def plan_memory(
     budget = MemoryBudget(config, backend.device, free, weight_bytes, block_bytes)
     budget.check(name, dtype, model_config.weights_note)
     if state_bytes := model_config.state_bytes(dtype.itemsize):
-        from nanovllm.features.models.hybrid.memory import num_states
+        from nanovllm.features.models.hybrid.state_memory import num_states
 
         max_bytes, _ = budget.cache_bytes(budget.free_after_load)
         rows, slots, size = num_states(config, state_bytes, max_bytes)
@@ -142,8 +142,8 @@ def make_eager_runner(
     config: EngineConfig, model: Qwen3, vocab_size: int, max_model_len: int
 ) -> ModelRunner:
     """Return a runner without a KV cache, and without captured or fused steps."""
-    from nanovllm.backends.cpu.threads import ThreadLimit
-    from nanovllm.features.requests.logit_rules.rows import RulesState
+    from nanovllm.backends.cpu.thread_limit import ThreadLimit
+    from nanovllm.features.requests.logit_rules.row_rules import RulesState
 
     block_size, device = config.block_size, model.backend.device
     max_blocks = -(-max_model_len // block_size)

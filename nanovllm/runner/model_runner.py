@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from nanovllm.backends.gpu.graphs import DecodeGraphs
     from nanovllm.features.memory.host_cache.pool import HostPool
     from nanovllm.features.models.hybrid.states import States
-    from nanovllm.features.requests.logit_rules.rows import RulesBatch
+    from nanovllm.features.requests.logit_rules.row_rules import RulesBatch
 
 
 class ModelRunner:

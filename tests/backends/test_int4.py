@@ -32,7 +32,7 @@ from tools.benchmarks import workloads
 try:
     import nanovllm.backends.cpu.kernels.int4 as kernels
     from nanovllm.backends.cpu.jit import compiled, has_feature
-    from nanovllm.backends.cpu.kernels.llvm.int4 import int4_rows
+    from nanovllm.backends.cpu.kernels.llvm.dot_int4 import int4_rows
 except ImportError:
     kernels = None
 

@@ -13,9 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from checkpoints import random_llm
 from fake_runner import FakeRunner, greedy
-from moe_checkpoints import make_moe_checkpoint
 
 from nanovllm import LLM, BeamSearchParams, GenerationError, SamplingParams, Trace
 from nanovllm.cli.trace.show import describe_changes, steps
@@ -128,7 +126,7 @@ def test_events_equal_the_engine(llm: LLM) -> None:
         assert replay(trace) == trace._state
         assert len(str(trace).splitlines()) > trace.num_steps
     others = {"failed", "dropped", "likely", "states_read", "states_saved"}
-    others |= {"scores", "results", "experts"}
+    others |= {"scores", "results"}
     assert kinds | others == set(Event.__annotations__)
 
 
@@ -728,43 +726,3 @@ def test_the_browser_draws_the_beams(beam_run: tuple[Trace, list], tmp_path: Pat
         assert Counter((name, score) for _, _, name, score in seen["nodes"]) == nodes
         struck = {name for style, _, name, _ in seen["nodes"] if "B" in style.split()}
         assert struck == dropped
-
-
-@pytest.mark.parametrize("async_scheduling", [False, True])
-def test_the_experts_of_each_step(async_scheduling: bool, tmp_path: Path) -> None:
-    """They are those that the routers chose, for the tokens of the step that is named."""
-    make_moe_checkpoint(tmp_path, mlp_only_layers=[1])
-    llm = random_llm(tmp_path, async_scheduling=async_scheduling)
-    prompts = [{"prompt_token_ids": ids} for ids in ([5, 6, 7, 8, 9], [3])]
-    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 5)]
-    with Trace(llm, experts=True) as trace:
-        llm.generate(prompts, params, use_tqdm=False)
-    plans = [event for event in trace.events if "plan" in event]
-    commits = [event for event in trace.events if "commit" in event]
-    for commit in commits:
-        num, used = commit["experts"]
-        assert (num, len(used)) == (8, 2)
-        assert all(3 <= n <= 8 for n in used)
-        if commit["commit"] > 2:  # one decode: the 3 experts of its token
-            assert used == [3, 3]
-    assert sum(commits[0]["experts"][1]) > 6
-    assert len(plans) >= len(commits) == 5
-    average = sum(commits[0]["experts"][1]) / 2
-    said = f"Experts: step 1 used {average:.1f} of 8 experts on average over 2 layers, at least "
-    assert said in " ".join(str(trace).split())
-    assert said in trace.page()
-    assert not any("route" in vars(layer.mlp) for layer in llm.engine.runner.model.layers)
-    with Trace(llm) as other:
-        llm.generate(prompts[:1], params[0], use_tqdm=False)
-    assert not any("experts" in event for event in other.events)
-
-
-def test_experts_that_cannot_be_counted(tmp_path: Path) -> None:
-    make_moe_checkpoint(tmp_path)
-    llm = random_llm(tmp_path)
-    llm.engine.runner.graphs = object()
-    with pytest.raises(ValueError, match="cannot count in steps that are CUDA graphs"):
-        Trace(llm, experts=True)
-    del llm.engine.runner.model.layers[:]
-    with pytest.raises(ValueError, match="needs a model with experts; leave it out"):
-        Trace(llm, experts=True)

@@ -245,7 +245,7 @@ CALLS: dict[str, Callable[[LLM], Any]] = {
     "loop": loop,
 }
 STEP = ("engine/", "llm.py", "features/requests/beam_search.py", "runner/")
-# Without backends/cpu/threads.py, whose lines depend on the time.
+# Without backends/cpu/thread_limit.py, whose lines depend on the time.
 CPU = (
     "attention",
     "backend",

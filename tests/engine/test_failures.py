@@ -16,7 +16,7 @@ from nanovllm.engine.sampling import Sampling
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.requests.logit_rules.penalties import PenaltyState
-from nanovllm.features.requests.logit_rules.rows import RowRules
+from nanovllm.features.requests.logit_rules.row_rules import RowRules
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

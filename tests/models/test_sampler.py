@@ -44,7 +44,7 @@ def sampling_batch(
     params=[
         "nanovllm.models.sampler",
         "nanovllm.backends.cpu.kernels.sampler",
-        "nanovllm.backends.gpu.kernels.sampling",
+        "nanovllm.backends.gpu.kernels.sampler",
     ]
 )
 def backend(request: pytest.FixtureRequest) -> ModuleType:

@@ -24,7 +24,7 @@ from nanovllm.backends.gpu.kernels.attention import attend, attend_decode, num_s
 from nanovllm.backends.gpu.kernels.configs import GpuInfo, Tile, decode_tile, prefill_tile
 from nanovllm.backends.gpu.kernels.int8 import linear
 from nanovllm.backends.gpu.kernels.pointwise import add_rms_norm, silu_and_mul
-from nanovllm.backends.gpu.kernels.sampling import sample
+from nanovllm.backends.gpu.kernels.sampler import sample
 from nanovllm.backends.gpu.kernels.store import norm_rope_store
 from nanovllm.backends.int8 import Int8Weight
 from nanovllm.models.batch import SamplingBatch

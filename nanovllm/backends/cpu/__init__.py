@@ -16,7 +16,7 @@ kernels/units/avx512.py   Attention and products of few rows with AVX512-BF16.
 kernels/units/amx.py      The same with AMX.
 kernels/units/unit.py     Which of the three units is used.
 kernels/int8.py           Linear layers with weights in int8.
-kernels/llvm/int4.py      The inner loop of products in int4.
+kernels/llvm/dot_int4.py      The inner loop of products in int4.
 kernels/int4.py           Linear layers with weights in int4.
 kernels/experts.py        Products of rows with the weights of their experts.
 kernels/expert_mlp.py     All that follows the routing of a mixture of experts, in one call.
@@ -28,7 +28,7 @@ kernels/delta_tokens.py   The convolution and the norm of linear attention.
 kernels/delta_rule.py     The gated delta rule of hybrid models.
 kernels/delta_layers.py   All layers of a hybrid model's decode step in one call.
 backend.py                Joins all of it into a Backend.
-threads.py                Limits the threads of a step to free cores. It stands alone.
+thread_limit.py           Limits the threads of a step to free cores. It stands alone.
 
 The first five files suffice to read any other kernel. Only a Unit, int8.py, int4.py and linear.py
 depend on the processor. All others run where Numba does.

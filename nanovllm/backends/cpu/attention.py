@@ -31,7 +31,8 @@ from nanovllm.models.layers import Norms, Rope
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.utils.log import logger
 
-# Returns (output, log-sum-exp), unlike torch's scaled_dot_product_attention, which calls it.
+# Private to torch: scaled_dot_product_attention calls it, but does not return the log-sum-exp, by
+# which two parts of a context are merged.
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 # A chunk is treated as decodes if at most this many tokens are outside its shared prefix.
@@ -53,7 +54,7 @@ class Sequences(NamedTuple):
     tables: np.ndarray  # [N, blocks] int32
 
 
-class Family(NamedTuple):
+class SequenceGroup(NamedTuple):
     """Sequences whose tables begin with the same blocks."""
 
     members: np.ndarray  # [n] int64, indices of sequences
@@ -124,57 +125,59 @@ class NumbaAttention(PlainAttention):
         starts = batch.query_start_loc.numpy().astype(np.int64)
         contexts = batch.context_lens.numpy().astype(np.int64)
         seqs = Sequences(starts, np.diff(starts), contexts, batch.block_tables.numpy())
-        families, chunks = self._by_kernel(seqs, len(contexts) - batch.num_decodes)
+        groups, chunks = self._by_kernel(seqs, len(contexts) - batch.num_decodes)
         plan = AttentionPlan(batch.slot_mapping.numpy(), None, [], [])
         plan.chunks = [self.sequence_metadata(batch, int(i)) for i in chunks]
-        if families:
-            self._plan_work(plan, seqs, families)
+        if groups:
+            self._plan_work(plan, seqs, groups)
         batch.attention_metadata = plan
 
-    def _by_kernel(self, seqs: Sequences, num_chunks: int) -> tuple[list[Family], np.ndarray]:
-        """Return the families that the kernel computes, and the other prompts and chunks [n].
+    def _by_kernel(
+        self, seqs: Sequences, num_chunks: int
+    ) -> tuple[list[SequenceGroup], np.ndarray]:
+        """Return the groups that the kernel computes, and the other prompts and chunks [n].
 
         The kernel computes all decodes, and chunks with few tokens after a shared prefix. A unit
         with `reads_prompts` computes all.
         """
-        families: list[Family] = []
+        groups: list[SequenceGroup] = []
         chunks = np.arange(num_chunks)
         if num_chunks < len(seqs.tables):
             decodes = np.arange(num_chunks, len(seqs.tables))
-            families = shared_prefixes(seqs, decodes, self.block_size)
+            groups = shared_prefixes(seqs, decodes, self.block_size)
         if num_chunks:
             past = seqs.context_lens[chunks] - seqs.query_lens[chunks]
             short = chunks[(past > 0) & (seqs.query_lens[chunks] <= MAX_UNSHARED_TOKENS)]
-            for family in shared_prefixes(seqs, short, self.block_size):
-                num_shared = family.num_shared * self.block_size
-                longest = int(seqs.context_lens[family.members].max())
+            for group in shared_prefixes(seqs, short, self.block_size):
+                num_shared = group.num_shared * self.block_size
+                longest = int(seqs.context_lens[group.members].max())
                 if num_shared and longest - num_shared <= MAX_UNSHARED_TOKENS:
-                    families.append(family)
-                    chunks = np.setdiff1d(chunks, family.members)
+                    groups.append(group)
+                    chunks = np.setdiff1d(chunks, group.members)
         if self.unit.reads_prompts and len(chunks):
-            return [*families, Family(chunks, 0)], chunks[:0]
-        return families, chunks
+            return [*groups, SequenceGroup(chunks, 0)], chunks[:0]
+        return groups, chunks
 
-    def _plan_work(self, plan: AttentionPlan, seqs: Sequences, families: list[Family]) -> None:
+    def _plan_work(self, plan: AttentionPlan, seqs: Sequences, groups: list[SequenceGroup]) -> None:
         """Set the kernel's work, and the prefixes that torch reads for it."""
         max_queries = max(1, self.unit.max_rows // self.group_size)
         # Steps of few tokens run in backends/cpu/kernels/fused_decode.py, without flash attention.
-        num_queries = sum(int(seqs.query_lens[family.members].sum()) for family in families)
+        num_queries = sum(int(seqs.query_lens[group.members].sum()) for group in groups)
         by_torch = num_queries > PACKED_FOR and not self.unit.reads_prompts
         with_prefix, skipped = [], []  # blocks of a sequence that are read with its prefix
-        for family in families:
-            members, shared = family
+        for group in groups:
+            members, shared = group
             num_tokens = int(seqs.query_lens[members].sum())
             if shared and by_torch and num_tokens * self.group_size > FLASH_QUERIES:
                 blocks = torch.from_numpy(seqs.tables[members[0], :shared])
                 plan.prefixes.append(Prefix(tokens_of(seqs, members), blocks))
             elif shared and max_queries > 1:
-                with_prefix.append(family)
+                with_prefix.append(group)
             else:
                 shared = 0  # with one query per group there is nothing to save
             skipped.append(np.full(len(members), shared))
         prefixes = prefix_groups(seqs, with_prefix, max_queries, self.block_size)
-        members = np.concatenate([family.members for family in families])
+        members = np.concatenate([group.members for group in groups])
         rest = groups_of_rest(seqs, members, np.concatenate(skipped), max_queries, self.block_size)
         lse = np.full((seqs.starts[-1], self.heads), -np.inf, np.float32)
         plan.work = AttentionWork(prefixes, rest, lse)
@@ -231,29 +234,29 @@ def follow_torch() -> None:
     numba.set_num_threads(min(torch.get_num_threads(), limit))
 
 
-def shared_prefixes(seqs: Sequences, members: np.ndarray, block_size: int) -> list[Family]:
-    """Return families of the sequences `members` [n].
+def shared_prefixes(seqs: Sequences, members: np.ndarray, block_size: int) -> list[SequenceGroup]:
+    """Return groups of the sequences `members` [n].
 
-    Sequences with the same first block are a family if sharing saves enough. All others are one
-    family that shares nothing. A prefix ends before the first query of each sequence.
+    Sequences with the same first block are a group if sharing saves enough. All others are one
+    group that shares nothing. A prefix ends before the first query of each sequence.
     """
-    families = []
+    groups = []
     is_single = np.ones(len(members), bool)
     first_blocks = seqs.tables[members, 0]
     blocks, counts = np.unique(first_blocks, return_counts=True)
     for block in blocks[counts > 1]:
         matches = first_blocks == block
-        family = members[matches]
-        past = int((seqs.context_lens[family] - seqs.query_lens[family]).min())
-        tables = seqs.tables[family, : past // block_size]
+        group = members[matches]
+        past = int((seqs.context_lens[group] - seqs.query_lens[group]).min())
+        tables = seqs.tables[group, : past // block_size]
         same = (tables == tables[0]).all(axis=0)
         shared = len(same) if same.all() else int(same.argmin())
-        if shared * block_size * (len(family) - 1) >= MIN_SAVED_TOKENS:
-            families.append(Family(family, shared))
+        if shared * block_size * (len(group) - 1) >= MIN_SAVED_TOKENS:
+            groups.append(SequenceGroup(group, shared))
             is_single[matches] = False
     if is_single.any():
-        families.append(Family(members[is_single], 0))
-    return families
+        groups.append(SequenceGroup(members[is_single], 0))
+    return groups
 
 
 def tokens_of(seqs: Sequences, members: np.ndarray) -> np.ndarray:
@@ -262,19 +265,19 @@ def tokens_of(seqs: Sequences, members: np.ndarray) -> np.ndarray:
 
 
 def prefix_groups(
-    seqs: Sequences, families: list[Family], max_queries: int, block_size: int
+    seqs: Sequences, sharing: list[SequenceGroup], max_queries: int, block_size: int
 ) -> QueryGroups:
-    """Group all tokens of each family by M = max_queries. Each attends to the whole prefix."""
+    """Group the tokens that share a prefix by M = max_queries. Each attends to all of it."""
     queries = [np.empty((0, max_queries), np.int64)]
     shared: list[int] = []  # P, blocks
     readers: list[int] = []  # P, a sequence whose table begins with the prefix
-    for family in families:
-        tokens = tokens_of(seqs, family.members)  # [n]
+    for sequences in sharing:
+        tokens = tokens_of(seqs, sequences.members)  # [n]
         padded = np.pad(tokens, (0, -len(tokens) % max_queries), constant_values=-1)
-        groups = padded.reshape(-1, max_queries)  # [groups of the family, M]
+        groups = padded.reshape(-1, max_queries)  # [groups, M]
         queries.append(groups)
-        shared += [family.num_shared] * len(groups)
-        readers += [int(family.members[0])] * len(groups)
+        shared += [sequences.num_shared] * len(groups)
+        readers += [int(sequences.members[0])] * len(groups)
     context_lens = np.array(shared, np.int64) * block_size  # [P]
     return QueryGroups(
         np.concatenate(queries),  # [P, M]

@@ -12,9 +12,14 @@ With AVX512-BF16 and without AMX, packed weights take 0.75 to 0.85 of the time f
 and the same time for many. In float32, with AVX2, large weights take 0.5 to 1.0 of the time for 4
 to 256 tokens (once 0.3) and 0.9 to 1.15 for one. Small ones gain little or lose: they are packed
 only in the sizes that the kernel of units/any.py reads.
+
+torch.ops.mkldnn is private to torch, and its compiler is the only public way to packed weights. It
+would compile the model. Where an operator is missing, and on other processors than x86, where none
+of this was measured, weights stay plain.
 """
 
 import ctypes
+import platform
 
 import numpy as np
 import torch
@@ -84,7 +89,9 @@ def packed(weight: Tensor) -> Tensor:
     torch's compiler uses the same operators when it freezes a model.
     """
     ops = torch.ops.mkldnn
-    if not (hasattr(ops, "_reorder_linear_weight") and hasattr(ops, "_linear_pointwise")):
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    names = "_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported"
+    if not (is_x86 and all(hasattr(ops, name) for name in names)):
         return weight
     if weight.dtype is torch.bfloat16:
         fits = ops._is_mkldnn_bf16_supported()  # needs AVX-512

@@ -5,11 +5,11 @@ Read the files in this order. Each needs only models/ and the files above it.
 kernels/launch.py      Launches with little work on the host, and without compiling again.
 kernels/pointwise.py   Two short kernels: RMSNorm and SwiGLU. How a Triton kernel looks here.
 kernels/configs.py     Tile sizes of attention for each GPU, in a table.
-kernels/convert.py     Exact conversions of fp8 and int8 in registers.
+kernels/conversions.py     Exact conversions of fp8 and int8 in registers.
 kernels/store.py       Norms and rotates q and k, and writes k and v to the paged cache.
 kernels/attention.py   Paged attention: prefill in tiles of queries, decode in splits of contexts.
 attention.py           TritonAttention: the launches of a step and of each layer.
-kernels/sampling.py    Filters and draws tokens without a sort and without a synchronization.
+kernels/sampler.py    Filters and draws tokens without a sort and without a synchronization.
 kernels/int8.py        Products with weights in int8. Needs backends/int8.py.
 kernels/int4.py        The same in int4. Needs backends/int4.py.
 kernels/experts.py     Products of rows that are sorted by expert, for mixtures of experts.

@@ -21,7 +21,7 @@ from nanovllm.backends.gpu.kernels import (
     int4,
     int8,
     pointwise,
-    sampling,
+    sampler,
 )
 from nanovllm.backends.int4 import HEAD, Int4Weight
 from nanovllm.backends.int8 import Int8Weight
@@ -50,7 +50,7 @@ class GpuBackend(Backend):
     attention_class = TritonAttention
     add_rms_norm = staticmethod(pointwise.add_rms_norm)
     silu_and_mul = staticmethod(pointwise.silu_and_mul)
-    sample = staticmethod(sampling.sample)
+    sample = staticmethod(sampler.sample)
     decode_inputs = staticmethod(decode_inputs)
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:

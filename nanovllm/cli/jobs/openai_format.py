@@ -31,10 +31,10 @@ CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/
 Fields = dict[str, Any]
 
 # Fields of SamplingParams that a body does not have, or has with another type or default.
-OTHER = {"detokenize", "logits_processors", "max_tokens", "logprobs", "logit_bias"}
-SAMPLING = {f.name for f in fields(SamplingParams)} - OTHER - {"structured_outputs"}
-BOTH = SAMPLING | {"max_tokens", "logprobs", "logit_bias", "response_format", "structured_outputs"}
-TEMPLATE = {"add_generation_prompt", "continue_final_message", "chat_template"}
+OTHER = {"max_tokens", "logprobs", "structured_outputs"}
+SAMPLING = {f.name for f in fields(SamplingParams)} - OTHER - {"detokenize", "logits_processors"}
+BOTH = SAMPLING | OTHER | {"response_format"}
+TEMPLATE = {"add_generation_prompt", "continue_final_message"}
 CHAT_ONLY = {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
 KNOWN = {
     CHAT: BOTH | TEMPLATE | CHAT_ONLY,
@@ -43,6 +43,7 @@ KNOWN = {
 }
 # Fields with a value that changes nothing. Another value is an error.
 UNUSED = {"best_of": 1, "echo": False, "stream": False, "suffix": "", "tools": []}
+UNUSED["chat_template"] = None  # a program, which may never end
 NO_EFFECT = {"metadata", "parallel_tool_calls", "service_tier", "store", "tool_choice", "user"}
 
 
@@ -77,18 +78,21 @@ class Job:
 
         Raises the error of a request that has no result.
         """
-        outputs = []
-        for request in requests:
-            check_end(request)
-            outputs.append(request.output)
-        body = {"id": name, "created": int(time.time()), "model": self.model}
+        outputs = [checked_output(request) for request in requests]
+        num_prompt = sum(len(out.prompt_token_ids) for out in outputs)
+        body: Fields = {"id": name, "created": int(time.time()), "model": self.model}
         if self.url == EMBEDDINGS:
-            return body | {"object": "list"} | embeddings(outputs, self.encoding)
+            data = [
+                {"object": "embedding", "index": i, "embedding": self._encode(out)}
+                for i, out in enumerate(outputs)
+            ]
+            return body | {"object": "list", "data": data, "usage": token_counts(num_prompt, 0)}
         chat = self.url == CHAT
-        samples = itertools.chain.from_iterable(out.outputs for out in outputs)
+        samples = [sample for out in outputs for sample in out.outputs]
         choices = [choice(sample, i, chat, self.num_top) for i, sample in enumerate(samples)]
         body["object"] = "chat.completion" if chat else "text_completion"
-        body["choices"], body["usage"] = choices, usage(outputs)
+        body["choices"] = choices
+        body["usage"] = token_counts(num_prompt, sum(len(s.token_ids) for s in samples))
         if outputs[0].prompt_logprobs is not None:
             # As in vLLM, the first sample of each prompt has them.
             owners = [body] if chat else choices[:: len(outputs[0].outputs)]
@@ -96,13 +100,18 @@ class Job:
                 owner["prompt_logprobs"] = prompt_logprobs(out)
         return body
 
+    def _encode(self, out: EmbeddingRequestOutput) -> list[float] | str:
+        """Return an embedding as numbers, or as the base64 of little-endian float32 numbers."""
+        embedding = out.outputs.embedding
+        if self.encoding == "float":
+            return embedding
+        return base64.b64encode(np.asarray(embedding, "<f4").tobytes()).decode()
 
-def parse(llm: LLM, url: Any, body: Any, model: str, templates: bool = False) -> Job:
+
+def parse(llm: LLM, url: Any, body: Any, model: str) -> Job:
     """Return the job of a body.
 
     model: the name under which the model of `llm` is known.
-    templates: whether the body may contain a chat template. A template is a program that may never
-        end, so allow this only if its author may run programs here.
 
     Raises UnknownModel, ValueError or TypeError, and ImportError for a missing package.
     """
@@ -127,13 +136,6 @@ def parse(llm: LLM, url: Any, body: Any, model: str, templates: bool = False) ->
         encoding = given.pop("encoding_format", "float")
         check_scalar("encoding_format", encoding, str, ("float", "base64"))
         return Job(url, model, prompts, PoolingParams(**given), encoding=encoding)
-    more = given.get("chat_template_kwargs")
-    in_kwargs = isinstance(more, dict) and more.get("chat_template") is not None
-    if not templates and ("chat_template" in given or in_kwargs):
-        raise ValueError(
-            "chat_template is not accepted here, because it is a program; leave it out, or start "
-            "run-batch with --trust-chat-templates"
-        )
     if url == CHAT:
         prompts = [chat_prompt(llm, given)]
     params = sampling_params(given, llm.get_default_sampling_params(), url == CHAT)
@@ -144,7 +146,10 @@ def chat_prompt(llm: LLM, given: Fields) -> Prompt:
     messages = given.pop("messages", None)
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"messages must be a list of at least one message, not {messages!r:.80}")
-    more = given.pop("chat_template_kwargs", None)
+    more = given.pop("chat_template_kwargs", {})
+    check_scalar("chat_template_kwargs", more, dict)
+    if more.get("chat_template") is not None:
+        raise ValueError("chat_template_kwargs must not have a chat_template: it is a program")
     variables: Fields = {"add_generation_prompt": True, "chat_template": None}
     variables |= {name: given.pop(name) for name in TEMPLATE & given.keys()}
     return llm.engine.input_processor.chat_prompt(messages, variables, more)
@@ -167,10 +172,6 @@ def sampling_params(given: Fields, defaults: SamplingParams, chat: bool) -> Samp
         if top and not with_logprobs:
             raise ValueError(f"top_logprobs={top!r} needs logprobs=true")
         fields["logprobs"] = top if with_logprobs else None
-    if (bias := given.get("logit_bias")) is not None:
-        if not isinstance(bias, dict) or not all(token.isdecimal() for token in bias):
-            raise ValueError(f"logit_bias must map token ids to numbers, not {bias!r:.80}")
-        fields["logit_bias"] = {int(token): value for token, value in bias.items()}
     fields["structured_outputs"] = structured_outputs(given)
     return replace(defaults, **fields)
 
@@ -195,8 +196,8 @@ def structured_outputs(given: Fields) -> StructuredOutputsParams | None:
 # ---- responses ----
 
 
-def check_end(request: Request) -> None:
-    """Raise an error if the request ended without a result."""
+def checked_output(request: Request) -> Any:
+    """Return the output of a request that has ended. Raises an error if it has no result."""
     if request.error is not None:
         raise request.error
     reasons = {sample.seq.finish_reason for sample in request.samples}
@@ -204,28 +205,11 @@ def check_end(request: Request) -> None:
         raise RuntimeError(f"no token could be sampled: {why_no_token(request.params)}")
     if "abort" in reasons:
         raise RuntimeError("the request was aborted")
-
-
-def usage(outputs: list[RequestOutput]) -> dict[str, int]:
-    samples = [sample for out in outputs for sample in out.outputs]
-    prompt = sum(len(out.prompt_token_ids) for out in outputs)
-    return token_counts(prompt, sum(len(sample.token_ids) for sample in samples))
+    return request.output
 
 
 def token_counts(prompt: int, new: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-
-
-def embeddings(outputs: list[EmbeddingRequestOutput], encoding: str) -> Fields:
-    """Return the data and usage of embeddings. "base64" encodes little-endian float32 numbers."""
-    data = []
-    for index, out in enumerate(outputs):
-        value: Any = out.outputs.embedding
-        if encoding == "base64":
-            value = base64.b64encode(np.asarray(value, "<f4").tobytes()).decode()
-        data.append({"object": "embedding", "index": index, "embedding": value})
-    tokens = sum(len(out.prompt_token_ids) for out in outputs)
-    return {"data": data, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
 
 
 def choice(sample: CompletionOutput, index: int, chat: bool, num_top: int) -> Fields:

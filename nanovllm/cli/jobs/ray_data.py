@@ -22,7 +22,7 @@ from typing import Any
 import pyarrow as pa
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.cli.jobs.openai_format import chat_prompt, check_end
+from nanovllm.cli.jobs.openai_format import chat_prompt, checked_output
 from nanovllm.config import EMBEDDED
 from nanovllm.engine.request import Request
 from nanovllm.utils.checks import check_scalar
@@ -115,15 +115,14 @@ class Generate:
 def make_params(fields: dict[str, Any]) -> SamplingParams:
     """Return SamplingParams from fields in the types of Arrow.
 
-    structured_outputs may be a struct. logit_bias may be a map, or a struct with token ids as
-    names.
+    structured_outputs may be a struct. logit_bias may be a map, which is a list of pairs, or a
+    struct with token ids as names.
     """
     fields = dict(fields)
     if isinstance(grammar := fields.get("structured_outputs"), Mapping):
         fields["structured_outputs"] = StructuredOutputsParams(**grammar)
-    if isinstance(bias := fields.get("logit_bias"), Mapping | list):
-        pairs = dict(bias).items()
-        fields["logit_bias"] = {int(t) if str(t).isdecimal() else t: x for t, x in pairs}
+    if isinstance(bias := fields.get("logit_bias"), list):
+        fields["logit_bias"] = dict(bias)
     return SamplingParams(**fields)
 
 
@@ -132,10 +131,10 @@ def as_row(result: Request | Exception) -> dict[str, Any]:
     try:
         if isinstance(result, Exception):
             raise result
-        check_end(result)
+        output = checked_output(result)
     except Exception as error:
         return {"error": str(error)}
-    output, metrics = result.output, result.output.metrics
+    metrics = output.metrics
     (sample,) = output.outputs
     return {
         "text": sample.text,

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import math
 import os
 import sys
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from typing import Any
 from tqdm import tqdm
 
 from nanovllm.cli.jobs.openai_format import Job, error_body, parse
-from nanovllm.config import EMBEDDED, engine_config
+from nanovllm.config import EMBEDDED
 from nanovllm.engine.request import Request
 from nanovllm.llm import LLM
 from nanovllm.utils.checks import check_scalar
@@ -41,27 +40,25 @@ class BatchFiles:
     are done. A kill or a full disk can leave a last line without a newline. This line is cut off,
     and its request is computed again.
 
-    retry_errors: remove results with an error from the output, so that their lines are not done.
-
     Raises OSError if a file cannot be opened, and ValueError if the output has lines of something
     else than this input.
     """
 
-    def __init__(self, source: Path, target: Path, retry_errors: bool = False) -> None:
+    def __init__(self, source: Path, target: Path) -> None:
         self.source, self.target = source, target
         self.lines = source.open("rb")
+        self.done: dict[int, str | None] = {}  # number of a line, from 1 -> its custom_id
+        self.errors: list[str] = []  # custom_id and message of each result with an error
         target.touch()
-        self._read_results()
-        if retry_errors and self.errors:
-            self._remove_errors()
-            self._read_results()
-        numbers = {number for number, *_ in self.requests()}
-        if extra := self.done.keys() - numbers:
+        os.truncate(target, self._read_results())
+        requests = {(number, custom_id) for number, custom_id, _ in self.requests()}
+        if others := self.done.items() - requests:
+            number, custom_id = min(others)
             raise ValueError(
-                f"{target} has a result for line {min(extra)} of {source}, which has no such "
-                "request; name another output"
+                f"{target} has the result of {custom_id!r} for line {number} of {source}, which "
+                "is another request; name another output"
             )
-        self.num_requests = len(numbers)
+        self.num_requests = len(requests)
         self.results = target.open("ab")
 
     def __enter__(self) -> BatchFiles:
@@ -71,10 +68,8 @@ class BatchFiles:
         self.lines.close()
         self.results.close()
 
-    def _read_results(self) -> None:
-        """Read which lines are done, and cut off an incomplete last line."""
-        self.done: dict[int, str | None] = {}  # number of a line, from 1 -> its custom_id
-        self.errors: list[str] = []  # custom_id and message of each result with an error
+    def _read_results(self) -> int:
+        """Read which lines are done. Returns the size of all complete lines of the output."""
         size = 0
         with self.target.open("rb") as results:
             for line in results:
@@ -90,35 +85,19 @@ class BatchFiles:
                         "name another output"
                     ) from None
                 size += len(line)
-        os.truncate(self.target, size)
+        return size
 
     def _mark_done(self, number: int, custom_id: str | None, error: Any) -> None:
         self.done[number] = custom_id
         if error is not None:
             self.errors.append(f"{custom_id!r}: {error['error']['message']}")
 
-    def _remove_errors(self) -> None:
-        """Replace the output by a file without its errors. A kill leaves one or the other."""
-        rest = self.target.with_name(self.target.name + ".rest")
-        with self.target.open("rb") as results, rest.open("wb") as kept:
-            kept.writelines(line for line in results if json.loads(line)["error"] is None)
-        rest.replace(self.target)
-
     def requests(self) -> Iterator[tuple[int, str | None, bytes]]:
-        """Yield the lines that are not empty, each with its number and its custom_id.
-
-        Raises ValueError for a line if its result in the output has another custom_id.
-        """
+        """Yield the lines that are not empty, each with its number and its custom_id."""
         self.lines.seek(0)
         for number, line in enumerate(self.lines, 1):
-            custom_id = custom_id_of(line)
-            if self.done.get(number, custom_id) != custom_id:
-                raise ValueError(
-                    f"{self.target} has the result of {self.done[number]!r} for line {number} of "
-                    f"{self.source}, which is {custom_id!r}; name another output"
-                )
             if line.strip():
-                yield number, custom_id, line
+                yield number, custom_id_of(line), line
 
     def write(
         self, number: int, custom_id: str | None, job: Job | Exception, requests: list[Request]
@@ -148,7 +127,7 @@ def custom_id_of(line: bytes) -> str | None:
     return custom_id if isinstance(custom_id, str) else None
 
 
-def parse_line(llm: LLM, line: bytes, model: str, templates: bool = False) -> Job:
+def parse_line(llm: LLM, line: bytes, model: str) -> Job:
     """Return the job of a line. Raises an error of any type that says what is wrong."""
     try:
         request = json.loads(line)
@@ -158,7 +137,7 @@ def parse_line(llm: LLM, line: bytes, model: str, templates: bool = False) -> Jo
     check_scalar("custom_id", request.get("custom_id"), str)
     if request.get("method") != "POST":
         raise ValueError(f"method must be 'POST', not {request.get('method')!r:.80}")
-    return parse(llm, request.get("url"), request.get("body"), model, templates)
+    return parse(llm, request.get("url"), request.get("body"), model)
 
 
 def run_batch(
@@ -167,13 +146,11 @@ def run_batch(
     model: str = EMBEDDED,
     max_concurrency: int = 512,
     use_tqdm: bool = True,
-    trust_chat_templates: bool = False,
 ) -> None:
     """Compute the lines that are left.
 
     model: the name that lines may give for the model of `llm`; a line may also give none.
     max_concurrency: largest number of lines in memory.
-    trust_chat_templates: whether a line may contain a chat template, which is a program.
 
     If the engine, the disk or Ctrl-C ends the run, its requests are aborted and the error is
     raised.
@@ -188,7 +165,7 @@ def run_batch(
                     number, custom_id, line = item
                     job: Job | Exception
                     try:
-                        job = parse_line(llm, line, model, trust_chat_templates)
+                        job = parse_line(llm, line, model)
                         in_flight[number] = custom_id, job, job.submit(llm)
                     except Exception as error:
                         in_flight[number] = custom_id, error, []
@@ -228,12 +205,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--model", default=EMBEDDED, help=f"directory or hub id ({EMBEDDED})")
     served = "the name of the model in the lines, if it is not --model"
     add("--served-model-name", metavar="NAME", help=served)
-    in_flight = "largest number of lines in memory (twice max_num_seqs)"
-    add("--max-concurrency", type=int, metavar="N", help=in_flight)
-    trust = "accept a chat_template in a line; it is a program without a limit of time"
-    add("--trust-chat-templates", action="store_true", help=trust)
-    retry = "compute the lines again whose results are errors"
-    add("--retry-errors", action="store_true", help=retry)
     pair: dict[str, Any] = {"type": option, "action": "append", "default": []}
     add("--set", **pair, metavar="OPTION=VALUE", help="an option of LLM(), like max_num_seqs=16")
     return parser
@@ -247,16 +218,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if options.get("tensor_parallel_size", 1) != 1:
             raise ValueError("tensor_parallel_size: one process writes the output; use 1")
-        config = engine_config({"model": args.model, **options})
-        max_concurrency = args.max_concurrency or 2 * config.max_num_seqs
-        check_scalar("--max-concurrency", max_concurrency, int, (1, math.inf))
-        with BatchFiles(args.input_file, args.output_file, args.retry_errors) as files:
-            num_old_errors = len(files.errors)
+        with BatchFiles(args.input_file, args.output_file) as files:
             if len(files.done) < files.num_requests:
                 llm = LLM(args.model, **options)  # its errors would come again at a resumption
-                model, trust = args.served_model_name or args.model, args.trust_chat_templates
                 try:
-                    run_batch(llm, files, model, max_concurrency, trust_chat_templates=trust)
+                    max_concurrency = 2 * llm.engine.scheduler.max_num_seqs
+                    run_batch(llm, files, args.served_model_name or args.model, max_concurrency)
                 finally:
                     done = f"{len(files.done)} of {files.num_requests} lines are done"
                     progress = f"; {done}: start the same command again to resume"
@@ -266,10 +233,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\ninterrupted{progress}", file=sys.stderr)
         return 130
-    num_errors = len(files.errors)
-    new = f"({num_errors - num_old_errors} new)"
-    print(f"{len(files.done)} results in {args.output_file}, {num_errors} with an error {new}")
-    if num_errors:
+    print(f"{len(files.done)} results in {args.output_file}, {len(files.errors)} with an error")
+    if files.errors:
         first = f"the first error is of {' '.join(files.errors[0].split())}"
-        print(f"{first}; --retry-errors computes lines with errors again", file=sys.stderr)
-    return int(num_errors > 0)
+        remedy = "remove results from the output to have their lines computed again"
+        print(f"{first}; {remedy}", file=sys.stderr)
+    return int(bool(files.errors))

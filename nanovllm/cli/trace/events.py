@@ -65,8 +65,6 @@ class Event(TypedDict, total=False):
     # (token, probability). The first pair is for its token. The most likely other tokens follow.
     likely: list[tuple[int, int, list[tuple[int, float]]]]
     dropped: list[int]  # sequences that ended before their token was read
-    # With `experts=True`: the experts of a layer, and how many of them the step used in each layer.
-    experts: tuple[int, list[int]]
     # Outputs that a beam search found: the beam before it ended, the last token, the score that is
     # normalized by the length, and the reason.
     results: list[tuple[int, int, float, str]]

@@ -220,13 +220,6 @@ def describe_changes(event: Event, state: State, policy: str, size: int) -> Iter
             f"{plural(host['host_evictions'], 'block')}, and "
             f"{plural(host['host_spared_tokens'], 'token')} did not have to be computed again."
         )
-    if "experts" in event:
-        num, used = event["experts"]
-        layers = plural(len(used), "layer")
-        yield (
-            f"Experts: step {event['commit']} used {sum(used) / len(used):.1f} of {num} experts on "
-            f"average over {layers}, at least {min(used)} and at most {max(used)}."
-        )
     if "why" in event:
         waiting = [names[i] for i in state.waiting]
         why = WHY_WAITING[event["why"]].format(waiting[0])

@@ -5,8 +5,6 @@
     print(trace)
     trace.save("trace.html")
 
-With Trace(llm, experts=True) it also says how many experts of a mixture each step used.
-
 A trace is the engine's observer. It stores the events of events.py, which are dicts with the
 changes since the previous event. show.py shows them as a table and as a page.
 """
@@ -26,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.cli.trace import show
 from nanovllm.cli.trace.events import Event as Event
 from nanovllm.cli.trace.events import State as State
-from nanovllm.cli.trace.experts import ExpertCounter
 from nanovllm.engine.block_manager import Block
 from nanovllm.engine.detokenizer import decode_token
 from nanovllm.engine.observer import NO_OBSERVER, Observer
@@ -57,11 +54,9 @@ class Trace(Observer):
     has one `with` block. It can be printed and saved at any time, also after an error.
     """
 
-    def __init__(self, llm: Any, experts: bool = False) -> None:
+    def __init__(self, llm: Any) -> None:
         """llm: an LLM, an LLMEngine, or another object with these attributes of an LLMEngine:
         scheduler, tokenizer, async_scheduling, observer and lock.
-
-        Raises ValueError if `experts` cannot be counted: without experts, or in CUDA graphs.
         """
         engine: Any = getattr(llm, "engine", llm)
         if not hasattr(engine, "scheduler"):
@@ -78,7 +73,6 @@ class Trace(Observer):
             "async_scheduling": engine.async_scheduling,
             "num_host_blocks": getattr(self._blocks, "num_host_blocks", 0),
         }
-        self._experts = ExpertCounter(getattr(engine, "runner", None)) if experts else None
         self.events: list[Event] = []
         self.num_steps = 0
         self._state = State()  # after all events
@@ -98,8 +92,6 @@ class Trace(Observer):
                     "the engine has a Trace already; leave its `with` block before the next one"
                 )
             self._engine.observer = self
-            if self._experts:
-                self._experts.start()
             self._start = time.perf_counter()
             self._in_flight.extend(0 for _ in self._scheduler.in_flight)
             self._add(self._changes())
@@ -108,8 +100,6 @@ class Trace(Observer):
     def __exit__(self, _: object, error: BaseException | None, traceback: object) -> None:
         with self._engine.lock:
             self._engine.observer = NO_OBSERVER
-            if self._experts:
-                self._experts.stop()
             self._add(self._changes() | Event(ended=describe(error)))
 
     # ---- the engine's observer ----
@@ -163,8 +153,6 @@ class Trace(Observer):
     def committed(self, step: InFlightStep, updated: list[Sequence], output: StepOutput) -> None:
         event = self._changes()
         event |= Event(commit=self._in_flight.popleft(), time=self._micros(self._begun))
-        if self._experts and event["commit"]:
-            event["experts"] = self._experts.num_experts, self._experts.steps.popleft()
         # A beam gets its token when the other beams have results, and some beams get none.
         known = self._state.seqs
         got = [
@@ -219,8 +207,6 @@ class Trace(Observer):
 
     def reverted(self, error: BaseException) -> None:
         self._in_flight.clear()
-        if self._experts:
-            self._experts.steps.clear()
         self._add(self._changes() | Event(failed=describe(error)))
 
     def _micros(self, seconds: float) -> int:

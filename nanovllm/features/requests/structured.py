@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import functools
 import json
-import math
-import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.detokenizer import Tokenizer
@@ -28,11 +25,6 @@ CACHED_GRAMMARS = 64
 # The longest text of each format in bytes, to limit the time of a compilation. The time grows with
 # their square, and with their cube where terminals contain each other.
 MAX_BYTES = {"json_schema": 2**17, "lark": 2**17, "regex": 2**14, "grammar": 2**14}
-# For multipleOf, llguidance has a state per remainder, and its common multiples have 32 bits.
-MAX_MULTIPLE = 2**16 - 1
-MULTIPLE_OF = re.compile(r'"multipleOf"\s*:\s*(-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3})?)')
-PATTERN_PROPERTIES = re.compile(r'"patternProperties"\s*:')
-ESCAPE = re.compile(r"\\u(00[4-7][0-9a-fA-F])")  # an escaped letter
 # llguidance recurses once per level of a grammar, with at most 1 kB of stack per byte of text.
 STACK, STACK_PER_BYTE = 2**24, 2**12
 MAX_SECONDS = 60  # for cases without another limit, such as 200 patterns in an allOf
@@ -82,7 +74,7 @@ class Matcher:
         if state.is_error():
             raise GrammarError(
                 f"llguidance cannot continue the output after {self.num_read} tokens with the "
-                f"grammar of structured_outputs: {shortened(reason(state, 'no token may follow'))}"
+                f"grammar of structured_outputs: {reason(state, 'no token may follow')}"
             )
         for token in self.grammar.library_ends:
             mask[token >> 3] &= ~(1 << (token & 7))
@@ -130,8 +122,8 @@ class GrammarCompiler:
             raise ImportError(
                 f"structured_outputs needs llguidance ({error}): pip install -e '.[structured]'"
             ) from error
-        # A model may have more or fewer tokens than its tokenizer. Tokens that the model lacks are
-        # removed, because llguidance would prefer them to their shorter parts.
+        # A tokenizer may have added tokens that its model lacks. They are removed, because
+        # llguidance would prefer them to their shorter parts.
         ids = set(tokenizer.get_vocab().values())
         if max(ids) >= self.vocab_size:
             tokenizer = with_tokens_below(self.vocab_size, tokenizer)
@@ -156,7 +148,12 @@ class GrammarCompiler:
             start.compute_bitmask()  # detects that no token can be the first
             return start
 
-        check_text(field, kind, text)
+        size = len(text.encode(errors="surrogatepass"))
+        if size > MAX_BYTES[kind]:
+            raise ValueError(
+                f"the {field} of structured_outputs has {size} bytes; the limit is "
+                f"{MAX_BYTES[kind]}"
+            )
         self.abandoned = [thread for thread in self.abandoned if thread.is_alive()]
         if len(self.abandoned) >= MAX_ABANDONED:
             raise ValueError(
@@ -164,9 +161,8 @@ class GrammarCompiler:
                 f"{MAX_SECONDS} seconds, or that Ctrl-C left, are still running; try again later, "
                 "or start a new process"
             )
-        stack = STACK + STACK_PER_BYTE * len(text.encode())
         try:
-            start = self._call_with_limit(start_matcher, stack)
+            start = self._call_with_limit(start_matcher, STACK + STACK_PER_BYTE * size)
             if start.is_error():
                 raise ValueError(reason(start))
         except TimeoutError:
@@ -175,11 +171,8 @@ class GrammarCompiler:
                 f"{MAX_SECONDS} seconds; simplify it"
             ) from None
         except ValueError as error:
-            hint = "; a grammar in Lark's notation needs the rule `start`"
-            hint *= field == "grammar" and "::=" not in text and "Expected ::=" in str(error)
             raise ValueError(
-                f"llguidance refuses the {field} of structured_outputs: "
-                f"{shortened(str(error))}{hint}"
+                f"llguidance refuses the {field} of structured_outputs: {error}"
             ) from None
         return start
 
@@ -212,62 +205,20 @@ class GrammarCompiler:
 
 
 def with_tokens_below(size: int, tokenizer: Any) -> Any:
-    """Return a fast tokenizer that has only the tokens whose ids are less than `size`."""
+    """Return a fast tokenizer without the added tokens whose ids are `size` or more."""
     import transformers
     from tokenizers import Tokenizer as FastTokenizer
 
-    fast: Any = transformers.PreTrainedTokenizerFast
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     parts["added_tokens"] = [token for token in parts["added_tokens"] if token["id"] < size]
-    model, vocab = parts["model"], parts["model"]["vocab"]
-    if isinstance(vocab, list):  # of a Unigram model, in the order of the ids
-        model["vocab"] = vocab[:size]
-    else:
-        vocab = model["vocab"] = {token: i for token, i in vocab.items() if i < size}
-    if "merges" in model:
-        pairs = model["merges"]
-        model["merges"] = [(a, b) for a, b in pairs if vocab.keys() >= {a, b, a + b}]
+    fast: Any = transformers.PreTrainedTokenizerFast
     return fast(tokenizer_object=FastTokenizer.from_str(json.dumps(parts)))
 
 
-def check_text(field: str, kind: str, text: str) -> None:
-    """Raise ValueError for a grammar that llguidance cannot follow or compile in time."""
-    size = len(text.encode(errors="surrogatepass"))
-    if size > MAX_BYTES[kind]:
-        raise ValueError(
-            f"the {field} of structured_outputs has {size} bytes; the limit is {MAX_BYTES[kind]}"
-        )
-    # In JSON any character of the keyword may be escaped.
-    plain = ESCAPE.sub(lambda escape: chr(int(escape[1], 16)), text)
-    if PATTERN_PROPERTIES.search(plain):
-        # With declared properties, llguidance 1.9 reaches positions at which no token may follow.
-        raise ValueError(
-            f"the {field} of structured_outputs has patternProperties, which is not supported; "
-            "declare each property, or describe the object by additionalProperties"
-        )
-    values = {abs(Fraction(number)) for number in MULTIPLE_OF.findall(plain)} - {Fraction(0)}
-    numerators, denominators = [v.numerator for v in values], [v.denominator for v in values]
-    common = Fraction(math.lcm(*numerators), math.gcd(*denominators) or 1)
-    for value in sorted({*values, common}):
-        # The digits of the value as an integer, with at most nine decimals.
-        digits = next(
-            (value * 10**n for n in range(10) if 10**n % value.denominator == 0), math.inf
-        )
-        if digits > MAX_MULTIPLE:
-            raise ValueError(
-                f"the {field} of structured_outputs has multipleOf, and {float(value):.15g} "
-                f"(a value or the least common multiple of all) exceeds the limit: "
-                f"{MAX_MULTIPLE} without the decimal point, and 9 digits after it"
-            )
-
-
 def reason(matcher: LLMatcher, no_token: str = "it matches no text") -> str:
-    """Return llguidance's error. `no_token` replaces its error that no token is allowed."""
+    """Return the start of llguidance's error, which can repeat a whole grammar.
+
+    `no_token` replaces its error that no token is allowed.
+    """
     text = matcher.get_error().partition("\n<backtrace>")[0].removesuffix("\n<non-verbose/>")
-    return no_token if "NoExtension" in text else text
-
-
-def shortened(text: str) -> str:
-    """Return an error without its middle if it is long: it can repeat a whole grammar."""
-    half = MAX_REASON // 2
-    return text if len(text) <= MAX_REASON else f"{text[:half]} ... {text[-half:]}"
+    return no_token if "NoExtension" in text else text[:MAX_REASON]

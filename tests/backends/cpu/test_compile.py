@@ -111,6 +111,7 @@ def test_a_compilation_that_failed_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One warning, plain torch, and no new attempt until the command of the warning succeeds."""
+    caplog.set_level("WARNING", logger="nanovllm")
     started: list[str] = []
     monkeypatch.setattr(kernel_files, "start_compiling", started.append)
     assert not kernel_files.is_ready(torch.float32)
@@ -132,6 +133,7 @@ def test_a_compilation_that_failed_is_reported(
 @pytest.mark.usefixtures("failing")
 def test_plain_torch_where_kernels_cannot_be_compiled(caplog: pytest.LogCaptureFixture) -> None:
     """Of a model that is large enough to wait for the kernels."""
+    caplog.set_level("WARNING", logger="nanovllm")
     cpu = torch.device("cpu")
     backend = pick_backend("auto", cpu, torch.float32, num_weights=10**9)
     assert type(backend) is Backend

@@ -338,7 +338,7 @@ def test_quantized_tokens_are_the_same_captured_and_eager(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sampler(dtype: torch.dtype) -> None:
     """The reference's tokens, but where sums in another order fall on the other side of an edge."""
-    from nanovllm.backends.gpu.kernels import sampling
+    from nanovllm.backends.gpu.kernels.sampler import sample
 
     torch.manual_seed(0)
     rows, size = 256, 151_936
@@ -357,7 +357,7 @@ def test_sampler(dtype: torch.dtype) -> None:
         seeds=torch.randint(2**62, (rows,), device=DEVICE),
         positions=torch.randint(10_000, (rows,), device=DEVICE),
     )
-    found = sampling.sample(logits, batch)
+    found = sample(logits, batch)
     wanted = sampler.sample(logits.float(), batch)
     assert float((found == wanted).float().mean()) > 0.98
 

@@ -22,7 +22,7 @@ from transformers import (
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.features.requests.logit_rules import penalties
-from nanovllm.features.requests.logit_rules.rows import RowRules, RulesBatch, RulesState
+from nanovllm.features.requests.logit_rules.row_rules import RowRules, RulesBatch, RulesState
 from nanovllm.plan import LogitRules, NewRow, RowSampling
 
 PROMPT, OUTPUT = [3, 5, 5, 7], [5, 9, 9, 2]

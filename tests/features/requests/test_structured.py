@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from nanovllm import (
     LLM,
@@ -24,7 +23,7 @@ from nanovllm import (
 )
 from nanovllm.engine.sampling import read_stream
 from nanovllm.features.requests import structured as structured_module
-from nanovllm.features.requests.logit_rules.rows import RowRules, RulesBatch, RulesState
+from nanovllm.features.requests.logit_rules.row_rules import RowRules, RulesBatch, RulesState
 from nanovllm.features.requests.structured import Grammar, GrammarCompiler, Matcher
 from nanovllm.loading.checkpoint import find_checkpoint
 from nanovllm.outputs import GrammarError
@@ -305,43 +304,6 @@ def test_tokens_that_the_model_does_not_have(embedded: LLM, tmp_path: Path) -> N
         llm.generate("x", SamplingParams(structured_outputs=unknown), use_tqdm=False)
 
 
-ALPHABET = pre_tokenizers.ByteLevel.alphabet()
-
-
-@pytest.mark.parametrize("kind", ["BPE", "Unigram"])
-def test_any_part_of_a_tokenizer(kind: str) -> None:
-    """Models of any size with a tokenizer that has long tokens at its end, some of them unknown."""
-    text, texts = "zebra zebras", ["zebra zebras zebra"] * 9
-    if kind == "BPE":
-        backend = Tokenizer(models.BPE())
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(initial_alphabet=ALPHABET, show_progress=False)
-        backend.train_from_iterator(texts, trainer)
-    else:
-        pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), *"abersz▁", "ze", "▁zebras", "zebra"]
-        backend = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], 0, True))
-        backend.decoder = decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        )
-    backend.add_special_tokens(["<eos>"])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
-    largest = []
-    for size in range(257, len(tokenizer) + 9):
-        eos = frozenset({tokenizer.eos_token_id} if size >= len(tokenizer) else ())
-        compiler, output = GrammarCompiler(tokenizer, size, eos), []
-        matcher = Matcher(compiler.compile(StructuredOutputsParams(choice=[text]), sorted(eos)))
-        while mask := matcher.mask(output):
-            if matcher.is_complete and not eos:
-                break
-            bits = int.from_bytes(mask, "little")
-            assert 0 < bits < 1 << size, (size, output)
-            output.append(bits.bit_length() - 1)
-        assert tokenizer.decode([t for t in output if t not in eos]) == text
-        largest.append(max(set(output) - eos))
-    assert len(set(largest)) > 4  # the tokens that a larger model has are used
-
-
 def test_a_grammar_overrules_a_logits_processor(embedded: LLM) -> None:
     """+inf makes a token certain, which the grammar hides: both are named."""
     seven = embedded.get_tokenizer().encode("7")[0]
@@ -457,13 +419,7 @@ REFUSED = [
     ({"regex": "a("}, "refuses the regex of .*unclosed group"),
     ({"regex": "(?=a)b"}, "look-around"),
     ({"grammar": "start: word"}, 'refuses the grammar of .*unknown name: "word"'),
-    ({"grammar": "hello"}, "Expected ::=.*in Lark's notation needs the rule `start`"),
-    ({"json": {"multipleOf": 999983}}, "multipleOf, and 999983 .*65535"),
-    ({"json": {"allOf": [{"multipleOf": 999}, {"multipleOf": 998}]}}, "multipleOf, and 997002 "),
-    (
-        {"grammar": r'start: %json {"type": "integer", "\u006dul\u0074ipleOf": 999983}'},
-        "multipleOf, and 999983 .*65535",
-    ),
+    ({"grammar": "hello"}, "refuses the grammar of .*Expected ::="),
     ({"json": {"properties": {f"a{i}": {"type": "null"} for i in range(9999)}}}, "131072"),
     ({"choice": [f"choice {i}" for i in range(10**5)]}, "the limit is 131072"),
     (
@@ -610,26 +566,6 @@ def test_a_limit_of_the_library(embedded: LLM, asynchronous: bool, monkeypatch) 
     )
     with pytest.raises(GrammarError, match="cannot continue the output"):
         embedded.beam_search("x", beams, use_tqdm=False)
-
-
-PATTERNS = {"patternProperties": {"^a": {"type": "integer"}}}
-
-
-@pytest.mark.parametrize(
-    ("fields", "name"),
-    [
-        ({"json": PATTERNS | {"properties": {"b": {"type": "string"}}}}, "json"),
-        ({"json": {"type": "array", "items": PATTERNS}}, "json"),
-        ({"json": json.dumps(PATTERNS).replace("pattern", r"\u0070attern")}, "json"),
-        ({"grammar": f"start: x\nx: %json {json.dumps(PATTERNS)}"}, "grammar"),
-    ],
-    ids=str,
-)
-def test_pattern_properties_are_refused(embedded: LLM, fields: dict, name: str) -> None:
-    """With declared properties, llguidance stops in the middle of outputs."""
-    params = SamplingParams(structured_outputs=StructuredOutputsParams(**fields))
-    with pytest.raises(ValueError, match=f"the {name} of .* has patternProperties, which is not"):
-        embedded.generate("x", params, use_tqdm=False)
 
 
 # ---- what it costs ----

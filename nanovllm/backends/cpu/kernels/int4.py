@@ -25,7 +25,7 @@ from torch import Tensor
 from nanovllm.backends.cpu.jit import compiled, has_feature
 from nanovllm.backends.cpu.kernels import int8
 from nanovllm.backends.cpu.kernels.llvm.calls import decode_float16
-from nanovllm.backends.cpu.kernels.llvm.int4 import int4_rows
+from nanovllm.backends.cpu.kernels.llvm.dot_int4 import int4_rows
 from nanovllm.backends.cpu.kernels.parallel import address_for
 from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE, array, from_float32, to_float32
 from nanovllm.backends.int4 import GROUP, Int4Weight

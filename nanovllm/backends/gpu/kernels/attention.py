@@ -46,7 +46,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.backends.gpu.kernels.configs import Tile
-from nanovllm.backends.gpu.kernels.convert import fp8_to
+from nanovllm.backends.gpu.kernels.conversions import fp8_to
 from nanovllm.backends.gpu.kernels.launch import launch
 
 LOG2E = 1.4426950408889634

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.backends.gpu.kernels.convert import int8_to
+from nanovllm.backends.gpu.kernels.conversions import int8_to
 from nanovllm.backends.gpu.kernels.launch import launch
 from nanovllm.models.layers import Linear
 

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from nanovllm.models.layers import rms_norm
 
 if TYPE_CHECKING:
-    from nanovllm.features.models.hybrid.model import LinearAttention
+    from nanovllm.features.models.hybrid.qwen3_5 import LinearAttention
 
 CHUNK = 64  # tokens of a triangular system
 

@@ -12,7 +12,7 @@ from nanovllm.models.model_config import ModelConfig
 from nanovllm.utils.json_files import Fields, check_field
 
 if TYPE_CHECKING:
-    from nanovllm.features.models.hybrid.model import Qwen3_5
+    from nanovllm.features.models.hybrid.qwen3_5 import Qwen3_5
 
 LINEAR, FULL = "linear_attention", "full_attention"
 SIZES: Fields = {
@@ -121,7 +121,7 @@ class HybridConfig(ModelConfig):
         return {path: UnstackedFile(text) for path, text in texts.items()}
 
     def model_class(self) -> type[Qwen3_5]:
-        from nanovllm.features.models.hybrid.model import Qwen3_5
+        from nanovllm.features.models.hybrid.qwen3_5 import Qwen3_5
 
         return Qwen3_5
 

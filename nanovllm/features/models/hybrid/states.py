@@ -21,7 +21,7 @@ from torch import Tensor
 from nanovllm.features.models.hybrid import delta_rule
 from nanovllm.features.models.hybrid.delta_rule import Segments
 from nanovllm.features.models.hybrid.hybrid_config import KERNEL_SIZE, HybridConfig
-from nanovllm.features.models.hybrid.model import LinearAttention
+from nanovllm.features.models.hybrid.qwen3_5 import LinearAttention
 from nanovllm.models.backend import Backend
 from nanovllm.models.transfers import to_device
 from nanovllm.plan import StepPlan

@@ -10,7 +10,7 @@ from nanovllm.models.model_config import ANY, SIZE, ModelConfig
 from nanovllm.utils.json_files import Fields, check_field
 
 if TYPE_CHECKING:
-    from nanovllm.features.models.moe.model import Qwen3Moe
+    from nanovllm.features.models.moe.qwen3_moe import Qwen3Moe
 
 FIELDS: Fields = {
     "norm_topk_prob": (bool, ANY),
@@ -105,7 +105,7 @@ class MoeConfig(ModelConfig):
         return replace(self, intermediate_size=self.intermediate_size // parts, experts=experts)
 
     def model_class(self) -> type[Qwen3Moe]:
-        from nanovllm.features.models.moe.model import Qwen3Moe
+        from nanovllm.features.models.moe.qwen3_moe import Qwen3Moe
 
         return Qwen3Moe
 

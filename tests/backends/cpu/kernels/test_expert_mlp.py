@@ -8,8 +8,8 @@ from nanovllm.backends.cpu.backend import make_backend
 from nanovllm.backends.cpu.kernels import expert_mlp as kernels
 from nanovllm.backends.int4 import Int4Backend
 from nanovllm.features.models.moe.experts import expert_mlp
-from nanovllm.features.models.moe.model import SparseMLP
 from nanovllm.features.models.moe.moe_config import Experts
+from nanovllm.features.models.moe.qwen3_moe import SparseMLP
 from nanovllm.models.backend import Backend
 
 CPU = torch.device("cpu")

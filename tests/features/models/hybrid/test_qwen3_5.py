@@ -18,7 +18,7 @@ from nanovllm.backends.cpu.kernels.delta_layers import HybridLayers
 from nanovllm.cli.trace.trace import Trace
 from nanovllm.config import EngineConfig
 from nanovllm.features.models.hybrid import delta_rule
-from nanovllm.features.models.hybrid.model import LinearAttention
+from nanovllm.features.models.hybrid.qwen3_5 import LinearAttention
 from nanovllm.loading import memory
 from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.models.backend import Backend

@@ -8,8 +8,8 @@ import torch
 from checkpoints import make_checkpoint, random_llm
 
 from nanovllm import SamplingParams
-from nanovllm.backends.cpu import threads
-from nanovllm.backends.cpu.threads import Clocks, ThreadLimit, idle_ticks, waited_seconds
+from nanovllm.backends.cpu import thread_limit
+from nanovllm.backends.cpu.thread_limit import Clocks, ThreadLimit, idle_ticks, waited_seconds
 
 STAT = """cpu  300 0 60 900 40 0 0 0 0 0
 cpu0 100 2 30 400 20 1 2 3 0 0
@@ -66,9 +66,9 @@ class Cores:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.who, self.clocks = "none", Clocks(100, 0, 0, 0)
         torch.set_num_threads(2)
-        monkeypatch.setattr(threads, "available_cores", lambda: [0, 1])
-        monkeypatch.setattr(threads, "quota", lambda cores: cores)
-        monkeypatch.setattr(threads.time, "monotonic", self.monotonic)
+        monkeypatch.setattr(thread_limit, "available_cores", lambda: [0, 1])
+        monkeypatch.setattr(thread_limit, "quota", lambda cores: cores)
+        monkeypatch.setattr(thread_limit.time, "monotonic", self.monotonic)
         monkeypatch.setattr(ThreadLimit, "read_clocks", lambda limited: self.clocks)
 
     def monotonic(self) -> float:
@@ -159,8 +159,8 @@ def test_a_long_step_changes_between_its_layers(monkeypatch: pytest.MonkeyPatch)
 
 def test_many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers of threads from 16 on, by what was waited and what is free."""
-    monkeypatch.setattr(threads, "available_cores", lambda: list(range(16)))
-    monkeypatch.setattr(threads, "quota", lambda cores: cores)
+    monkeypatch.setattr(thread_limit, "available_cores", lambda: list(range(16)))
+    monkeypatch.setattr(thread_limit, "quota", lambda cores: cores)
     torch.set_num_threads(16)
     limited = ThreadLimit()
     for past, number in (

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.features.models.hybrid.hybrid_config import FULL, KERNEL_SIZE, LINEAR, HybridConfig
-from nanovllm.features.models.moe.model import make_mlp
+from nanovllm.features.models.moe.qwen3_moe import make_mlp
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.backend import Backend
 from nanovllm.models.batch import ForwardBatch

@@ -6,7 +6,7 @@ import pytest
 from engines import still_serves
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.chat import render
+from nanovllm.engine.chat_template import render
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
