@@ -1,4 +1,4 @@
-"""InputProcessor: converts the prompts of a caller to token ids that the model can compute.
+"""InputProcessor: converts the prompts of a caller to checked token ids.
 
 Prompts are checked here before they are queued. An invalid prompt raises TypeError or ValueError,
 whose message names the value and says what to do instead.
@@ -186,8 +186,8 @@ class InputProcessor:
 
     def encode_all(self, texts: list[str]) -> Iterator[list[int]]:
         """Yield the token ids of each text. One call for all texts is much faster than many."""
-        if len(texts) > 1:
+        if len(texts) > 1 and self.tokenizer is not None:
             options = {"return_attention_mask": False, "return_token_type_ids": False}
-            with contextlib.suppress(TypeError, UnicodeError):  # `encode` names the text
+            with contextlib.suppress(TypeError, UnicodeError):  # below, the error names the text
                 return iter(self.get_tokenizer()(texts, verbose=False, **options)["input_ids"])
         return map(self.encode, texts)

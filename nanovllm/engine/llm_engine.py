@@ -1,11 +1,11 @@
 """LLMEngine: accepts requests and returns their results.
 
-    add_request --> InputProcessor --> Scheduler ---- plan ----> runner
-                                       waiting, running          model, KV cache, rows
+    prompts --> InputProcessor.check --> add --> Scheduler ---- plan ----> runner
+                                                 waiting, running          model, KV cache, rows
     RequestOutput <- OutputProcessor <- Scheduler.commit <- StepOutput
 
 It owns the input processor, the scheduler and the output processor. The caller passes the runner.
-It inherits the loop from EngineCore.
+EngineCore has one step, `run_step`; `run` is the loop.
 """
 
 import itertools

@@ -6,9 +6,9 @@ It owns the requests. This table shows why a sequence can end, and which code de
     a complete grammar                   Scheduler.commit: the token is COMPLETE
     no token can be sampled              Scheduler.commit: the token is NO_TOKEN
     a stop string, a computed prompt     the task: `receive` returns an Ending
-    an error in its request's data       `process`, for all samples of the request
+    an exception in `receive`            `process`, for all samples of the request
     a beam that is not continued         BeamSearch
-    an abort by the caller               EngineCore.abort
+    an abort by the caller               SharedEngine.abort
 """
 
 import time

@@ -187,8 +187,6 @@ def option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{text}: give OPTION=VALUE, like max_num_seqs=16")
-    if name == "model":
-        raise argparse.ArgumentTypeError(f"{text}: give --model instead")
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
