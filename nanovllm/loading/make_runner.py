@@ -108,16 +108,11 @@ def make_backend(config: EngineConfig, on_meta: Qwen3, device: torch.device) -> 
     dtype = pick_dtype(config.dtype, device, on_meta.config.dtype)
     num_weights = memory.num_weights(on_meta)
     backend = pick_backend(config.attention_backend, device, dtype, num_weights)
-    match config.quantization:
-        case "int8":
-            from nanovllm.backends import int8
+    if config.quantization is None:
+        return backend
+    from nanovllm.backends import int4, int8
 
-            return int8.quantized(backend)
-        case "int4":
-            from nanovllm.backends import int4
-
-            return int4.quantized(backend)
-    return backend
+    return (int8 if config.quantization == "int8" else int4).quantized(backend)
 
 
 def load_model(
