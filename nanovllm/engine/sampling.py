@@ -108,7 +108,7 @@ class Sampling(Task):
         if request.prompt_logprobs is not None:
             for i, entry in enumerate(result.prompt_logprobs, result.first_position):
                 request.prompt_logprobs[i] = self.decode_logprobs(entry, seq, i)
-        if request.stream and request.progress is not None:
+        if request.stream:
             request.progress.changed.add(request)
         return None if sample.detokenizer is None else self._add_text(sample, sample.detokenizer)
 

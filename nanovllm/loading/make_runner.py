@@ -215,13 +215,11 @@ def log_sizes(
     runner: ModelRunner, budget: MemoryBudget, name: str, max_model_len: int, ranks: SingleRank
 ) -> None:
     config, cache = budget.config, runner.attention.cache
-    each = "" if ranks.size == 1 else f", each of {ranks.size} ranks"
+    each = f", each of {ranks.size} ranks" * (ranks.size > 1)
     num_tokens = runner.num_blocks * config.block_size
-    in_fp8 = f" in {config.kv_cache_dtype}" if cache.dtype != runner.dtype else ""
-    fitted = ""
-    if runner.max_model_len < max_model_len:
-        length = f"{runner.max_model_len:,} of the model's {max_model_len:,}"
-        fitted = f", which limits max_model_len to {length}"
+    in_fp8 = f" in {config.kv_cache_dtype}" * (cache.dtype != runner.dtype)
+    length = f"{runner.max_model_len:,} of the model's {max_model_len:,}"
+    fitted = f", which limits max_model_len to {length}" * (runner.max_model_len < max_model_len)
     logger.info(
         f"{name} on {runner.device}{each} in {str(runner.dtype).removeprefix('torch.')}: "
         f"weights of {budget.weight_bytes / 2**20:,.0f} MiB{runner.model.config.weights_note}, "

@@ -426,7 +426,7 @@ def test_the_page_has_the_trace(embedded_run: Trace, tmp_path: Path) -> None:
     data = page_data((tmp_path / "trace.html").read_text())
     assert data["events"] == json.loads(json.dumps(embedded_run.events))
     assert data["options"]["num_blocks"] == 22
-    tokenizer = embedded_run._engine.tokenizer
+    tokenizer = embedded_run._engine.input_processor.tokenizer
     used = {token for seq in embedded_run._state.seqs for token in seq.tokens}
     entries = [entry for event in embedded_run.events for entry in event.get("likely", ())]
     used |= {token for *_, pairs in entries for token, _ in pairs}

@@ -78,12 +78,10 @@ def test_max_model_len_of_more_tokens_than_the_cache(
         ("kv_cache_memory_bytes", 7 * block, 8 * block),
         ("kv_cache_memory_bytes", None, 8 * block),  # sized by the free memory
     ):
-        wanted = f"max_model_len=97 is more than the .* {option} to {more:,} or more"
+        wanted = f"max_model_len=97 is more than the .* {option} to {more:,}, or"
         options = {"num_kv_cache_blocks": None, "max_model_len": 97} | {option: value}
-        with pytest.raises(ValueError, match=wanted) as error:
+        with pytest.raises(ValueError, match=wanted):
             random_llm(path, **options)
-        if value is not None:
-            assert f"with {option}={value:,}; lower" in str(error.value)
         random_llm(path, **(options | {option: more}))
 
 

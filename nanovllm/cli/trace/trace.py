@@ -288,7 +288,7 @@ class Trace(Observer):
 
     def texts(self) -> dict[int, str]:
         """Return the text of each token in the trace; empty without a tokenizer."""
-        if (tokenizer := self._engine.tokenizer) is None:
+        if (tokenizer := self._engine.input_processor.tokenizer) is None:
             return {}
         known = {t for event in self.events for _, _, ids, *_ in event.get("new", ()) for t in ids}
         known |= {token for event in self.events for token in event.get("tokens", ())} - {-1}

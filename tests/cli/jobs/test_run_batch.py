@@ -272,7 +272,7 @@ WRONG: list[tuple[Any, str]] = [
     (line("x", COMPLETIONS), "prompt must be a string"),
     (line("x", COMPLETIONS, prompt=""), "the prompt is empty"),
     (line("x", COMPLETIONS, prompt=["good", ""]), "the prompt is empty"),
-    (line("x", COMPLETIONS, prompt=[10**6]), "token id 1000000 is outside"),
+    (line("x", COMPLETIONS, prompt=[10**6]), "the prompt has token id 1000000"),
     (line("x", COMPLETIONS, prompt="Hi", echo=True), "echo=True is not supported"),
     (line("x", COMPLETIONS, prompt="Hi", messages=[]), "unknown field of /v1/completions"),
     (line("x", EMBEDDINGS), "input must be a string"),
