@@ -592,3 +592,21 @@ def test_requests_share_a_compiled_grammar(embedded: LLM) -> None:
     again = compiler.compile(StructuredOutputsParams(regex="a{69}"), [1033])
     assert again.start is grammars[69].start
     assert again.end_tokens == (1033,)
+
+
+PATTERNS = {"properties": {"x": {}}, "patternProperties": {"^a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"json": PATTERNS},
+        {"json": json.dumps({"items": PATTERNS}).replace("pattern", r"\u0070attern")},
+        {"grammar": f"start: %json {json.dumps(PATTERNS)}"},
+    ],
+)
+def test_pattern_properties_are_refused(embedded: LLM, fields: dict[str, Any]) -> None:
+    """llguidance compiles them, and then outputs end where no token may follow."""
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**fields))
+    with pytest.raises(ValueError, match="structured_outputs has patternProperties, which is not"):
+        embedded.generate("a", params, use_tqdm=False)
