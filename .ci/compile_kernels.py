@@ -37,13 +37,13 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from nanovllm.backends.gpu.kernels import (
     attention,
-    convert,
+    conversions,
     delta_rule,
     experts,
     int4,
     int8,
     pointwise,
-    sampling,
+    sampler,
     store,
 )
 from nanovllm.backends.gpu.kernels.configs import GpuInfo, decode_tile, prefill_tile
@@ -215,7 +215,7 @@ def variants(
             for num_rows, vocab_size in ((32, 151_936), (1, 151_936), (32, 1042)):
                 row, ids = torch.ones(num_rows), torch.ones(num_rows, dtype=torch.int64)
                 batch = SamplingBatch(row, ids, ids, {"top_k": ids, "top_p": row, "min_p": row})
-                sampling.sample(torch.empty((num_rows, vocab_size), dtype=dtype), batch)
+                sampler.sample(torch.empty((num_rows, vocab_size), dtype=dtype), batch)
     finally:
         JITFunction.run = run
     return list(caught.values())
@@ -300,7 +300,7 @@ def compile_one(name: str, label: str, variant: Variant) -> tuple[str, str, list
     if kernel not in ATTENTION:
         limit_kib = LEAST_KIB.get(name, limit_kib)
     title, start = f"{name}: {kernel.__name__} ({label})", time.perf_counter()
-    convert.PTX = tl.constexpr(target.backend == "cuda")
+    conversions.PTX = tl.constexpr(target.backend == "cuda")
     try:
         compiled = triton.compile(ASTSource(kernel, *specialized), target, options.__dict__)
     except Exception as error:

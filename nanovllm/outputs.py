@@ -57,12 +57,6 @@ class RequestMetrics:
     finished_time: float | None = None
     num_preemptions: int = 0
 
-    @property
-    def time_in_queue(self) -> float | None:
-        if self.first_scheduled_time is None:
-            return None
-        return self.first_scheduled_time - self.arrival_time
-
 
 @dataclass(frozen=True)
 class RequestOutput(Mapping[str, Any]):

@@ -24,7 +24,7 @@ IMPORTING = {
     "loading.make_engine": "all_tasks load_engine make_engine",
     "loading.make_runner": "make_backend make_cache make_eager_runner make_runner plan_memory",
     "loading.memory": "num_host_blocks",
-    "loading.select_backend": "load_backend pick_backend",
+    "loading.select_backend": "pick_backend",
     "loading.tokenizer": "load_tokenizer",
 }
 

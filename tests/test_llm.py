@@ -22,6 +22,8 @@ def test_defaults(embedded: LLM, llm: LLM) -> None:
     assert SamplingParams() == SamplingParams(temperature=1.0, max_tokens=64)
     with pytest.raises(ValueError, match="no tokenizer"):
         llm.get_tokenizer()
+    with pytest.raises(ValueError, match=r"prompts\[0\]: the engine has no tokenizer"):
+        llm.generate(["a", "b", [1]], use_tqdm=False)
 
 
 def test_order_and_per_prompt_params(llm: LLM) -> None:

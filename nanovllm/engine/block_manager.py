@@ -1,7 +1,8 @@
 """BlockManager: records the owners and the content of each block of the KV cache.
 
 It owns the pool of blocks and the prefix cache, and updates the block fields of sequences. It
-copies no data. The time of an operation is proportional to the number of blocks that it changes.
+copies no data. The time of an operation is proportional to the number of blocks that it reads or
+changes.
 Paging and copy-on-write follow PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
 
 From a token to its memory, with a block size of 4:
@@ -241,7 +242,7 @@ class BlockManager:
         return next(iter(self.evictable))
 
     def stats(self) -> dict[str, int]:
-        """Return further counters for `LLMEngine.stats`, which subclasses may have."""
+        """Return the counters that a subclass adds to `LLMEngine.stats`."""
         return {}
 
     def _take_block(self) -> int:

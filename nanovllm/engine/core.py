@@ -1,12 +1,12 @@
-"""EngineCore: the loop that plans, launches and commits steps.
+"""EngineCore: one step, which is planned, launched and committed.
 
     while there is work:
-        step = scheduler.schedule()                   # changes queues and blocks
-        get_output = runner.run(step.plan)            # launches the step: changes KV cache and rows
+        step = scheduler.schedule()             # changes queues, blocks, prefix cache
+        get_output = runner.run(step.plan)      # launches the step: changes KV cache and rows
         scheduler.commit(step, get_output().token_ids)  # appends tokens to sequences
 
-LLMEngine adds the requests, and threads.py lets one thread run a step. This folder imports no
-torch.
+LLMEngine adds the requests, and threads.py lets one thread at a time run a step. This folder
+imports no torch.
 """
 
 from nanovllm.engine.observer import NO_OBSERVER
@@ -43,8 +43,8 @@ class EngineCore(SharedEngine):
         the new step. If no step can be launched, the results of all steps in flight are due.
 
         If another thread is running a step, this method only waits until that step ends. If a step
-        fails or Ctrl-C interrupts it, the error is raised, the running sequences return to the
-        waiting queue, and the engine remains usable.
+        fails or Ctrl-C interrupts it, the error is raised, the prefix cache is cleared, the
+        running sequences return to the waiting queue, and the engine remains usable.
         """
         step = self._schedule()
         if step is not None:
@@ -56,7 +56,7 @@ class EngineCore(SharedEngine):
             self._commit(oldest, oldest.get_output())
 
     def _schedule(self) -> InFlightStep | None:
-        """Plan a step. This changes queues and blocks."""
+        """Plan a step. This changes queues, blocks and the prefix cache."""
         with self.lock:
             self.observer.begin()
             step = self.scheduler.schedule()
@@ -69,7 +69,7 @@ class EngineCore(SharedEngine):
         return step
 
     def _commit(self, step: InFlightStep, output: StepOutput) -> None:
-        """Process the results of a step. This changes sequences and the prefix cache."""
+        """Process the results of a step. This changes sequences, queues, blocks and requests."""
         with hold_interrupt(), self.lock:
             self.observer.begin()
             updated = self.scheduler.commit(step, output.token_ids)

@@ -1,4 +1,4 @@
-"""InputProcessor: converts the prompts of a caller to token ids that the model can compute.
+"""InputProcessor: converts the prompts of a caller to checked token ids.
 
 Prompts are checked here before they are queued. An invalid prompt raises TypeError or ValueError,
 whose message names the value and says what to do instead.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import abc
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -98,24 +98,19 @@ class InputProcessor:
                 "load a checkpoint with a head"
             )
 
-    def check_length(self, num_tokens: int, max_length: int) -> None:
-        """Raise ValueError if the prompt of a request without output exceeds `max_length`."""
-        if num_tokens > max_length:
+    def check_length(self, num_tokens: int, limit: int) -> None:
+        """Raise ValueError if a prompt is longer than `limit`, which max_model_len determines."""
+        if num_tokens > limit:
             raise ValueError(
-                f"{num_tokens} tokens are more than {max_length}, the limit with "
-                f"max_model_len={self.max_model_len}; shorten the prompt, or raise max_model_len, "
-                "which the model and the KV cache limit"
+                f"the prompt has {num_tokens} tokens, and may have {limit} with "
+                f"max_model_len={self.max_model_len}; shorten it, or raise max_model_len, which "
+                "the model and the KV cache limit"
             )
 
     def room_for_output(self, num_tokens: int, max_tokens: int | None) -> int:
         """Return how many output tokens a request may have. Raises ValueError if it is none."""
+        self.check_length(num_tokens, self.max_model_len - 1)
         room = self.max_model_len - num_tokens
-        if room < 1:
-            raise ValueError(
-                f"the prompt has {num_tokens} tokens, which leaves no room for output under "
-                f"max_model_len={self.max_model_len}; shorten it, or raise max_model_len, "
-                "which the model and the KV cache limit"
-            )
         if max_tokens is not None and max_tokens > room and not self.warned_of_length:
             self.warned_of_length = True
             logger.warning(
@@ -129,34 +124,28 @@ class InputProcessor:
         """Raise ValueError if the token ids of a prompt are empty or outside the vocabulary."""
         if not ids:
             raise ValueError("the prompt is empty; give at least one token")
-        size = self.vocab_size
-        if min(ids) < 0 or max(ids) >= size:
-            token = next(token for token in ids if not 0 <= token < size)
-            raise ValueError(
-                f"token id {token} is outside the vocabulary of {size} (0 to {size - 1})"
-            )
+        self.check_vocabulary("the prompt has", ids)
 
-    def check_vocabulary(self, what: str, ids: Iterable[int] | None) -> None:
+    def check_vocabulary(self, what: str, ids: Collection[int] | None) -> None:
         """Raise ValueError for a token id outside the vocabulary."""
-        if (token := max(ids or (), default=0)) >= self.vocab_size:
-            end = self.vocab_size - 1
-            raise ValueError(f"{what} token id {token}; the vocabulary of the model ends at {end}")
+        for token in (min(ids), max(ids)) if ids else ():
+            if not 0 <= token < self.vocab_size:
+                end = self.vocab_size - 1
+                raise ValueError(f"{what} token id {token}; the vocabulary is 0 to {end}")
 
     def num_logprobs(self, name: str, value: int | None) -> int | None:
         """Return how many log-probabilities a field requests. Raises ValueError for too many."""
         if value is None:
             return None
         size = self.vocab_size
-        limit = size if self.max_logprobs == -1 else self.max_logprobs
-        if value > size:
-            raise ValueError(f"{name}={value} is more than the vocabulary of {size} tokens")
-        if value > limit or (value == -1 and size > limit):
+        limit = size if self.max_logprobs == -1 else min(size, self.max_logprobs)
+        num = size if value == -1 else value
+        if num > limit:
             raise ValueError(
-                f"{name}={value} is more than max_logprobs={limit}"
-                + f", because -1 is the whole vocabulary of {size}" * (value == -1)
-                + "; ask for fewer, or give LLM() a larger max_logprobs (-1: no limit)"
+                f"{name}={value} is more than max_logprobs={limit}; ask for fewer (-1 is the whole "
+                f"vocabulary of {size}), or give LLM() a larger max_logprobs (-1: no limit)"
             )
-        return size if value == -1 else value
+        return num
 
     def compile_grammar(
         self, params: StructuredOutputsParams, stop_token_ids: Iterable[int]
@@ -197,8 +186,8 @@ class InputProcessor:
 
     def encode_all(self, texts: list[str]) -> Iterator[list[int]]:
         """Yield the token ids of each text. One call for all texts is much faster than many."""
-        if len(texts) > 1:
+        if len(texts) > 1 and self.tokenizer is not None:
             options = {"return_attention_mask": False, "return_token_type_ids": False}
-            with contextlib.suppress(TypeError, UnicodeError):  # `encode` names the text
+            with contextlib.suppress(TypeError, UnicodeError):  # below, the error names the text
                 return iter(self.get_tokenizer()(texts, verbose=False, **options)["input_ids"])
         return map(self.encode, texts)

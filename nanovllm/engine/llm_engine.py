@@ -1,11 +1,11 @@
 """LLMEngine: accepts requests and returns their results.
 
-    add_request --> InputProcessor --> Scheduler ---- plan ----> runner
-                                       waiting, running          model, KV cache, rows
+    prompts --> InputProcessor.check --> add --> Scheduler ---- plan ----> runner
+                                                 waiting, running          model, KV cache, rows
     RequestOutput <- OutputProcessor <- Scheduler.commit <- StepOutput
 
 It owns the input processor, the scheduler and the output processor. The caller passes the runner.
-It inherits the loop from EngineCore.
+EngineCore has one step, `run_step`; `run` is the loop.
 """
 
 import itertools
@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
-from nanovllm.engine.detokenizer import Tokenizer
 from nanovllm.engine.input_processor import CheckedPrompt, InputProcessor
 from nanovllm.engine.output_processor import Output, OutputProcessor
 from nanovllm.engine.request import Progress, Request
@@ -62,10 +61,6 @@ class LLMEngine(EngineCore):
             "make another LLM, or use this one from several threads"
         )
 
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self.input_processor.tokenizer
-
     # ---- requests ----
 
     def add_request(
@@ -88,13 +83,13 @@ class LLMEngine(EngineCore):
         """Queue a request. The caller reads its `output` at the end, or its stream at any time."""
         [checked] = self.input_processor.check([(prompt, sampling_params)])
         with hold_interrupt(), self.lock:
-            return self._add(checked, stream, None, request_id, returned_by_step)
+            return self._add(checked, Progress(), stream, request_id, returned_by_step)
 
     def add(
         self,
         prompts: list[CheckedPrompt],
         requests: list[Request],
-        progress: Progress | None = None,
+        progress: Progress,
         stream: bool = False,
     ) -> None:
         """Queue `prompts` and append their requests to `requests`.
@@ -106,13 +101,13 @@ class LLMEngine(EngineCore):
                 if pressed:
                     break
                 with self.lock:
-                    requests.append(self._add(prompt, stream, progress))
+                    requests.append(self._add(prompt, progress, stream))
 
     def _add(
         self,
         prompt: CheckedPrompt,
+        progress: Progress,
         stream: bool,
-        progress: Progress | None,
         request_id: str | None = None,
         returned_by_step: bool = False,
     ) -> Request:

@@ -6,9 +6,9 @@ It owns the requests. This table shows why a sequence can end, and which code de
     a complete grammar                   Scheduler.commit: the token is COMPLETE
     no token can be sampled              Scheduler.commit: the token is NO_TOKEN
     a stop string, a computed prompt     the task: `receive` returns an Ending
-    an error in its request's data       `process`, for all samples of the request
+    an exception in `receive`            `process`, for all samples of the request
     a beam that is not continued         BeamSearch
-    an abort by the caller               EngineCore.abort
+    an abort by the caller               SharedEngine.abort
 """
 
 import time
@@ -86,14 +86,13 @@ class OutputProcessor:
             request = seq.request
             if request.metrics.first_token_time is None:
                 request.metrics.first_token_time = now
-                self.progress.start(request, seq.num_prompt)
-                if request.progress is not None:
-                    request.progress.start(request, seq.num_prompt)
+                for progress in (self.progress, request.progress):
+                    progress.start(request, seq.num_prompt)
 
     def _record_error(self, request: Request, error: Exception) -> None:
         request.error = error
         progress = request.progress
-        if progress is not None and progress.error is None and not isinstance(error, GrammarError):
+        if progress.error is None and not isinstance(error, GrammarError):
             progress.error = error  # ends the call; with a GrammarError, other requests continue
         if request.returned_by_step:  # `step` returns the result with finish_reason "error"
             logger.error("request %s failed", request.request_id, exc_info=error)
@@ -109,7 +108,9 @@ class OutputProcessor:
         """Make the output of each request of `seqs` if all samples of the request have finished."""
         finished = [seq.request for seq in seqs if seq.status is Status.FINISHED]
         for request in dict.fromkeys(finished):
-            if request is not None and request.num_unfinished == 0:
+            if request is None:  # it has ended
+                continue
+            if all(seq.status is Status.FINISHED for seq in request.seqs):
                 self._make_output(request)
                 if request.returned_by_step and request.output is not None:
                     self.finished[request.request_id] = request.output
@@ -128,11 +129,10 @@ class OutputProcessor:
 
     def _end(self, request: Request) -> None:
         request.ended = True
-        self.progress.end(request)
-        if request.progress is not None:
-            request.progress.end(request)
-            if request.stream:
-                request.progress.changed.add(request)
+        for progress in (self.progress, request.progress):
+            progress.end(request)
+        if request.stream:
+            request.progress.changed.add(request)
         self.requests.pop(request.request_id, None)
         # A step in flight refers to the sequences, but must not keep the request in memory. This
         # loop is last: after an error, `collect_finished` finds the request again through them.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.engine.detokenizer import Detokenizer
-from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.task import Task
 from nanovllm.outputs import Logprob, RequestMetrics
 from nanovllm.plan import RowSampling
@@ -70,7 +70,7 @@ class Request:
     metrics: RequestMetrics
     returned_by_step: bool  # whether `step` returns its output; else the caller reads it here
     stream: bool  # whether `read_stream` reads it while it runs; it then has no output
-    progress: Progress | None = None  # the counters of its call
+    progress: Progress  # the counters of its call
     samples: list[Sample] = field(default_factory=list)
     # Whether its task receives every token, as for streams, stop strings and log-probabilities.
     is_watched: bool = False
@@ -93,11 +93,6 @@ class Request:
     def num_output(self) -> int:
         """Number of output tokens of all samples."""
         return sum(seq.num_output for seq in self.seqs)
-
-    @property
-    def num_unfinished(self) -> int:
-        """Number of samples that have not finished."""
-        return sum(seq.status is not Status.FINISHED for seq in self.seqs)
 
 
 def first_sequence(request: Request, token_ids: list[int], max_length: int) -> Sequence:

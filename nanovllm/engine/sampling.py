@@ -64,7 +64,8 @@ class Sampling(Task):
 
     def start(self, request: Request, token_ids: list[int], max_length: int) -> Sequence:
         params = self.params
-        # Requests without a seed get different seeds. The engine's seed makes a run repeatable.
+        # Requests without a seed get different seeds. The engine's seed makes a run repeatable if
+        # the requests arrive in the same order.
         seed = params.seed
         if seed is None:
             seed = (self.input_processor.seed + 1) * 0x9E3779B97F4A7C15 + request.arrival
@@ -100,14 +101,14 @@ class Sampling(Task):
 
     def receive(self, request: Request, seq: Sequence, result: RowResult) -> Ending | None:
         sample = request.samples[seq.index]
-        # The output does not contain a token that was sampled after the end of its sequence.
+        # If the sequence ended while this token was in flight, its log-probabilities are dropped.
         if result.logprobs and len(sample.logprobs) < seq.num_output:
             position = seq.num_prompt + len(sample.logprobs)
             sample.logprobs.append(self.decode_logprobs(result.logprobs, seq, position))
         if request.prompt_logprobs is not None:
             for i, entry in enumerate(result.prompt_logprobs, result.first_position):
                 request.prompt_logprobs[i] = self.decode_logprobs(entry, seq, i)
-        if request.stream and request.progress is not None:
+        if request.stream:
             request.progress.changed.add(request)
         return None if sample.detokenizer is None else self._add_text(sample, sample.detokenizer)
 
@@ -229,7 +230,7 @@ class Sampling(Task):
 
 
 def read_stream(request: Request, request_index: int) -> list[StreamOutput]:
-    """Return the new output of each sample. A sample with a returned finish_reason has none."""
+    """Return the new output of each sample. After its finish_reason, a sample has none."""
     task = request.task
     assert isinstance(task, Sampling)
     outputs = []

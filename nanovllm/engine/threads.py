@@ -11,7 +11,7 @@ waiting.
 
 Ctrl-C raises KeyboardInterrupt at any line of the main thread. In a step, it is handled like every
 other error: the steps in flight are reverted. `hold_interrupt` holds it while results are
-committed, while steps are reverted, and while requests are added or aborted.
+committed, while steps are reverted, and while other calls change the state of the engine.
 """
 
 import functools

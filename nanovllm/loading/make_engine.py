@@ -22,7 +22,6 @@ from nanovllm.loading.select_backend import pick_device
 from nanovllm.loading.tokenizer import load_tokenizer
 from nanovllm.runner.single_rank import SingleRank
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
-from nanovllm.utils.log import logger
 
 if TYPE_CHECKING:
     from nanovllm.features.requests.embeddings.pooling import PoolingSettings
@@ -83,12 +82,8 @@ def load_engine(
     eos_token_ids, default_params = checkpoint.generation_defaults()
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos_token_ids |= {tokenizer.eos_token_id}
-    if beyond := {token for token in eos_token_ids if token >= model_config.vocab_size}:
-        logger.warning(
-            f"the end-of-sequence tokens {sorted(beyond)} are outside the vocabulary of "
-            f"{model_config.vocab_size} and are ignored"
-        )
-        eos_token_ids -= beyond
+    # A tokenizer may have more tokens than the model.
+    eos_token_ids = frozenset(t for t in eos_token_ids if t < model_config.vocab_size)
     name = checkpoint.directory.name
     runner = make_runner(config, model_config, files, name, max_model_len, ranks)
     input_processor = InputProcessor(

@@ -108,16 +108,11 @@ def make_backend(config: EngineConfig, on_meta: Qwen3, device: torch.device) -> 
     dtype = pick_dtype(config.dtype, device, on_meta.config.dtype)
     num_weights = memory.num_weights(on_meta)
     backend = pick_backend(config.attention_backend, device, dtype, num_weights)
-    match config.quantization:
-        case "int8":
-            from nanovllm.backends import int8
+    if config.quantization is None:
+        return backend
+    from nanovllm.backends import int4, int8
 
-            return int8.quantized(backend)
-        case "int4":
-            from nanovllm.backends import int4
-
-            return int4.quantized(backend)
-    return backend
+    return (int8 if config.quantization == "int8" else int4).quantized(backend)
 
 
 def load_model(
@@ -215,13 +210,11 @@ def log_sizes(
     runner: ModelRunner, budget: MemoryBudget, name: str, max_model_len: int, ranks: SingleRank
 ) -> None:
     config, cache = budget.config, runner.attention.cache
-    each = "" if ranks.size == 1 else f", each of {ranks.size} ranks"
+    each = f", each of {ranks.size} ranks" * (ranks.size > 1)
     num_tokens = runner.num_blocks * config.block_size
-    in_fp8 = f" in {config.kv_cache_dtype}" if cache.dtype != runner.dtype else ""
-    fitted = ""
-    if runner.max_model_len < max_model_len:
-        length = f"{runner.max_model_len:,} of the model's {max_model_len:,}"
-        fitted = f", which limits max_model_len to {length}"
+    in_fp8 = f" in {config.kv_cache_dtype}" * (cache.dtype != runner.dtype)
+    length = f"{runner.max_model_len:,} of the model's {max_model_len:,}"
+    fitted = f", which limits max_model_len to {length}" * (runner.max_model_len < max_model_len)
     logger.info(
         f"{name} on {runner.device}{each} in {str(runner.dtype).removeprefix('torch.')}: "
         f"weights of {budget.weight_bytes / 2**20:,.0f} MiB{runner.model.config.weights_note}, "

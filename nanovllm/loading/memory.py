@@ -20,15 +20,6 @@ OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")
 # takes up to 32 MiB for each thread that runs steps, and the profile measures only one thread.
 CUDA_MARGIN = 512 << 20
 CPU_CACHE_BYTES = 4 << 30  # the default limit of a CPU's KV cache and states
-INT4 = "quantization='int4', which takes about two thirds of int8"
-INT8 = "quantization='int8', which takes about half of bfloat16"
-# Kind of weights -> options that take less memory.
-SMALLER = {
-    "float32": ("dtype='bfloat16', which takes half", INT8, INT4),
-    "bfloat16": (INT8, INT4),
-    "float16": (INT8, INT4),
-    "int8": (INT4,),
-}
 
 
 def num_weights(model: Qwen3) -> int:
@@ -147,11 +138,11 @@ class MemoryBudget:
         """
         if self.weight_bytes > self.free:
             kind = self.config.quantization or str(dtype)[6:]
-            smaller = "".join(f", set {what}" for what in SMALLER.get(kind, ()))
             raise ValueError(
                 f"the weights of {name} take {self.weight_bytes / 2**30:,.2f} GiB in {kind}{note}, "
                 f"and {self.free / 2**30:,.2f} GiB of memory are free on {self.device}; "
-                f"end other programs{smaller}, or use a smaller model"
+                "end other programs, use a smaller model, or set dtype='bfloat16', "
+                "quantization='int8' or quantization='int4', each smaller than the one before it"
             )
         if self.requested_bytes > self.free:
             raise ValueError(
@@ -170,16 +161,11 @@ class MemoryBudget:
         if config.max_model_len is not None and config.max_model_len > num_tokens:
             needed = -(-config.max_model_len // config.block_size)
             num_bytes = (needed + 1) * self.block_bytes + self.state_bytes
-            option, value, more = "kv_cache_memory_bytes", config.kv_cache_memory_bytes, num_bytes
-            if config.num_kv_cache_blocks is not None:
-                option, value, more = "num_kv_cache_blocks", config.num_kv_cache_blocks, needed
-            given = f" with {option}={value:,}" if value else ""
-            is_sized_by_gpu = not value and self.device.type == "cuda"
-            remedy = " (or raise gpu_memory_utilization)" * is_sized_by_gpu
             raise ValueError(
                 f"max_model_len={config.max_model_len:,} is more than the {num_tokens:,} tokens "
-                f"that the KV cache holds{given}; lower max_model_len to {num_tokens:,} or leave "
-                f"it out, or set {option} to {more:,} or more{remedy}"
+                f"that the KV cache holds; lower max_model_len to {num_tokens:,} or leave it out, "
+                f"or set num_kv_cache_blocks to {needed:,}, or kv_cache_memory_bytes to "
+                f"{num_bytes:,}, or to more"
             )
         return min(max_model_len, num_tokens)
 

@@ -7,8 +7,6 @@ a CPU, float32 or bfloat16           cpu.backend   ("numba"), if Numba is instal
 anything else                        models.backend     ("sdpa")
 """
 
-from collections.abc import Callable
-
 import torch
 
 from nanovllm.models.backend import Backend
@@ -24,19 +22,21 @@ def pick_backend(name: str, device: torch.device, dtype: torch.dtype, num_weight
     is_auto = name == "auto"
     if is_auto:
         name = "triton" if device.type == "cuda" else "numba"
-        if name == "numba" and dtype is torch.float16:
-            logger.warning("float16 on a CPU runs in plain torch, which is slower")
-            name = "sdpa"
+        # Numba's backend refuses float16, with a reason.
+        if name == "numba" and dtype is not torch.float16 and num_weights < SMALL_MODEL:
+            from nanovllm.backends.cpu.kernel_files import is_ready
+
+            if not is_ready(dtype):
+                # An engine keeps its backend: with another one, its tokens could change.
+                name = "sdpa"
     if name == "sdpa":
         return Backend(device, dtype)
-    if is_auto and name == "numba" and num_weights < SMALL_MODEL:
-        from nanovllm.backends.cpu.kernel_files import is_ready
-
-        if not is_ready(dtype):
-            # An engine keeps its backend: with another one, its tokens could change.
-            return Backend(device, dtype)
     try:
-        return load_backend(name)(device, dtype)
+        if name == "triton":
+            from nanovllm.backends.gpu.backend import make_backend
+        else:
+            from nanovllm.backends.cpu.backend import make_backend
+        return make_backend(device, dtype)
     except (ImportError, ValueError) as error:
         if is_auto:
             logger.warning(f"attention runs in plain torch, which is slower: {error}")
@@ -47,17 +47,6 @@ def pick_backend(name: str, device: torch.device, dtype: torch.dtype, num_weight
             f"attention_backend={name!r} needs {name.title()} ({error}); pip install {name} if it "
             "is missing, or use attention_backend='sdpa'"
         ) from error
-
-
-def load_backend(name: str) -> Callable[[torch.device, torch.dtype], Backend]:
-    """Import "triton" or "numba", and return the function that makes the backend."""
-    if name == "triton":
-        from nanovllm.backends.gpu.backend import make_backend
-
-        return make_backend
-    from nanovllm.backends.cpu.backend import make_backend as make_cpu_backend
-
-    return make_cpu_backend
 
 
 def pick_device(name: str) -> torch.device:

@@ -29,8 +29,8 @@ class SequenceMetadata(NamedTuple):
     blocks: Tensor  # [n] int32, the blocks of its context
     context_len: int
     num_keys: int  # L, which is context_len plus padding that no query attends to
-    mask: Tensor | None  # [Q, L] bool, true if a query attends to a key; None if `is_causal`
-    is_causal: bool  # query i attends to keys 0 to i
+    # [Q, L] bool, true if a query attends to a key. None: query i attends to keys 0 to i.
+    mask: Tensor | None
 
 
 class PlainAttention:
@@ -78,13 +78,12 @@ class PlainAttention:
         # The padding can exceed the block table. The last block is repeated in its place.
         index = torch.arange(-(-num_keys // self.block_size), device=device)
         blocks = batch.block_tables[i, index.clamp(max=(context_len - 1) // self.block_size)]
-        is_causal = num_queries == context_len
         mask = None
-        if not is_causal:  # the queries are the last tokens of the context
+        if num_queries < context_len:  # the queries are the last tokens of the context
             query_positions = torch.arange(context_len - num_queries, context_len, device=device)
             mask = torch.arange(num_keys, device=device) <= query_positions[:, None]
         tokens = slice(start, end)
-        return SequenceMetadata(tokens, blocks, context_len, num_keys, mask, is_causal)
+        return SequenceMetadata(tokens, blocks, context_len, num_keys, mask)
 
     def read_blocks(self, layer: int, blocks: Tensor) -> Tensor:
         """Copy K and V of `blocks` [n], without the fp8 scales. Returns [2, K, n * B, D]."""
@@ -133,7 +132,7 @@ class PlainAttention:
             k, v = kv.unsqueeze(1)  # [1, K, L, D] each
             queries = q[seq.tokens].transpose(0, 1)[None]  # [1, H, Q, D]
             attended = F.scaled_dot_product_attention(
-                queries, k, v, seq.mask, is_causal=seq.is_causal, enable_gqa=True
+                queries, k, v, seq.mask, is_causal=seq.mask is None, enable_gqa=True
             )
             out[seq.tokens] = attended[0].transpose(0, 1)
 

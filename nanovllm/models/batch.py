@@ -7,7 +7,6 @@ A batch is ragged: S sequences are concatenated without padding, first chunks, t
     input_ids        [ a a a a a | b b b | c | d ]     T = 10 tokens, S = 4 sequences
     query_start_loc  [ 0           5       8   9  10 ] the first token of each sequence, and T
     context_lens     [ 5, 20, 7, 31 ]                  tokens to attend to, including the step's
-    logits_indices   [ 4, 7, 8, 9 ]                    the tokens whose logits are sampled
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ class ForwardBatch:
     query_start_loc: Tensor  # [S + 1] int32
     context_lens: Tensor  # [S] int64
     block_tables: Tensor  # [S, B] int32, padded with the null block
-    logits_indices: Tensor  # [R] int64
     query_lens: np.ndarray  # [S] int64, on the host: the number of tokens of each sequence
     host_lens: np.ndarray | None = None  # [S] int64: context_lens, if the host knows them
     num_decodes: int = 0  # the last `num_decodes` sequences have one token each

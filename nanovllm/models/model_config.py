@@ -23,13 +23,13 @@ STORED = tuple(prefix + name for prefix in ("", "torch.") for name in (*DTYPES[1
 FIELDS: Fields = {
     name: (kind, limits)
     for kind, limits, names in (
-        (bool, ANY, "attention_bias mlp_bias tie_word_embeddings truncate use_sliding_window"),
+        (bool, ANY, "attention_bias mlp_bias tie_word_embeddings use_sliding_window"),
         (int, SIZE, "hidden_size intermediate_size vocab_size head_dim sliding_window"),
         (int, SIZE, "num_attention_heads num_key_value_heads"),
         (int, LENGTH, "max_position_embeddings original_max_position_embeddings"),
         (int, (1, 10_000), "num_hidden_layers"),
         (int, (0, math.inf), "max_window_layers"),
-        (float, (0, math.inf), "attention_factor beta_fast beta_slow mscale mscale_all_dim"),
+        (float, (0, math.inf), "attention_factor beta_fast beta_slow"),
         (float, (0, math.inf), "low_freq_factor high_freq_factor"),
         (float, (0, 1), "partial_rotary_factor rms_norm_eps"),
         (float, (1, math.inf), "factor rope_theta"),

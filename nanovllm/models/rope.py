@@ -40,12 +40,9 @@ class RopeConfig:
     original_max_position_embeddings: int = 0  # positions in training
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    attention_factor: float | None = None  # None: derived from `factor` and the mscales
+    attention_factor: float | None = None  # None: derived from `factor`
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
-    truncate: bool = True
 
     @classmethod
     def from_params(cls, params: dict[str, Any], path: Path) -> RopeConfig:
@@ -65,14 +62,7 @@ class RopeConfig:
         for name in REQUIRED[kind]:
             if name not in params:
                 raise ValueError(f"{path}: rope type {kind!r} needs {name!r}")
-        rope = cls(**{name: value for name, value in params.items() if name in known})
-        if kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
-            raise ValueError(f"{path}: high_freq_factor must be more than low_freq_factor")
-        if kind == "yarn" and min(rope.rope_theta - 1, rope.beta_fast, rope.beta_slow) <= 0:
-            raise ValueError(
-                f"{path}: yarn needs a rope_theta above 1 and a beta_fast and beta_slow above 0"
-            )
-        return rope
+        return cls(**{name: value for name, value in params.items() if name in known})
 
     @property
     def extended_length(self) -> int:
@@ -109,10 +99,8 @@ class RopeConfig:
             length = self.original_max_position_embeddings / (rotations * 2 * math.pi)
             return dim * math.log(length) / (2 * math.log(self.rope_theta))
 
-        low, high = index_of(self.beta_fast), index_of(self.beta_slow)
-        if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, dim - 1)
+        low = max(math.floor(index_of(self.beta_fast)), 0)
+        high: float = min(math.ceil(index_of(self.beta_slow)), dim - 1)
         high += 0.001 if low == high else 0
         ramp = (torch.arange(dim // 2, device="cpu").float() - low) / (high - low)
         unchanged = 1 - ramp.clamp(0, 1)
@@ -121,10 +109,4 @@ class RopeConfig:
     def _attention_factor(self) -> float:
         if self.attention_factor is not None:
             return self.attention_factor
-
-        def scale(mscale: float) -> float:
-            return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
-
-        if self.mscale and self.mscale_all_dim:
-            return scale(self.mscale) / scale(self.mscale_all_dim)
-        return scale(1.0)
+        return 0.1 * math.log(max(self.factor, 1.0)) + 1.0

@@ -58,7 +58,6 @@ class DeviceRows:
             query_start_loc=self.arange[: size + 1],
             context_lens=inputs.context_lens,
             block_tables=inputs.block_tables,
-            logits_indices=self.arange[:size],
             query_lens=np.ones(size, np.int64),
             order=order,
             num_decodes=size,

@@ -39,7 +39,7 @@ class StepBatch:
     query_lens: np.ndarray  # [S] int64
     samples: np.ndarray  # [S] bool, true for a sequence that samples a token
     query_start_loc: Tensor  # [S + 1] int32
-    logits_indices: Tensor  # [R] int64
+    logits_indices: Tensor  # [R] int64, the tokens whose logits are sampled
     sampling_rows: Tensor  # [R] int64
     sampling_batch: SamplingBatch
     num_decodes: int  # number of consecutive one-token sequences at the end, chunks included
@@ -111,7 +111,6 @@ class Rows:
             query_start_loc=step.query_start_loc,
             context_lens=lens,
             block_tables=tables,
-            logits_indices=step.logits_indices,
             query_lens=step.query_lens,
             host_lens=context_lens,
             num_decodes=step.num_decodes,

@@ -94,21 +94,19 @@ def drive(engine: LLMEngine, rng: random.Random) -> None:
 
 def test_events_equal_the_engine(llm: LLM) -> None:
     """The traces begin in the middle of a run, perhaps with a step in flight."""
-    engine, kinds, evicted = llm.engine, set[str](), list[tuple[int, bytes]]()
+    engine, kinds, evicted = llm.engine, set[str](), list[int]()
     blocks = engine.scheduler.block_manager
     evict = blocks._evict
 
     def noted(block: Block) -> None:
-        evicted.append((block.block_id, block.block_hash))
+        evicted.append(block.block_id)
         evict(block)
 
     class EvictionTrace(CheckedTrace):
         def _add(self, event: Event) -> None:
             super()._add(event)
             if "plan" in event:
-                assert event.get("evicted", []) == [block for block, _ in evicted]
-                lost = [block for block, key in evicted if key not in blocks.hash_to_host_block]
-                assert event.get("lost", []) == lost
+                assert event.get("evicted", []) == evicted
                 evicted.clear()
 
     blocks._evict = noted
@@ -145,11 +143,6 @@ def test_a_plan_comes_before_the_commit_of_the_step_before(llm: LLM) -> None:
 
 
 # ---- the table ----
-
-
-@pytest.fixture(autouse=True)
-def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
 
 
 def test_the_table(embedded_run: Trace) -> None:
@@ -328,15 +321,6 @@ def test_sentences_say_what_happened() -> None:
             f"Preemption: request {preempted} returns to the head of the queue, because no block "
             f"was available {reason}."
         )
-    # Host memory took block 5, had the content of blocks 6 and 7, and has no room for that of 8.
-    event = {"plan": 1, "chunks": [], "evicted": [5, 6, 7, 8], "saved": [(5, 2)], "lost": [8]}
-    state.apply(event | {"host_cached": [2]})
-    (said,) = describe_changes(event, state, "", 4)
-    assert said == (
-        "Eviction: no block was free, so the prefix cache evicted block 5 (saved to host memory), "
-        "blocks 6, 7 (host memory has a copy) and block 8 (lost, because this step copies from or "
-        "to all host blocks)."
-    )
     event = {"plan": 1, "chunks": [], "why": "blocks", "waiting": list(range(3, 14))}
     state.apply(event)
     (said,) = describe_changes(event, state, "", 4)
@@ -442,7 +426,7 @@ def test_the_page_has_the_trace(embedded_run: Trace, tmp_path: Path) -> None:
     data = page_data((tmp_path / "trace.html").read_text())
     assert data["events"] == json.loads(json.dumps(embedded_run.events))
     assert data["options"]["num_blocks"] == 22
-    tokenizer = embedded_run._engine.tokenizer
+    tokenizer = embedded_run._engine.input_processor.tokenizer
     used = {token for seq in embedded_run._state.seqs for token in seq.tokens}
     entries = [entry for event in embedded_run.events for entry in event.get("likely", ())]
     used |= {token for *_, pairs in entries for token, _ in pairs}

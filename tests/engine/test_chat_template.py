@@ -87,7 +87,7 @@ def test_arguments_of_tool_calls_are_parsed(embedded: LLM) -> None:
     """As in vLLM, templates get a dict where OpenAI's format has a string in JSON."""
     shown = "{% for name, value in messages[1].tool_calls[0].function.arguments.items() %}"
     shown += "{{ name }}={{ value }};{% endfor %}"
-    tokenizer = embedded.engine.tokenizer
+    tokenizer = embedded.engine.input_processor.tokenizer
     for arguments, text in (
         ('{"city": "Malmö", "days": 2}', "city=Malmö;days=2;"),
         ({"city": "Malmö"}, "city=Malmö;"),

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.engine.input_processor import InputProcessor
-from nanovllm.engine.request import Request
+from nanovllm.engine.request import Progress, Request
 from nanovllm.engine.sampling import Sampling, read_stream
 from nanovllm.outputs import RequestMetrics
 from nanovllm.plan import RowResult
@@ -113,7 +113,7 @@ def test_stop_strings_in_one_token(stop: list[str], text: str, reason: str) -> N
             inputs = InputProcessor(tokenizer, 99, 99, frozenset(), SamplingParams(), 0)
             params = SamplingParams(stop=stop, include_stop_str_in_output=include)
             task = Sampling(inputs, params)
-            request = Request("0", 0, task, None, RequestMetrics(0.0), False, True)
+            request = Request("0", 0, task, None, RequestMetrics(0.0), False, True, Progress())
             seq = task.start(request, [0], 99)
             streamed, found = "", None
             for token in range(len(pieces)):

@@ -120,7 +120,6 @@ def compare(
         query_start_loc=torch.cat((torch.zeros(1, dtype=torch.int64), queries.cumsum(0))).int(),
         context_lens=torch.tensor(contexts),
         block_tables=tables,
-        logits_indices=queries.cumsum(0) - 1,
         query_lens=queries.numpy(),
         num_decodes=len(list(takewhile(lambda item: item[0] == 1, reversed(lengths)))),
     )

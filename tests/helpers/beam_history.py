@@ -14,7 +14,7 @@ from lessons.oracle.oracle import (
     require,
 )
 from nanovllm.engine import scheduler
-from nanovllm.engine.request import Request
+from nanovllm.engine.request import Progress, Request
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.features.requests.beam_search import BeamSearch, BeamSearchParams
 from nanovllm.outputs import RequestMetrics
@@ -73,7 +73,9 @@ class BeamHistory(History):
             check_head=lambda: None, vocab_size=ALPHABET, eos_token_ids=stops, tokenizer=None
         )
         task: Any = BeamSearch(inputs, params, self.scheduler)
-        request = Request("", self.arrivals, task, None, RequestMetrics(0.0), False, False)
+        request = Request(
+            "", self.arrivals, task, None, RequestMetrics(0.0), False, False, Progress()
+        )
         seq = task.start(request, list(prompt), longest)
         self.arrivals += 1
         self.searches.append((request, prompt, longest))

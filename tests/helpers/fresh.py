@@ -69,10 +69,11 @@ def execute(code: str, cwd: str, threads: int, variables: dict[str, str], direct
 
     if threads == 1:
         torch.set_num_threads(threads)
+    paths = filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:0] = map(os.path.abspath, paths)  # an entry may be relative to this directory
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(variables)
-    sys.path[:0] = filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(f"{directory}/{name}", os.O_WRONLY | os.O_CREAT), number)
     exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})

@@ -78,12 +78,10 @@ def test_max_model_len_of_more_tokens_than_the_cache(
         ("kv_cache_memory_bytes", 7 * block, 8 * block),
         ("kv_cache_memory_bytes", None, 8 * block),  # sized by the free memory
     ):
-        wanted = f"max_model_len=97 is more than the .* {option} to {more:,} or more"
+        wanted = f"max_model_len=97 is more than the .* {option} to {more:,}, or"
         options = {"num_kv_cache_blocks": None, "max_model_len": 97} | {option: value}
-        with pytest.raises(ValueError, match=wanted) as error:
+        with pytest.raises(ValueError, match=wanted):
             random_llm(path, **options)
-        if value is not None:
-            assert f"with {option}={value:,}; lower" in str(error.value)
         random_llm(path, **(options | {option: more}))
 
 
@@ -114,7 +112,7 @@ def test_requests_as_long_as_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch
 
 
 def test_logit_rules_take_memory_when_requests_use_them(path: Path) -> None:
-    """Penalties take it by rows that have some, twice as many each time, and only then."""
+    """Penalties take it when a row has some for the first time."""
     llm = random_llm(path)
     rules = llm.engine.runner.rows.rules
     params = SamplingParams(max_tokens=5)
@@ -123,9 +121,8 @@ def test_logit_rules_take_memory_when_requests_use_them(path: Path) -> None:
     llm.generate([[1, 2, 3]] * 2, replace(params, logit_bias={3: 1.0}), use_tqdm=False)
     assert rules.logits.shape == rules.sizes[::2]
     assert len(rules.penalties.tokens) == 0
-    for num, size in ((1, 1), (2, 2), (3, 4), (1, 4)):
-        llm.generate([[4]] * num, replace(params, presence_penalty=1.0), use_tqdm=False)
-        assert len(rules.penalties.tokens) == len(rules.penalties.counts) == size
+    llm.generate([[4]] * 3, replace(params, presence_penalty=1.0), use_tqdm=False)
+    assert rules.penalties.tokens.shape == rules.penalties.counts.shape == rules.sizes[:2]
 
 
 def test_too_little_memory_for_penalties_ends_only_that_request(
@@ -142,7 +139,7 @@ def test_too_little_memory_for_penalties_ends_only_that_request(
     params = SamplingParams(max_tokens=5)
     penalized = replace(params, presence_penalty=1.0)
     monkeypatch.setattr(torch.Tensor, "new_empty", fail)
-    with pytest.raises(ValueError, match="penalties of 1 requests .* lower gpu_memory_util"):
+    with pytest.raises(torch.OutOfMemoryError):
         llm.generate([[1, 2], [3]], [params, penalized], use_tqdm=False)
     monkeypatch.undo()
     outputs = llm.generate([[1, 2], [3]], [params, penalized], use_tqdm=False)

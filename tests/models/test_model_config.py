@@ -32,10 +32,8 @@ CONFIGS = [
     ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
     ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "both"),
     ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' needs 'factor'"),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "rope_theta": 1}}, "above 1"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "short_factor": [1]}}, "short_factor"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "needs 'low_freq_factor'"),
-    ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1}}, "more than low_freq_factor"),
     (
         {"rope_parameters": {"mrope_section": [16, 24, 24]}},
         "rope field 'mrope_section' is not",

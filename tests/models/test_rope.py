@@ -27,10 +27,8 @@ CASES = [
     LLAMA3 | {"factor": 32.0, "high_freq_factor": 1.5},
     *(YARN | {"original_max_position_embeddings": n} for n in (8, 4096, 32768)),
     YARN | {"attention_factor": 1.5},
-    YARN | {"beta_fast": 16, "beta_slow": 2, "truncate": False},
+    YARN | {"beta_fast": 16, "beta_slow": 2},
     YARN | {"beta_fast": 1.0, "beta_slow": 1.0},
-    YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
-    YARN | {"mscale": 0.7},
     YARN | {"factor": 1.0},
 ]
 

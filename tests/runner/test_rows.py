@@ -35,7 +35,7 @@ def test_rows_build_what_the_plan_says() -> None:
             draws = [
                 (e - 1, r, s + len(t)) for e, (r, s, t, d) in zip(ends, work, strict=True) if d
             ]
-            assert batch.logits_indices.tolist() == [e for e, _, _ in draws]
+            assert step.logits_indices.tolist() == [e for e, _, _ in draws]
             assert sampling.seeds.tolist() == [self.seeds[row] for _, row, _ in draws]
             assert sampling.positions.tolist() == [p for _, _, p in draws]
             self.rows.record(step.sampling_rows, torch.tensor(drawn, dtype=torch.int64))

@@ -73,7 +73,7 @@ class ChunkGraphs:
     def _capture(self, size: int, attention: TritonAttention) -> Any:
         (ids, positions, slots), none = self.inputs[:, :size], self.inputs[0, :0]
         lens = np.zeros(0, np.int64)
-        batch = ForwardBatch(ids, positions, slots, none, none, none, none, query_lens=lens)
+        batch = ForwardBatch(ids, positions, slots, none, none, none, query_lens=lens)
         attention.prepare(batch)  # of no sequences: it launches nothing
         self.model.forward(batch, CutAttention(attention, lambda layer: None))  # type: ignore[arg-type]
         torch.cuda.synchronize()

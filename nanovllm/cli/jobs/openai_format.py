@@ -34,7 +34,7 @@ Fields = dict[str, Any]
 OTHER = {"max_tokens", "logprobs", "structured_outputs"}
 SAMPLING = {f.name for f in fields(SamplingParams)} - OTHER - {"detokenize", "logits_processors"}
 BOTH = SAMPLING | OTHER | {"response_format"}
-TEMPLATE = {"add_generation_prompt", "continue_final_message"}
+TEMPLATE = {"add_generation_prompt", "continue_final_message", "chat_template"}
 CHAT_ONLY = {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
 KNOWN = {
     CHAT: BOTH | TEMPLATE | CHAT_ONLY,
@@ -43,7 +43,6 @@ KNOWN = {
 }
 # Fields with a value that changes nothing. Another value is an error.
 UNUSED = {"best_of": 1, "echo": False, "stream": False, "suffix": "", "tools": []}
-UNUSED["chat_template"] = None  # a program, which may never end
 NO_EFFECT = {"metadata", "parallel_tool_calls", "service_tier", "store", "tool_choice", "user"}
 
 
@@ -108,10 +107,11 @@ class Job:
         return base64.b64encode(np.asarray(embedding, "<f4").tobytes()).decode()
 
 
-def parse(llm: LLM, url: Any, body: Any, model: str) -> Job:
+def parse(llm: LLM, url: Any, body: Any, model: str, trust_chat_templates: bool = False) -> Job:
     """Return the job of a body.
 
     model: the name under which the model of `llm` is known.
+    trust_chat_templates: whether the body may have a chat template, which is a program.
 
     Raises UnknownModel, ValueError or TypeError, and ImportError for a missing package.
     """
@@ -137,6 +137,14 @@ def parse(llm: LLM, url: Any, body: Any, model: str) -> Job:
         check_scalar("encoding_format", encoding, str, ("float", "base64"))
         return Job(url, model, prompts, PoolingParams(**given), encoding=encoding)
     if url == CHAT:
+        more = given.get("chat_template_kwargs", {})
+        check_scalar("chat_template_kwargs", more, dict)
+        template = given.get("chat_template", more.get("chat_template"))
+        if template is not None and not trust_chat_templates:
+            raise ValueError(
+                "chat_template is a program, which may never end; leave it out, or start run-batch "
+                "with --trust-chat-templates"
+            )
         prompts = [chat_prompt(llm, given)]
     params = sampling_params(given, llm.get_default_sampling_params(), url == CHAT)
     return Job(url, model, prompts, params, params.logprobs or 0)
@@ -146,10 +154,7 @@ def chat_prompt(llm: LLM, given: Fields) -> Prompt:
     messages = given.pop("messages", None)
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"messages must be a list of at least one message, not {messages!r:.80}")
-    more = given.pop("chat_template_kwargs", {})
-    check_scalar("chat_template_kwargs", more, dict)
-    if more.get("chat_template") is not None:
-        raise ValueError("chat_template_kwargs must not have a chat_template: it is a program")
+    more = given.pop("chat_template_kwargs", None)
     variables: Fields = {"add_generation_prompt": True, "chat_template": None}
     variables |= {name: given.pop(name) for name in TEMPLATE & given.keys()}
     return llm.engine.input_processor.chat_prompt(messages, variables, more)

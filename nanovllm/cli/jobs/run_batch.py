@@ -40,17 +40,21 @@ class BatchFiles:
     are done. A kill or a full disk can leave a last line without a newline. This line is cut off,
     and its request is computed again.
 
+    retry_errors: remove results with an error from the output, so that their lines are not done.
+
     Raises OSError if a file cannot be opened, and ValueError if the output has lines of something
     else than this input.
     """
 
-    def __init__(self, source: Path, target: Path) -> None:
+    def __init__(self, source: Path, target: Path, retry_errors: bool = False) -> None:
         self.source, self.target = source, target
         self.lines = source.open("rb")
         self.done: dict[int, str | None] = {}  # number of a line, from 1 -> its custom_id
         self.errors: list[str] = []  # custom_id and message of each result with an error
         target.touch()
         os.truncate(target, self._read_results())
+        if retry_errors and self.errors:
+            self._remove_errors()
         requests = {(number, custom_id) for number, custom_id, _ in self.requests()}
         if others := self.done.items() - requests:
             number, custom_id = min(others)
@@ -86,6 +90,15 @@ class BatchFiles:
                     ) from None
                 size += len(line)
         return size
+
+    def _remove_errors(self) -> None:
+        """Replace the output by a file without its errors. A kill leaves one or the other."""
+        rest = self.target.with_name(self.target.name + ".rest")
+        with self.target.open("rb") as results, rest.open("wb") as kept:
+            kept.writelines(line for line in results if json.loads(line)["error"] is None)
+        rest.replace(self.target)
+        self.done, self.errors = {}, []
+        self._read_results()
 
     def _mark_done(self, number: int, custom_id: str | None, error: Any) -> None:
         self.done[number] = custom_id
@@ -127,7 +140,7 @@ def custom_id_of(line: bytes) -> str | None:
     return custom_id if isinstance(custom_id, str) else None
 
 
-def parse_line(llm: LLM, line: bytes, model: str) -> Job:
+def parse_line(llm: LLM, line: bytes, model: str, trust_chat_templates: bool = False) -> Job:
     """Return the job of a line. Raises an error of any type that says what is wrong."""
     try:
         request = json.loads(line)
@@ -137,7 +150,7 @@ def parse_line(llm: LLM, line: bytes, model: str) -> Job:
     check_scalar("custom_id", request.get("custom_id"), str)
     if request.get("method") != "POST":
         raise ValueError(f"method must be 'POST', not {request.get('method')!r:.80}")
-    return parse(llm, request.get("url"), request.get("body"), model)
+    return parse(llm, request.get("url"), request.get("body"), model, trust_chat_templates)
 
 
 def run_batch(
@@ -146,11 +159,13 @@ def run_batch(
     model: str = EMBEDDED,
     max_concurrency: int = 512,
     use_tqdm: bool = True,
+    trust_chat_templates: bool = False,
 ) -> None:
     """Compute the lines that are left.
 
     model: the name that lines may give for the model of `llm`; a line may also give none.
     max_concurrency: largest number of lines in memory.
+    trust_chat_templates: whether a line may have a chat template, which is a program.
 
     If the engine, the disk or Ctrl-C ends the run, its requests are aborted and the error is
     raised.
@@ -165,7 +180,7 @@ def run_batch(
                     number, custom_id, line = item
                     job: Job | Exception
                     try:
-                        job = parse_line(llm, line, model)
+                        job = parse_line(llm, line, model, trust_chat_templates)
                         in_flight[number] = custom_id, job, job.submit(llm)
                     except Exception as error:
                         in_flight[number] = custom_id, error, []
@@ -187,8 +202,6 @@ def option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{text}: give OPTION=VALUE, like max_num_seqs=16")
-    if name == "model":
-        raise argparse.ArgumentTypeError(f"{text}: give --model instead")
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
@@ -205,6 +218,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--model", default=EMBEDDED, help=f"directory or hub id ({EMBEDDED})")
     served = "the name of the model in the lines, if it is not --model"
     add("--served-model-name", metavar="NAME", help=served)
+    trust = "accept a chat_template in a line; it is a program without a limit of time"
+    add("--trust-chat-templates", action="store_true", help=trust)
+    retry = "compute the lines again whose results are errors"
+    add("--retry-errors", action="store_true", help=retry)
     pair: dict[str, Any] = {"type": option, "action": "append", "default": []}
     add("--set", **pair, metavar="OPTION=VALUE", help="an option of LLM(), like max_num_seqs=16")
     return parser
@@ -218,12 +235,18 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if options.get("tensor_parallel_size", 1) != 1:
             raise ValueError("tensor_parallel_size: one process writes the output; use 1")
-        with BatchFiles(args.input_file, args.output_file) as files:
+        with BatchFiles(args.input_file, args.output_file, args.retry_errors) as files:
+            num_old_errors = len(files.errors)
             if len(files.done) < files.num_requests:
                 llm = LLM(args.model, **options)  # its errors would come again at a resumption
                 try:
-                    max_concurrency = 2 * llm.engine.scheduler.max_num_seqs
-                    run_batch(llm, files, args.served_model_name or args.model, max_concurrency)
+                    run_batch(
+                        llm,
+                        files,
+                        model=args.served_model_name or args.model,
+                        max_concurrency=2 * llm.engine.scheduler.max_num_seqs,
+                        trust_chat_templates=args.trust_chat_templates,
+                    )
                 finally:
                     done = f"{len(files.done)} of {files.num_requests} lines are done"
                     progress = f"; {done}: start the same command again to resume"
@@ -233,9 +256,10 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\ninterrupted{progress}", file=sys.stderr)
         return 130
-    print(f"{len(files.done)} results in {args.output_file}, {len(files.errors)} with an error")
-    if files.errors:
+    num_errors = len(files.errors)
+    new = f"({num_errors - num_old_errors} new)"
+    print(f"{len(files.done)} results in {args.output_file}, {num_errors} with an error {new}")
+    if num_errors:
         first = f"the first error is of {' '.join(files.errors[0].split())}"
-        remedy = "remove results from the output to have their lines computed again"
-        print(f"{first}; {remedy}", file=sys.stderr)
-    return int(bool(files.errors))
+        print(f"{first}; --retry-errors computes lines with errors again", file=sys.stderr)
+    return int(num_errors > 0)

@@ -55,7 +55,6 @@ class Event(TypedDict, total=False):
     loaded: list[tuple[int, int]]  # host block, block
     host: dict[str, int]  # counters of the host cache, if blocks were saved or loaded
     evicted: list[int]
-    lost: list[int]  # with a host cache: the evicted blocks of which host memory has no copy
     why: str  # Scheduler.why_waiting; a key of WHY_WAITING in show.py
 
     # Only a commit has these fields.

@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 import json
-import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from nanovllm.cli.trace.events import Event, State
 
-# The first columns of the printed table. The other four grow with the terminal.
-FIXED_COLUMNS = "{:>4} {:>4} {:>6} {:>6} {:<8.8}"
+WIDTH = 100  # characters of a line of the table
+ROW = "{:>4} {:>4} {:>6} {:>6} {:<8.8} {:<17} {:<14} {:<17} {}"
 HEAD = ("step", "free", "cached", "shared", "request", "computes", "slots", "block table", "token")
 # Why the first waiting sequence is not admitted, by the scheduler's word for the reason. {} is
 # replaced by the name of the sequence.
@@ -61,7 +60,6 @@ def table(options: dict[str, Any], events: list[Event], texts: dict[int, str]) -
     size = options["block_size"]
     num_steps = sum("plan" in event for event in events)
     num_seqs = sum(len(event.get("new", ())) for event in events)
-    width = max(80, min(100, shutil.get_terminal_size((100, 24)).columns))
     indents: Any = {"initial_indent": INDENT, "subsequent_indent": INDENT + "  "}
     lines = [
         f"{plural(num_steps, 'step')} of {plural(num_seqs, 'sequence')}, "
@@ -71,7 +69,7 @@ def table(options: dict[str, Any], events: list[Event], texts: dict[int, str]) -
         f"slot of a position = block_table[position // {size}] * {size} + position % {size}",
         *["1: 'x' in a later step is a token of step 1"] * options["async_scheduling"],
         "",
-        table_row(HEAD, width),
+        table_row(HEAD),
     ]
     for group in steps(events):
         step = [""] * 4
@@ -90,10 +88,10 @@ def table(options: dict[str, Any], events: list[Event], texts: dict[int, str]) -
                 rows.setdefault(number, [""] * 4)[3] = late + text
             sentences += describe_changes(event, state, options["policy"], size)
         for number, row in rows.items():
-            lines.append(table_row((*step, state.seqs[number].name, *row), width))
+            lines.append(table_row((*step, state.seqs[number].name, *row)))
             step = [""] * 4
         for sentence in sentences:
-            lines += textwrap.wrap(sentence, width, **indents)
+            lines += textwrap.wrap(sentence, WIDTH, **indents)
     return "\n".join(lines)
 
 
@@ -117,23 +115,10 @@ def last_words(text: str, width: int) -> str:
     return textwrap.shorten(text[::-1], width, placeholder=" ...")[::-1]
 
 
-def table_row(cells: tuple[str, ...], width: int) -> str:
-    """Join the cells of a line of 80 to 100 columns."""
-    *fixed, what, slots, blocks, token = cells
-    extra = width - 80
-    what_width = 13 + extra // 5
-    slots_width = 9 + extra // 4
-    blocks_width = 11 + extra * 3 // 10
-    line = " ".join(
-        [
-            FIXED_COLUMNS.format(*fixed),
-            what.ljust(what_width),
-            last_words(slots, slots_width).ljust(slots_width),
-            last_words(blocks, blocks_width).ljust(blocks_width),
-            token,
-        ]
-    )
-    return line[:width].rstrip()
+def table_row(cells: Sequence[str]) -> str:
+    """Join the cells of a line."""
+    *start, slots, blocks, token = cells
+    return ROW.format(*start, last_words(slots, 14), last_words(blocks, 17), token)[:WIDTH].rstrip()
 
 
 def planned(plan: Event, state: State) -> list[list[int]]:
@@ -209,8 +194,8 @@ def describe_changes(event: Event, state: State, policy: str, size: int) -> Iter
     if copies := event.get("copies"):
         pairs = ", ".join(f"{source} to {target}" for source, target in copies)
         yield f"Copy-on-write: block {pairs}, because the block to write is shared or cached."
-    if event.get("evicted"):
-        yield describe_evictions(event, has_host=bool(state.host_cached))
+    if evicted := event.get("evicted"):
+        yield f"Eviction: no block was free, so the prefix cache evicted {block_list(evicted)}."
     if host := event.get("host"):
         moves = [f"block {a} is saved to host block {b}" for a, b in event["saved"]]
         moves += [f"block {b} is loaded from host block {a}" for a, b in event["loaded"]]
@@ -236,22 +221,6 @@ def describe_changes(event: Event, state: State, policy: str, size: int) -> Iter
         yield f"Failure: the steps in flight were reverted. {event['failed']}"
     if event.get("ended"):
         yield f"The trace ends with an error. {event['ended']}"
-
-
-def describe_evictions(event: Event, has_host: bool) -> str:
-    """Return the sentence about the evicted blocks, and whether host memory has their content."""
-    evicted, because = event["evicted"], "no block was free"
-    if not has_host:
-        return f"Eviction: {because}, so the prefix cache lost {block_list(evicted)}."
-    saved, lost = [block for block, _ in event.get("saved", ())], event.get("lost", [])
-    copied = [block for block in evicted if block not in saved and block not in lost]
-    groups = (
-        (saved, "saved to host memory"),
-        (copied, "host memory has a copy"),
-        (lost, "lost, because this step copies from or to all host blocks"),
-    )
-    parts = [f"{block_list(blocks)} ({what})" for blocks, what in groups if blocks]
-    return f"Eviction: {because}, so the prefix cache evicted {join_names(parts)}."
 
 
 def describe_beams(event: Event, state: State) -> Iterator[str]:

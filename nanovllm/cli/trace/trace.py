@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.cli.trace import show
 from nanovllm.cli.trace.events import Event as Event
 from nanovllm.cli.trace.events import State as State
-from nanovllm.engine.block_manager import Block
 from nanovllm.engine.detokenizer import decode_token
 from nanovllm.engine.observer import NO_OBSERVER, Observer
 from nanovllm.engine.scheduler import InFlightStep
@@ -79,7 +78,6 @@ class Trace(Observer):
         self._numbers: dict[Sequence, int] = {}
         self._preemptions: dict[Sequence, int] = {}  # of the unfinished sequences
         self._searches: dict[int, Search] = {}  # arrival -> beam search
-        self._hashes: dict[int, bytes] = {}  # with a host cache: cached block -> its hash
         self._in_flight: deque[int] = deque()  # steps; 0 for one that was planned before the trace
         self._start = self._begun = 0.0
 
@@ -137,10 +135,6 @@ class Trace(Observer):
                 event["host"] = self._blocks.stats()
             if step.evicted:
                 event["evicted"] = step.evicted
-                hashes, host = self._hashes, self._hash_to_host_block
-                lost = [block for block in step.evicted if hashes.get(block) not in host]
-                if lost and self.options["num_host_blocks"]:
-                    event["lost"] = lost
             self._in_flight.append(number)
         if decodes != self._state.decodes:
             event["decodes"] = decodes
@@ -244,7 +238,8 @@ class Trace(Observer):
         in_cache = (block.block_id for block in self._blocks.hash_to_block.values())
         if cached := sorted(state.cached.symmetric_difference(in_cache)):
             event["cached"] = cached
-        on_host = (block.block_id for block in self._hash_to_host_block.values())
+        host_blocks = getattr(self._blocks, "hash_to_host_block", {})  # empty without a host cache
+        on_host = (block.block_id for block in host_blocks.values())
         if changed := sorted(state.host_cached.symmetric_difference(on_host)):
             event["host_cached"] = changed
         if scores := list(self._scores()):
@@ -254,11 +249,6 @@ class Trace(Observer):
         if ended := [seq for seq in self._preemptions if seq.status is Status.FINISHED]:
             event["finished"] = [(numbers[s], s.finish_reason or "", s.stop_reason) for s in ended]
         return event
-
-    @property
-    def _hash_to_host_block(self) -> dict[bytes, Block]:
-        """Return the blocks of the host cache by their hash, empty if there is none."""
-        return getattr(self._blocks, "hash_to_host_block", {})
 
     def _scores(self) -> Iterator[tuple[int, float]]:
         """Yield `Event.scores`, of all beams of the searches that have chosen beams."""
@@ -293,15 +283,12 @@ class Trace(Observer):
         self.events.append(event)
         self._state.apply(event)
         self._preemptions = {s: s.preemptions for s in live if s.status is not Status.FINISHED}
-        if self.options["num_host_blocks"]:
-            blocks = self._blocks.hash_to_block.values()
-            self._hashes = {block.block_id: block.block_hash for block in blocks}
 
     # ---- the events as a table and as a page ----
 
     def texts(self) -> dict[int, str]:
         """Return the text of each token in the trace; empty without a tokenizer."""
-        if (tokenizer := self._engine.tokenizer) is None:
+        if (tokenizer := self._engine.input_processor.tokenizer) is None:
             return {}
         known = {t for event in self.events for _, _, ids, *_ in event.get("new", ()) for t in ids}
         known |= {token for event in self.events for token in event.get("tokens", ())} - {-1}

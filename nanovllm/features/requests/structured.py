@@ -31,11 +31,12 @@ STACK, STACK_PER_BYTE = 2**24, 2**12
 MAX_SECONDS = 60  # for cases without another limit, such as 200 patterns in an allOf
 MAX_ABANDONED = 2  # compilations that took longer and cannot be stopped
 MAX_REASON = 300  # characters of an error message
+# llguidance 1.9 compiles patternProperties, but with declared properties it reaches positions at
+# which no token may follow.
+PATTERN_PROPERTIES = re.compile(r'"patternProperties"\s*:')
+ESCAPED_LETTER = re.compile(r"\\u00([4-7][0-9a-fA-F])")
 # The whitespace between JSON tokens. If more is allowed, weak models generate nothing but spaces.
 WHITESPACE = " ?"
-# With declared properties, llguidance 1.9 can reach positions where no token may follow. vLLM also
-# refuses this keyword for llguidance.
-PATTERN_PROPERTIES = re.compile(r'"patternProperties"\s*:')
 stack_size_lock = threading.Lock()  # threading.stack_size is a setting of the process
 
 
@@ -158,10 +159,11 @@ class GrammarCompiler:
                 f"the {field} of structured_outputs has {size} bytes; the limit is "
                 f"{MAX_BYTES[kind]}"
             )
-        if PATTERN_PROPERTIES.search(text):
+        plain = ESCAPED_LETTER.sub(lambda letter: chr(int(letter[1], 16)), text)
+        if PATTERN_PROPERTIES.search(plain):
             raise ValueError(
                 f"the {field} of structured_outputs has patternProperties, which is not supported; "
-                "declare each property, or describe the others by additionalProperties"
+                "declare each property, or describe the object by additionalProperties"
             )
         self.abandoned = [thread for thread in self.abandoned if thread.is_alive()]
         if len(self.abandoned) >= MAX_ABANDONED:

@@ -37,19 +37,19 @@ from nanovllm import LLM, SamplingParams  # noqa: E402
 from nanovllm.backends import int4 as plain_int4  # noqa: E402
 from nanovllm.backends.gpu.kernels import (  # noqa: E402
     attention,
-    convert,
+    conversions,
     experts,
     int4,
     int8,
     pointwise,
-    sampling,
+    sampler,
     store,
 )
 from nanovllm.backends.gpu.kernels.configs import Tile  # noqa: E402
 from nanovllm.backends.int4 import Int4Weight  # noqa: E402
 from nanovllm.backends.int8 import Int8Weight, weight_only  # noqa: E402
 from nanovllm.features.models.moe.experts import expert_linear  # noqa: E402
-from nanovllm.models import sampler  # noqa: E402
+from nanovllm.models import sampler as plain_sampler  # noqa: E402
 from nanovllm.models.backend import Backend  # noqa: E402
 from nanovllm.models.batch import SamplingBatch  # noqa: E402
 from nanovllm.models.fp8 import FP8  # noqa: E402
@@ -382,9 +382,9 @@ def run_ptx(code: str, x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("code", "source", "dtype"),
     [
-        (convert.FP8_TO_FLOAT16, FP8, torch.float16),
-        (convert.INT8_TO_FLOAT16, torch.int8, torch.float16),
-        (convert.INT8_TO_BFLOAT16, torch.int8, torch.bfloat16),
+        (conversions.FP8_TO_FLOAT16, FP8, torch.float16),
+        (conversions.INT8_TO_FLOAT16, torch.int8, torch.float16),
+        (conversions.INT8_TO_BFLOAT16, torch.int8, torch.bfloat16),
     ],
 )
 def test_ptx_converts_every_byte_exactly(
@@ -466,8 +466,8 @@ def sampling_batch(rows: int, generator: torch.Generator) -> SamplingBatch:
 
 def same_tokens(logits: Tensor, batch: SamplingBatch) -> None:
     """The tokens equal those of the reference: same filters, same random numbers, same draw."""
-    expected = sampler.sample(logits.float(), batch)
-    assert sampling.sample(logits, batch).tolist() == expected.tolist()
+    expected = plain_sampler.sample(logits.float(), batch)
+    assert sampler.sample(logits, batch).tolist() == expected.tolist()
 
 
 @pytest.mark.slow
@@ -527,7 +527,7 @@ def test_sample_with_filters(kind: str, dtype: torch.dtype) -> None:
 def first_above(weights, targets, out, N: tl.constexpr):
     i = tl.program_id(0)
     weight = tl.load(weights + tl.arange(0, N))
-    tl.store(out + i, sampling._first_above(weight, tl.load(targets + i)))
+    tl.store(out + i, sampler._first_above(weight, tl.load(targets + i)))
 
 
 def test_a_hidden_token_is_never_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -564,7 +564,7 @@ def test_draws_follow_the_distribution() -> None:
     row = torch.ones(num)
     ids = torch.arange(num)
     batch = SamplingBatch(row, ids, 3 * ids, {})
-    tokens = sampling.sample(probs.log().expand(num, -1).contiguous(), batch)
+    tokens = sampler.sample(probs.log().expand(num, -1).contiguous(), batch)
     counts = torch.bincount(tokens, minlength=5)
     assert counts[4] == 0
     expected = probs[:4] * num
@@ -649,7 +649,7 @@ def test_slices_do_not_compile_kernels_again(launches: Callable[..., dict[str, t
         launches(
             experts, "expert_linear", torch.zeros(9, 64), module, starts[:4].long()[start:][:2]
         )
-        found.append(launches(sampling, "sample", torch.zeros(9, 300), batch))
+        found.append(launches(sampler, "sample", torch.zeros(9, 300), batch))
     assert len(found[0]) == 6
     assert found[0] == found[1]
 
@@ -670,7 +670,7 @@ def test_launches_set_fp_fusion(launches: Callable[..., dict[str, tuple]]) -> No
     )
     launches(attention, "attend", q, cache, cache, tables, ids, ids, tables, tile, q)
     launches(attention, "attend_decode", q, cache, cache, ids, ids, tables, tile, 2, q)
-    found = launches(sampling, "sample", x, SamplingBatch(x[0, :2], ids, ids, {}))
+    found = launches(sampler, "sample", x, SamplingBatch(x[0, :2], ids, ids, {}))
     module: Any = SimpleNamespace(weight=torch.zeros(64, 64))
     found = launches(experts, "expert_linear", x, module, torch.tensor([1, 2]))
     assert len(found) == 11

@@ -265,14 +265,14 @@ WRONG: list[tuple[Any, str]] = [
     (line("x", CHAT, **ask("Hi", logit_bias={"999999": 1})), "logit_bias has token id 999999"),
     (line("x", CHAT, **ask("Hi", response_format="json")), "response_format must be an object"),
     (line("x", CHAT, **ask("Hi", response_format={"type": "json_schema"})), "json_schema.schema"),
-    (line("x", CHAT, **ask("Hi", chat_template="{{ 1 }}")), "chat_template='{{ 1 }}' is not supp"),
+    (line("x", CHAT, **ask("Hi", chat_template="{{ 1 }}")), "--trust-chat-templates"),
     (line("x", CHAT, **ask("Hi", chat_template_kwargs=[1])), "chat_template_kwargs must be an obj"),
     (line("x", CHAT, **ask("Hi", chat_template_kwargs={"tokenize": True})), "TypeError"),
     (line("x", CHAT, **ask("Hi", chat_template_kwargs={"chat_template": "x"})), "a program"),
     (line("x", COMPLETIONS), "prompt must be a string"),
     (line("x", COMPLETIONS, prompt=""), "the prompt is empty"),
     (line("x", COMPLETIONS, prompt=["good", ""]), "the prompt is empty"),
-    (line("x", COMPLETIONS, prompt=[10**6]), "token id 1000000 is outside"),
+    (line("x", COMPLETIONS, prompt=[10**6]), "the prompt has token id 1000000"),
     (line("x", COMPLETIONS, prompt="Hi", echo=True), "echo=True is not supported"),
     (line("x", COMPLETIONS, prompt="Hi", messages=[]), "unknown field of /v1/completions"),
     (line("x", EMBEDDINGS), "input must be a string"),
@@ -304,6 +304,20 @@ def test_wrong_lines_stop_nothing(embedded: LLM, tmp_path: Path) -> None:
         given = lines[number - 1]
         custom_id = given.get("custom_id") if isinstance(given, dict) else None
         assert one["custom_id"] == (custom_id if isinstance(custom_id, str) else None)
+
+
+def test_chat_templates_of_lines(embedded: LLM, tmp_path: Path) -> None:
+    """A template may never end, so a line may have one only if the option says so."""
+    template = "{{ messages[0].content }}"
+    fields = [{"chat_template": template}, {"chat_template_kwargs": {"chat_template": template}}]
+    lines = [line(f"x{i}", CHAT, **ask("Hi", **more)) for i, more in enumerate(fields)]
+    source = save(tmp_path / "in.jsonl", lines)
+    for trusted in (False, True):
+        target = tmp_path / f"{trusted}.jsonl"
+        failed = run(embedded, source, target, trust_chat_templates=trusted)
+        assert failed == (0 if trusted else 2)
+        for one in results(target).values():
+            assert trusted or "--trust-chat-templates" in one["error"]["error"]["message"]
 
 
 def test_a_request_that_fails_while_it_runs(embedded: LLM, tmp_path: Path) -> None:
@@ -421,22 +435,21 @@ def test_errors_and_another_try(
     source, target = save(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     command = ["-i", str(source), "-o", str(target)]
     first = "the first error is of 'a': the model 'other' does not exist; the name is 'qwen3-nano'"
-    for _ in range(2):
+    for new in (2, 0):
         assert main(command) == 1
         shown = capsys.readouterr()
-        assert f"4 results in {target}, 2 with an error" in shown.out
-        assert f"{first}; remove results from the output" in shown.err
-    kept = [one for one in target.read_text().splitlines() if json.loads(one)["error"] is None]
-    target.write_text("".join(one + "\n" for one in kept))
-    assert main([*command, "--served-model-name", "other"]) == 1
-    assert f"4 results in {target}, 1 with an error" in (shown := capsys.readouterr()).out
+        assert f"4 results in {target}, 2 with an error ({new} new)" in shown.out
+        assert f"{first}; --retry-errors computes" in shown.err
+    assert main([*command, "--retry-errors", "--served-model-name", "other"]) == 1
+    assert "4 results in" in (shown := capsys.readouterr()).out
+    assert "1 with an error (1 new)" in shown.out
     assert "the first error is of 'wrong': messages must be" in shown.err
     got = results(target)
     assert body(got["a"])["choices"][0]["message"]["content"] == "12 + 30 = 42"
     save(source, lines[:3])
     text = "".join(json.dumps(got[name]) + "\n" for name in ("a", "q0", "q1"))
     target.write_text(text)
-    assert main(command) == 0
+    assert main([*command, "--retry-errors"]) == 0
     assert capsys.readouterr().err == ""
     assert target.read_text() == text
 

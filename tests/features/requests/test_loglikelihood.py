@@ -120,7 +120,7 @@ def test_a_pair_may_fill_the_model(checkpoint: tuple[Path, torch.nn.Module], llm
     """The last token is not computed, so that there is room for one more."""
     stem = [(3 * i) % VOCAB for i in range(120)]
     same(score(llm, [(stem, [1] * 9)]), checkpoint[1], [(stem, [1] * 9)])
-    with pytest.raises(ValueError, match="130 tokens are more than 129, the limit"):
+    with pytest.raises(ValueError, match="130 tokens, and may have 129 with"):
         score(llm, [(stem, [1] * 10)])
 
 
@@ -184,10 +184,14 @@ CALLS = [
     (lambda llm: llm.embed([[1]], {"dimensions": 3}), TypeError, "pooling_params must be a Pooli"),
     (lambda llm: llm.embed([[1]], [PoolingParams()] * 2), ValueError, "1 prompts but 2 pooling_pa"),
     (lambda llm: llm.embed([[1]], PoolingParams(), dimensions=3), TypeError, "not both"),
-    (lambda llm: llm.embed([[1] * 161]), ValueError, "161 tokens are more than 160, the limit"),
+    (lambda llm: llm.embed([[1] * 161]), ValueError, "161 tokens, and may have 160 with"),
     (lambda llm: llm.generate([[1]], PoolingParams()), TypeError, "must be a SamplingParams"),
     (lambda llm: next(llm.stream([[1]], PoolingParams())), TypeError, "must be a SamplingParams"),
-    (lambda llm: next(llm.stream([[1], [VOCAB]])), ValueError, r"prompts\[1\]: token id"),
+    (
+        lambda llm: next(llm.stream([[1], [VOCAB]])),
+        ValueError,
+        r"prompts\[1\]: the prompt has token id",
+    ),
     (lambda llm: llm.loglikelihood([[1]] * 2, [[2]] * 3), ValueError, "2 prompts but 3 continuat"),
     (lambda llm: llm.loglikelihood([1], []), None, ""),
     (lambda llm: llm.loglikelihood([], []), None, ""),

@@ -152,7 +152,7 @@ class HybridLayers(FusedLayers):
 
 
 def is_linear(attn: Any) -> bool:
-    """Return whether a layer's attention is features.models.hybrid.model.LinearAttention."""
+    """Return whether a layer's attention is features.models.hybrid.qwen3_5.LinearAttention."""
     return hasattr(attn, "conv1d")
 
 

@@ -67,17 +67,6 @@ class HybridConfig(ModelConfig):
             experts=experts,
             **sizes,
         )
-        if config.rotary_dim % 2 or not config.rotary_dim:
-            raise ValueError(
-                f"{path}: partial_rotary_factor {share} of head_dim {base.head_dim} is "
-                f"{config.rotary_dim} numbers, and rotary embedding needs pairs"
-            )
-        if config.linear_num_value_heads % config.linear_num_key_heads:
-            raise ValueError(
-                f"{path}: {config.linear_num_value_heads} value heads do not divide into "
-                f"{config.linear_num_key_heads} key heads (linear_num_value_heads, "
-                "linear_num_key_heads)"
-            )
         if (size := raw.get("linear_conv_kernel_dim", KERNEL_SIZE)) != KERNEL_SIZE:
             raise ValueError(
                 f"{path}: linear_conv_kernel_dim {size!r} is not supported; only {KERNEL_SIZE} is, "
@@ -105,17 +94,8 @@ class HybridConfig(ModelConfig):
                 )
 
     def select_tensors(self, files: dict[Path, Any]) -> dict[Path, Any]:
-        """Return the files without the tensors for images and for speculative decoding (MTP).
-
-        Raises ValueError if no other tensors exist.
-        """
+        """Return the files without the tensors for images and for speculative decoding (MTP)."""
         texts = {path: TextFile(file) for path, file in files.items()}
-        if files and not any(text.names for text in texts.values()):
-            directory = next(iter(files)).parent
-            raise ValueError(
-                f"{directory} has no text model: all of its tensors are for images or MTP "
-                "(model.visual and mtp); fetch the other *.safetensors files"
-            )
         if self.experts is None:
             return dict(texts)
         return {path: UnstackedFile(text) for path, text in texts.items()}
@@ -164,10 +144,7 @@ def _layer_types(raw: dict[str, Any], num_layers: int, path: Path) -> tuple[str,
             f"{LINEAR!r} and {FULL!r}"
         )
     if len(types) != num_layers:
-        raise ValueError(
-            f"{path}: layer_types has {len(types)} entries for {num_layers} layers "
-            "(num_hidden_layers)"
-        )
+        raise ValueError(f"{path}: layer_types has {len(types)} entries for {num_layers} layers")
     return tuple(types)
 
 

@@ -57,11 +57,6 @@ class Experts:
         normalized, step, dense, num_experts, num_per_token, size, *shared_size = values
         if (router := raw.get("scoring_func", "softmax")) != "softmax":
             raise ValueError(f"{path}: scoring_func {router!r} is not supported; 'softmax' is")
-        if num_per_token > num_experts:
-            raise ValueError(
-                f"{path}: a token cannot use {num_per_token} of {num_experts} experts "
-                "(num_experts_per_tok, num_experts)"
-            )
         layers = set(range(step - 1, raw["num_hidden_layers"], step)) - set(dense)
         return cls(num_experts, num_per_token, size, normalized, frozenset(layers), *shared_size)
 

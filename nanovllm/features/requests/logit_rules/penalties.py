@@ -28,64 +28,45 @@ def has_penalties(rules: LogitRules) -> bool:
 class PenaltyState:
     """The known tokens of the rows with penalties, on the device.
 
-    `tokens` [slots, length] has the tokens of each row, and `counts` the number of times that each
-    of them occurs in the output of the row. Equal tokens of a row have equal counts. A row gets a
-    slot when it has penalties for the first time, so an engine without such requests needs no
-    memory for them.
+    `tokens` [rows, length] has the tokens of each row, and `counts` the number of times that each
+    of them occurs in the output of the row. Equal tokens of a row have equal counts. The memory is
+    allocated when a row has penalties for the first time.
     """
 
-    def __init__(self, length: int, device: torch.device) -> None:
-        self.slots: dict[int, int] = {}  # row -> slot
+    def __init__(self, num_rows: int, length: int, device: torch.device) -> None:
+        self.shape = num_rows, length
         self.tokens = torch.empty((0, length), dtype=torch.int32, device=device)
         self.counts = torch.empty((0, length), dtype=torch.float32, device=device)
 
     def add_row(self, row: int, prompt: list[int], output: list[int]) -> None:
-        """Set the tokens and counts of a row.
-
-        Raises ValueError if the memory holds no more slots.
-        """
+        """Set the tokens and counts of a row."""
+        if not len(self.tokens):
+            empty = self.tokens.new_empty(self.shape), self.counts.new_empty(self.shape)
+            self.tokens, self.counts = empty
         known = np.array([*prompt, *output], np.int32)
         ids, index = np.unique(known, return_inverse=True)
         counts = np.bincount(index[len(prompt) :], minlength=len(ids))[index]
-        slot = self.slots.get(row, len(self.slots))
-        if slot == len(self.tokens):
-            self._grow()
-        self.slots[row] = slot
-        self.tokens[slot, : len(known)] = to_device(known, self.tokens.device)
-        self.counts[slot, : len(known)] = to_device(counts, self.counts.device)
+        self.tokens[row, : len(known)] = to_device(known, self.tokens.device)
+        self.counts[row, : len(known)] = to_device(counts, self.counts.device)
 
-    def _grow(self) -> None:
-        """Double the number of slots."""
-        old, shape = len(self.tokens), (max(1, 2 * len(self.tokens)), self.tokens.shape[1])
-        try:
-            tokens, counts = self.tokens.new_empty(shape), self.counts.new_empty(shape)
-        except torch.OutOfMemoryError as error:
-            raise ValueError(
-                f"the penalties of {old + 1} requests of up to {shape[1]:,} tokens take "
-                f"{8 * shape[0] * shape[1] / 2**20:,.0f} MiB, more than the GPU has left; lower "
-                "gpu_memory_utilization, max_model_len or max_num_seqs"
-            ) from error
-        tokens[:old], counts[:old] = self.tokens, self.counts
-        self.tokens, self.counts = tokens, counts
-
-    def read(self, slots: Tensor, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Return tokens and counts [P, length] of `slots` [P] before `positions` [P].
+    def read(self, rows: Tensor, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Return tokens and counts [P, length] of `rows` [P] before `positions` [P].
 
         Entries from the position on repeat the first entry, so they only write its logit again.
         """
-        known = torch.arange(length, device=slots.device) < positions[:, None]
-        tokens, counts = self.tokens[:, :length][slots], self.counts[:, :length][slots]
+        known = torch.arange(length, device=rows.device) < positions[:, None]
+        tokens, counts = self.tokens[:, :length][rows], self.counts[:, :length][rows]
         return torch.where(known, tokens, tokens[:, :1]), torch.where(known, counts, counts[:, :1])
 
     def append(
-        self, slots: Tensor, positions: Tensor, tokens: Tensor, counts: Tensor, sampled: Tensor
+        self, rows: Tensor, positions: Tensor, tokens: Tensor, counts: Tensor, sampled: Tensor
     ) -> None:
         """Add `sampled` [P] int32 at `positions` [P] to the tokens and counts that `read` gave."""
         equal = tokens == sampled[:, None]
         counts = counts + equal
-        self.counts[:, : counts.shape[1]][slots] = counts
-        self.counts[slots, positions] = (counts * equal).amax(dim=1).clamp(min=1)
-        self.tokens[slots, positions] = sampled
+        self.counts[:, : counts.shape[1]][rows] = counts
+        self.counts[rows, positions] = (counts * equal).amax(dim=1).clamp(min=1)
+        self.tokens[rows, positions] = sampled
 
 
 class Penalties:
@@ -96,11 +77,11 @@ class Penalties:
         self.state, device = state, state.tokens.device
         index, row_ids, rules = zip(*rows, strict=True)
         self.index = to_device(np.array(index, np.int64), device)
-        self.slots = to_device(np.array([state.slots[row] for row in row_ids], np.int64), device)
+        self.rows = to_device(np.array(row_ids, np.int64), device)
         names = "repetition_penalty", "frequency_penalty", "presence_penalty"
         factors = [[[getattr(each, name)] for each in rules] for name in names]  # [3, P, 1]
         self.factors = to_device(np.array(factors, np.float32), device)
-        # The parts that the last `apply` read: slots, positions, tokens, counts.
+        # The parts that the last `apply` read: rows, positions, tokens, counts.
         self.known: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     def apply(self, logits: Tensor, positions: Tensor, length: int) -> None:
@@ -111,11 +92,11 @@ class Penalties:
         flat, vocab_size = logits.view(-1), logits.shape[1]
         self.known = []
         size = max(1, TOKENS_AT_A_TIME // length)
-        columns = self.index, self.slots, positions[self.index]
+        columns = self.index, self.rows, positions[self.index]
         parts = zip(*(x.split(size) for x in columns), self.factors.split(size, dim=1), strict=True)
-        for index, slots, at, (repetition, frequency, presence) in parts:
-            tokens, counts = self.state.read(slots, at, length)
-            self.known.append((slots, at, tokens, counts))
+        for index, rows, at, (repetition, frequency, presence) in parts:
+            tokens, counts = self.state.read(rows, at, length)
+            self.known.append((rows, at, tokens, counts))
             where = tokens + index[:, None] * vocab_size
             x = flat[where]
             scaled = torch.where(x > 0, x / repetition, x * repetition)
@@ -123,6 +104,6 @@ class Penalties:
 
     def append(self, tokens: Tensor) -> None:
         """Add the tokens [R] that were sampled from the logits of `apply`."""
-        sampled = tokens[self.index].int().split([len(slots) for slots, *_ in self.known])
+        sampled = tokens[self.index].int().split([len(rows) for rows, *_ in self.known])
         for known, part in zip(self.known, sampled, strict=True):
             self.state.append(*known, part)

@@ -114,7 +114,7 @@ class RulesState:
 
     def reset(self) -> None:
         """Forget all rules, and free the memory that they took."""
-        self.penalties = PenaltyState(self.sizes[1], self.device)
+        self.penalties = PenaltyState(*self.sizes[:2], self.device)
         self.logits: Tensor | None = None  # [N, V] float32, from the first use on
         self.rows: dict[int, RowRules] = {}  # rules of the rows that have any
         self.last_batch: tuple[list[int], RulesBatch] | None = None  # of these rows

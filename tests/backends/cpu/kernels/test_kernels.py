@@ -370,7 +370,8 @@ def test_without_amx(tmp_path) -> None:
     """
     code = (
         "from nanovllm import LLM\n"
-        "from nanovllm.backends.cpu import backend, compile, int4, int8, sampler\n"
+        "from nanovllm.backends.cpu import backend, compile\n"
+        "from nanovllm.backends.cpu.kernels import int4, int8, sampler\n"
         "from nanovllm.backends.cpu.kernels.units import amx, any, avx512\n"
         "from nanovllm.models import sampler as plain\n"
         "same = [sampler._draw_rows, sampler._logprobs_of_rows]\n"

@@ -253,7 +253,6 @@ def test_a_message_says_what_a3b_needs(
 
 
 WRONG = [
-    ({"num_experts_per_tok": 9}, "a token cannot use 9 of 8 experts"),
     ({"moe_intermediate_size": None}, "has no 'moe_intermediate_size'"),
     ({"num_experts": 0}, "num_experts"),
     ({"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported"),
