@@ -184,6 +184,9 @@ def make_cache(
 
         scratch = scratch_bytes(runner, make_attention, budget.config, max_model_len)
     free = memory.free_memory(backend.device, ranks.size)
+    if runner.states is not None and backend.device.type == "cuda":
+        # A CPU counts memory as free until it is written. `num_kv_blocks` subtracts the states.
+        free += runner.states.nbytes
     runner.num_blocks = ranks.smallest(budget.num_kv_blocks(max_model_len, free, scratch))
     runner.attention = make_attention(runner.num_blocks + 1)
 

@@ -1,12 +1,19 @@
 """Sizes that cannot be allocated are refused before the weights are loaded."""
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from checkpoints import random_llm
 
+from nanovllm.config import EngineConfig
+from nanovllm.features.models.hybrid.hybrid_config import HybridConfig
 from nanovllm.loading import make_runner as start
+from nanovllm.loading.memory import MemoryBudget
+from nanovllm.runner.single_rank import SingleRank
 
 SIZES = [
     ({"max_num_seqs": 65_536}, "max_num_seqs must be between 1 and 65535"),
@@ -40,3 +47,22 @@ def test_other_parts_that_cannot_be_allocated(
     monkeypatch.setattr(start, part, fail)
     with pytest.raises(ValueError, match="out of memory; lower max_num_seqs, max_model_len or"):
         random_llm(path)
+
+
+def test_states_are_counted_once_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are allocated, so they are no longer free, when the blocks are counted."""
+    gib = 2**30
+    states = SimpleNamespace(nbytes=gib)
+    profile = SimpleNamespace(scratch_bytes=lambda *_: 0)
+    monkeypatch.setitem(sys.modules, "nanovllm.backends.gpu.profile", profile)
+    monkeypatch.setattr("nanovllm.features.models.hybrid.states.States", lambda *_: states)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (7 * gib, 8 * gib))
+    backend: Any = SimpleNamespace(
+        device=torch.device("cuda", 0), dtype=None, attention_class=lambda *_: None
+    )
+    model = SimpleNamespace(config=object.__new__(HybridConfig))
+    runner: Any = SimpleNamespace(backend=backend, model=model, host_pool=None, states=None)
+    config = EngineConfig(gpu_memory_utilization=1.0)
+    budget = MemoryBudget(config, backend.device, 8 * gib, 0, gib >> 4, state_bytes=gib)
+    start.make_cache(runner, budget, 40_960, None, SingleRank())
+    assert runner.num_blocks == 7 * 16 - start.memory.CUDA_MARGIN // (gib >> 4) - 1
