@@ -18,6 +18,7 @@ state is the list of all tokens that it has consumed. It stops if a row has cons
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from lessons.lesson16_states import QWEN3_5
@@ -41,7 +42,7 @@ SLOTS = (0, 4, 8, 12, 40)
 class Engine:
     """A scheduler with states, and the model of the random tests. A Trace can observe it."""
 
-    tokenizer, async_scheduling = None, False
+    input_processor, async_scheduling = SimpleNamespace(tokenizer=None), False
 
     def __init__(self, slots: int, block_size: int = 4) -> None:
         """`slots` is the number of snapshots that fit."""

@@ -38,7 +38,7 @@ def as_list(prompts: Prompt | Iterable[Prompt], name: str = "prompts") -> list[P
         raise TypeError(
             f"{name} must be a string, token ids, a dict, or a list of these, not {prompts!r}"
         )
-    is_one_prompt = bool(items) and is_number(items[0])
+    is_one_prompt = is_number(items[0]) if items else getattr(prompts, "ndim", 0) == 1
     return [list(items)] if is_one_prompt else list(items)
 
 

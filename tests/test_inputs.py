@@ -64,6 +64,7 @@ PROMPTS = [
     ([[]], ValueError, "empty"),
     ([[1], []], ValueError, r"prompts\[1\]: .*empty"),
     ({"prompt_token_ids": []}, ValueError, "empty"),
+    (np.array([], dtype=np.int64), ValueError, "empty"),
     ([VOCAB], ValueError, f"token id {VOCAB}"),
     ([1, -1], ValueError, "token id -1"),
     ([[1, "a"]], TypeError, "'a'"),

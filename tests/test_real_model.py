@@ -90,7 +90,7 @@ def test_greedy_tokens(reference: Any, real: LLM, case: str) -> None:
         llm.chat(chats[0], SamplingParams(max_tokens=1), use_tqdm=False)
     else:
         options = dict(max_num_batched_tokens=24, enable_prefix_caching=False)
-        llm = make_llm(num_kv_cache_blocks=40, max_model_len=640, **options)
+        llm = make_llm(num_kv_cache_blocks=24, max_model_len=320, **options)
     outputs = llm.chat(chats, GREEDY, use_tqdm=False)
     assert sum(len(output.outputs[0].token_ids) for output in outputs) > 400
     assert check_greedy(reference, outputs) <= 2

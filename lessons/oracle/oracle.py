@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequence_
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from xxhash import xxh64_intdigest
@@ -192,7 +192,7 @@ class History:
     A Trace can observe it, as it observes an LLMEngine.
     """
 
-    tokenizer = None
+    input_processor = SimpleNamespace(tokenizer=None)
     repeats = 0.5  # share of requests that begin like an earlier request
     collisions = True  # whether block hashes collide in every second history
     host_blocks = 0

@@ -51,6 +51,8 @@ class BatchFiles:
         self.lines = source.open("rb")
         self.done: dict[int, str | None] = {}  # number of a line, from 1 -> its custom_id
         self.errors: list[str] = []  # custom_id and message of each result with an error
+        if target.exists() and not target.is_file():
+            raise ValueError(f"{target} is not a regular file; name another output")
         target.touch()
         os.truncate(target, self._read_results())
         if retry_errors and self.errors:

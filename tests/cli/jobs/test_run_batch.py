@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -471,6 +472,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     refused(tmp_path / "nothing.jsonl", target, "No such file")
     refused(source, tmp_path / "nowhere" / "out.jsonl", "No such file")
     refused(source, source, "run-batch did not write")
+    refused(source, Path(os.devnull), "is not a regular file; name another output")
     for text in (b"notes", b"notes\n", b'{"id": "vllm-1"}\n', b"[]\n", whole + b"notes", b"\0" * 9):
         target.write_bytes(text)
         refused(source, target, "has a line that run-batch did not write: .*name another output")
