@@ -185,7 +185,8 @@ class SamplingParams:
                 if not isinstance(text, str):
                     raise TypeError(f"{name} must hold strings, not {text!r}")
                 if not text.strip() if name == "bad_words" else not text:
-                    raise ValueError(f"{name} holds an empty string; remove it")
+                    kind = "blank" if text else "empty"
+                    raise ValueError(f"{name} holds the {kind} string {text!r}; remove it")
         if self.stop and not self.detokenize:
             raise ValueError(
                 "stop strings need the text: set detokenize=True, or use stop_token_ids"
