@@ -21,6 +21,13 @@ OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")
 CUDA_MARGIN = 512 << 20
 CPU_CACHE_BYTES = 4 << 30  # the default limit of a CPU's KV cache and states
 
+# Options whose weights take less memory, each less than the one before it.
+SMALLER = {
+    "bfloat16": "dtype='bfloat16'",
+    "int8": "quantization='int8'",
+    "int4": "quantization='int4'",
+}
+
 
 def num_weights(model: Qwen3) -> int:
     """Return the number of weights. A head that is tied to the embeddings counts once."""
@@ -138,11 +145,13 @@ class MemoryBudget:
         """
         if self.weight_bytes > self.free:
             kind = self.config.quantization or str(dtype)[6:]
+            kinds = list(SMALLER)
+            smaller = kinds[kinds.index(kind) + 1 :] if kind in kinds else kinds
+            remedies = ["end other programs", *(f"set {SMALLER[other]}" for other in smaller)]
             raise ValueError(
                 f"the weights of {name} take {self.weight_bytes / 2**30:,.2f} GiB in {kind}{note}, "
                 f"and {self.free / 2**30:,.2f} GiB of memory are free on {self.device}; "
-                "end other programs, use a smaller model, or set dtype='bfloat16', "
-                "quantization='int8' or quantization='int4', each smaller than the one before it"
+                f"{', '.join(remedies)}, or use a smaller model"
             )
         if self.requested_bytes > self.free:
             raise ValueError(

@@ -308,7 +308,7 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
             "AGING *",
             "blocks.num_available + AGING *",
             "test_the_key_is_an_int_and_depends_on_the_sequence_alone",
-            "are used or cached, but are [130, 130, 130, 130, 127, 127].",
+            "are used or cached, but are [130, 130, 37, 37, 30, 30].",
         ),
         (
             "arrival - (",
