@@ -92,7 +92,7 @@ def plan_memory(
     block_bytes = max(1, model_config.block_bytes(config.block_size, cache_dtype.itemsize))
     weight_bytes = memory.weight_bytes(on_meta, backend)
     budget = MemoryBudget(config, backend.device, free, weight_bytes, block_bytes)
-    budget.check(name, dtype, model_config.weights_note)
+    budget.check(name, dtype)
     if state_bytes := model_config.state_bytes(dtype.itemsize):
         from nanovllm.features.models.hybrid.state_memory import num_states
 
@@ -223,7 +223,7 @@ def log_sizes(
     fitted = f", which limits max_model_len to {length}" * (runner.max_model_len < max_model_len)
     logger.info(
         f"{name} on {runner.device}{each} in {str(runner.dtype).removeprefix('torch.')}: "
-        f"weights of {budget.weight_bytes / 2**20:,.0f} MiB{runner.model.config.weights_note}, "
+        f"weights of {budget.weight_bytes / 2**20:,.0f} MiB, "
         f"{runner.num_blocks} blocks of {config.block_size} tokens, KV cache of "
         f"{num_tokens:,} tokens{in_fp8} ({cache.nbytes / 2**20:,.0f} MiB){fitted}"
     )
