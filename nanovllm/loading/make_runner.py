@@ -7,8 +7,8 @@ come last, because they read the KV cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,7 @@ def make_eager_runner(
 ) -> ModelRunner:
     """Return a runner without a KV cache, and without captured or fused steps."""
     from nanovllm.backends.cpu.thread_limit import ThreadLimit
+    from nanovllm.features.requests.chunk_results import add_chunk_results
     from nanovllm.features.requests.logit_rules.row_rules import RulesState
 
     block_size, device = config.block_size, model.backend.device
@@ -146,11 +147,13 @@ def make_eager_runner(
     rows.rules = RulesState(config.max_num_seqs, max_blocks * block_size, vocab_size, device)
     # Eager decodes use device rows too, so that they compute the same as captured decodes.
     device_rows = DeviceRows(rows, model.backend) if model.backend.captures else None
-    if device.type != "cpu":
-        return ModelRunner(model, model.backend, rows, device_rows, nullcontext)
-    thread_limit = ThreadLimit()
-    model.backend.before_layer = thread_limit.adjust
-    return ModelRunner(model, model.backend, rows, device_rows, thread_limit)
+    thread_limit: Callable[[], AbstractContextManager[object]] = nullcontext
+    if device.type == "cpu":
+        thread_limit = limit = ThreadLimit()
+        model.backend.before_layer = limit.adjust
+    runner = ModelRunner(model, model.backend, rows, device_rows, thread_limit)
+    runner.add_chunk_results = add_chunk_results
+    return runner
 
 
 def make_cache(
