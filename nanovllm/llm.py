@@ -14,7 +14,6 @@ from nanovllm.config import EMBEDDED, EngineConfig, engine_config
 from nanovllm.engine.chat_template import Message, as_conversations
 from nanovllm.engine.input_processor import CheckedPrompt
 from nanovllm.engine.request import Progress, Request
-from nanovllm.engine.sampling import read_stream
 from nanovllm.inputs import Prompt, pair_up
 from nanovllm.outputs import GenerationError, RequestOutput, StreamOutput, why_no_token
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
@@ -265,7 +264,7 @@ class LLM:
                 with self.engine.lock:
                     changed = sorted(progress.changed, key=numbers.__getitem__)
                     progress.changed.clear()
-                    new = [out for r in changed for out in read_stream(r, numbers[r])]
+                    new = [out for r in changed for out in r.task.read_stream(r, numbers[r])]
                 yield from new
                 if progress.error is not None:
                     raise progress.error
