@@ -101,6 +101,10 @@ class StepOutput:
     # Row -> the error of its logits processor or grammar. Its token is NO_TOKEN.
     errors: dict[int, Exception] = field(default_factory=dict)
 
+    def result(self, row: int) -> RowResult:
+        """Return the other results of a row, to fill them."""
+        return self.results.setdefault(row, RowResult())
+
 
 # The sampler's filters in the order in which they apply, each with the value that disables it. A
 # new filter needs a field of SamplingParams, an entry here and a function in models/sampler.py. On

@@ -20,6 +20,7 @@ GROUPS = [[set(group.split(", ")) for group in rank.split(" | ")] for rank in RU
 # The functions of the core that import backends, features or commands, by module.
 IMPORTING = {
     "llm": "",  # at its head
+    "loading.check": "delta_rule expert_mlp",
     "loading.checkpoint": "config_class find_checkpoint find_weight_format read_config",
     "loading.make_engine": "all_tasks load_engine make_engine",
     "loading.make_runner": "make_backend make_cache make_eager_runner make_runner plan_memory",

@@ -7,8 +7,8 @@ come last, because they read the KV cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ def plan_memory(
     block_bytes = max(1, model_config.block_bytes(config.block_size, cache_dtype.itemsize))
     weight_bytes = memory.weight_bytes(on_meta, backend)
     budget = MemoryBudget(config, backend.device, free, weight_bytes, block_bytes)
-    budget.check(name, dtype, model_config.weights_note)
+    budget.check(name, dtype)
     if state_bytes := model_config.state_bytes(dtype.itemsize):
         from nanovllm.features.models.hybrid.state_memory import num_states
 
@@ -138,6 +138,7 @@ def make_eager_runner(
 ) -> ModelRunner:
     """Return a runner without a KV cache, and without captured or fused steps."""
     from nanovllm.backends.cpu.thread_limit import ThreadLimit
+    from nanovllm.features.requests.chunk_results import add_chunk_results
     from nanovllm.features.requests.logit_rules.row_rules import RulesState
 
     block_size, device = config.block_size, model.backend.device
@@ -146,11 +147,13 @@ def make_eager_runner(
     rows.rules = RulesState(config.max_num_seqs, max_blocks * block_size, vocab_size, device)
     # Eager decodes use device rows too, so that they compute the same as captured decodes.
     device_rows = DeviceRows(rows, model.backend) if model.backend.captures else None
-    if device.type != "cpu":
-        return ModelRunner(model, model.backend, rows, device_rows, nullcontext)
-    thread_limit = ThreadLimit()
-    model.backend.before_layer = thread_limit.adjust
-    return ModelRunner(model, model.backend, rows, device_rows, thread_limit)
+    thread_limit: Callable[[], AbstractContextManager[object]] = nullcontext
+    if device.type == "cpu":
+        thread_limit = limit = ThreadLimit()
+        model.backend.before_layer = limit.adjust
+    runner = ModelRunner(model, model.backend, rows, device_rows, thread_limit)
+    runner.add_chunk_results = add_chunk_results
+    return runner
 
 
 def make_cache(
@@ -220,7 +223,7 @@ def log_sizes(
     fitted = f", which limits max_model_len to {length}" * (runner.max_model_len < max_model_len)
     logger.info(
         f"{name} on {runner.device}{each} in {str(runner.dtype).removeprefix('torch.')}: "
-        f"weights of {budget.weight_bytes / 2**20:,.0f} MiB{runner.model.config.weights_note}, "
+        f"weights of {budget.weight_bytes / 2**20:,.0f} MiB, "
         f"{runner.num_blocks} blocks of {config.block_size} tokens, KV cache of "
         f"{num_tokens:,} tokens{in_fp8} ({cache.nbytes / 2**20:,.0f} MiB){fitted}"
     )

@@ -138,18 +138,15 @@ class MemoryBudget:
             self.config, self.block_bytes, self.free_after_load - cache if is_cpu else None
         )
 
-    def check(self, name: str, dtype: torch.dtype, note: str = "") -> None:
-        """Raise ValueError if the weights of `name`, or a cache of a requested size, do not fit.
-
-        `note` is appended to the size of the weights in the message.
-        """
+    def check(self, name: str, dtype: torch.dtype) -> None:
+        """Raise ValueError if the weights of `name`, or a cache of a requested size, do not fit."""
         if self.weight_bytes > self.free:
             kind = self.config.quantization or str(dtype)[6:]
             kinds = list(SMALLER)
             smaller = kinds[kinds.index(kind) + 1 :] if kind in kinds else kinds
             remedies = ["end other programs", *(f"set {SMALLER[other]}" for other in smaller)]
             raise ValueError(
-                f"the weights of {name} take {self.weight_bytes / 2**30:,.2f} GiB in {kind}{note}, "
+                f"the weights of {name} take {self.weight_bytes / 2**30:,.2f} GiB in {kind}, "
                 f"and {self.free / 2**30:,.2f} GiB of memory are free on {self.device}; "
                 f"{', '.join(remedies)}, or use a smaller model"
             )

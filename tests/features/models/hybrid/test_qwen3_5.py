@@ -435,7 +435,6 @@ def test_a_step_reads_no_other_tensors(tmp_path: Path) -> None:
     raw = json.loads((tmp_path / "config.json").read_text())
     assert "eos_token_id" not in raw
     checkpoint = Checkpoint(tmp_path)
-    assert checkpoint.model_config.feature == "hybrid"
     assert checkpoint.generation_defaults()[0] == {5}
     with checkpoint.open_weights() as files:
         names = {name for file in files.values() for name in file.keys()}  # noqa: SIM118
