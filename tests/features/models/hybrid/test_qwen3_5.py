@@ -271,7 +271,7 @@ def test_a_preempted_sequence_repeats_at_most_a_block(
         llm.engine.run_step()
         if scheduler.running and len(request.seqs[0].token_ids) % 7 == 0:
             before = scheduler.recomputed_tokens
-            scheduler._preempt(scheduler.running[0])
+            scheduler.preempt(scheduler.running[0])
             preempted += 1
             llm.engine.run_step()
             llm.engine.run_step()
