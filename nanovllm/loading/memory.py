@@ -149,7 +149,7 @@ def plan_memory(
         requested = (config.num_kv_cache_blocks + 1) * block_bytes
     if requested > free:
         raise ValueError(
-            f"a KV cache of {requested:,} bytes does not fit in the {free:,} free bytes of {device}; "
+            f"a KV cache of {requested:,} bytes does not fit: {free:,} are free on {device}; "
             "lower num_kv_cache_blocks, block_size or kv_cache_memory_bytes"
         )
     budget = MemoryBudget(config, device, free, weights, block_bytes)
