@@ -116,8 +116,8 @@ FILTERS: dict[str, int | float] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 class RowSampling:
     """Sampling parameters of one row: the part of SamplingParams that the runner needs."""
 
-    temperature: float  # 0 is greedy
-    seed: int  # 64 bits; the random number is a function of (seed, position) alone
+    temperature: float = 0.0  # 0 is greedy
+    seed: int = 0  # 64 bits; the random number is a function of (seed, position) alone
     filters: tuple[float, ...] = tuple(FILTERS.values())
     rules: LogitRules | None = None
 

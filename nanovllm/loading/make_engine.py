@@ -13,9 +13,9 @@ from nanovllm.config import FORMATS, EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.request import TaskFactory
 from nanovllm.engine.sampling import Sampling
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.task import TaskFactory
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint, match_head
 from nanovllm.loading.make_runner import make_runner
 from nanovllm.loading.select_backend import pick_device
