@@ -83,8 +83,8 @@ def drive(engine: LLMEngine, rng: random.Random) -> None:
             engine.add_request(
                 prompt, greedy(max_tokens=rng.randint(1, 20), n=rng.choice([1, 1, 3]))
             )
-        if rng.random() < 0.1 and engine.output_processor.requests:
-            engine.abort_request(rng.choice(list(engine.output_processor.requests)))
+        if rng.random() < 0.1 and engine.requests:
+            engine.abort_request(rng.choice(list(engine.requests)))
         if rng.random() < 0.03:
             engine.reset_prefix_cache()
         engine.step()

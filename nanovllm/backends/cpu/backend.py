@@ -68,8 +68,10 @@ class CpuBackend(Backend):
         return delta_rule
 
     def fuse_layers(self, model: Any, attention: Any) -> fused_decode.FusedLayers | None:
-        kinds = {"": fused_decode.FusedLayers, "hybrid": delta_layers.HybridLayers}
-        return fused_decode.fuse_layers(model, attention, kinds.get(model.config.feature))
+        kinds = {"Qwen3": fused_decode.FusedLayers, "Qwen3_5": delta_layers.HybridLayers}
+        has_experts = getattr(model.config, "experts", None) is not None
+        kind = None if has_experts else kinds.get(type(model).__name__)
+        return fused_decode.fuse_layers(model, attention, kind)
 
     def step_context(self) -> AbstractContextManager[object]:
         return jit.guard()
