@@ -20,7 +20,7 @@ from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM
 from nanovllm.models import sampler
 from nanovllm.models.batch import SamplingBatch
-from nanovllm.models.uniform import uniform
+from nanovllm.models.sampler import uniform
 
 PROMPT = "What is "  # many tokens can follow
 SHOWN = 8  # of the most likely tokens

@@ -5,6 +5,7 @@ A result can be read as in vLLM (`out.outputs[0].text`) and as in nano-vllm (`ou
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,7 +52,7 @@ class StreamOutput:
 class RequestMetrics:
     """Seconds on the clock of time.monotonic; None for events that have not happened."""
 
-    arrival_time: float
+    arrival_time: float = field(default_factory=time.monotonic)
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None

@@ -101,6 +101,10 @@ class StepOutput:
     # Row -> the error of its logits processor or grammar. Its token is NO_TOKEN.
     errors: dict[int, Exception] = field(default_factory=dict)
 
+    def result(self, row: int) -> RowResult:
+        """Return the other results of a row, to fill them."""
+        return self.results.setdefault(row, RowResult())
+
 
 # The sampler's filters in the order in which they apply, each with the value that disables it. A
 # new filter needs a field of SamplingParams, an entry here and a function in models/sampler.py. On
@@ -112,8 +116,8 @@ FILTERS: dict[str, int | float] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 class RowSampling:
     """Sampling parameters of one row: the part of SamplingParams that the runner needs."""
 
-    temperature: float  # 0 is greedy
-    seed: int  # 64 bits; the random number is a function of (seed, position) alone
+    temperature: float = 0.0  # 0 is greedy
+    seed: int = 0  # 64 bits; the random number is a function of (seed, position) alone
     filters: tuple[float, ...] = tuple(FILTERS.values())
     rules: LogitRules | None = None
 

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.engine.chat_template import Message, render, template_variables
 from nanovllm.engine.detokenizer import Tokenizer
+from nanovllm.engine.request import Task, TaskFactory
 from nanovllm.engine.sampling import Sampling
-from nanovllm.engine.task import Task, TaskFactory
 from nanovllm.inputs import Prompt, parse_prompt
-from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import located
 from nanovllm.utils.log import logger
 
 if TYPE_CHECKING:
-    from nanovllm.features.requests.structured import Grammar, GrammarCompiler
+    from nanovllm.features.requests.structured import GrammarCompiler
 
 
 class CheckedPrompt(NamedTuple):
@@ -107,8 +107,8 @@ class InputProcessor:
                 "the model and the KV cache limit"
             )
 
-    def room_for_output(self, num_tokens: int, max_tokens: int | None) -> int:
-        """Return how many output tokens a request may have. Raises ValueError if it is none."""
+    def max_length(self, num_tokens: int, max_tokens: int | None) -> int:
+        """Return the maximum length of a sequence. Raises ValueError if the prompt is too long."""
         self.check_length(num_tokens, self.max_model_len - 1)
         room = self.max_model_len - num_tokens
         if max_tokens is not None and max_tokens > room and not self.warned_of_length:
@@ -118,7 +118,7 @@ class InputProcessor:
                 f"after a prompt of {num_tokens} tokens: the output ends there with the "
                 "finish_reason 'length'. Later requests are cut without a warning"
             )
-        return min(max_tokens or room, room)
+        return num_tokens + min(max_tokens or room, room)
 
     def check_tokens(self, ids: list[int]) -> None:
         """Raise ValueError if the token ids of a prompt are empty or outside the vocabulary."""
@@ -146,13 +146,6 @@ class InputProcessor:
                 f"vocabulary of {size}), or give LLM() a larger max_logprobs (-1: no limit)"
             )
         return num
-
-    def compile_grammar(
-        self, params: StructuredOutputsParams, stop_token_ids: Iterable[int]
-    ) -> Grammar:
-        """Return the compiled grammar of an output that ends with one of `stop_token_ids`."""
-        assert self.grammars is not None, "make_engine sets it"
-        return self.grammars.compile(params, list(stop_token_ids))
 
     def chat_prompt(
         self, conversation: Iterable[Message], variables: dict[str, Any], more: Any = None

@@ -20,6 +20,8 @@ from typing import Any
 
 from nanovllm.plan import ResultKind, RowSampling
 
+GREEDY = RowSampling()
+
 
 class Status(Enum):
     UNQUEUED = 0  # a fork before its parent has a token, or a beam; see `awaits_token`
@@ -35,8 +37,8 @@ class Sequence:
     token_ids: list[int]  # prompt, then output; Scheduler.commit appends to it
     num_prompt: int
     max_length: int  # of prompt and output together
-    stop_token_ids: frozenset[int]
-    sampling: RowSampling
+    stop_token_ids: frozenset[int] = frozenset()
+    sampling: RowSampling = GREEDY
     request: Any = None  # the Request that it belongs to; None after the request has ended
 
     status: Status = Status.UNQUEUED
@@ -85,3 +87,15 @@ class Sequence:
     @property
     def output_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt :]
+
+    def forked(self, token_ids: list[int], sampling: RowSampling, index: int) -> "Sequence":
+        """Return a new sequence of the same request that begins like this one."""
+        shared = {name: getattr(self, name) for name in SHARED}
+        return Sequence(token_ids=token_ids, sampling=sampling, index=index, parent=self, **shared)
+
+
+# The fields that a fork has from its parent.
+SHARED = (
+    *("request_id", "arrival", "num_prompt", "max_length", "stop_token_ids", "request"),
+    *("result_kind", "num_candidates"),
+)

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from nanovllm.config import EMBEDDED
-from nanovllm.models.model_config import FEATURES, ModelConfig, with_text_config
+from nanovllm.models.model_config import ModelConfig, find_family, with_text_config
 from nanovllm.models.weights import EMBEDDINGS, HEAD
 from nanovllm.plan import FILTERS
 from nanovllm.sampling_params import SamplingParams
@@ -90,13 +90,12 @@ def convert_command(gguf: Path) -> str:
 
 def config_class(architectures: Any) -> type[ModelConfig]:
     """Return the class that reads the config.json of a model with these architectures."""
-    names = architectures if isinstance(architectures, list) else []
-    match next((FEATURES[name] for name in names if name in FEATURES), ""):
-        case "hybrid":
+    match find_family(architectures)[1]:
+        case "Qwen3_5" | "Qwen3_5Moe":
             from nanovllm.features.models.hybrid.hybrid_config import HybridConfig
 
             return HybridConfig
-        case "moe":
+        case "Qwen3Moe":
             from nanovllm.features.models.moe.moe_config import MoeConfig
 
             return MoeConfig

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.models import layers, logprobs, sampler
+from nanovllm.models import layers, sampler
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.layers import Linear
@@ -101,10 +101,10 @@ class Backend:
         """Return a faster `expert_mlp` of models/moe/experts.py for these weights, or None."""
         return None
 
-    # ---- results, as in models/sampler.py and models/logprobs.py ----
+    # ---- results, as in models/sampler.py ----
 
     sample = staticmethod(sampler.sample)
-    token_logprobs = staticmethod(logprobs.token_logprobs)
+    token_logprobs = staticmethod(sampler.token_logprobs)
 
     # ---- steps ----
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +41,23 @@ FIELDS: Fields = {
     for name in names.split()
 }
 
+REQUIRED = (
+    *("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"),
+    *("num_attention_heads", "num_hidden_layers"),
+)
+# The beginnings of the supported architectures' names, such as "Qwen3" of "Qwen3ForCausalLM", with
+# the values of fields that config.json does not have.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen3": {"head_dim": 128},
+    "Qwen2": {},
+    "Llama": {},
+    "Mistral": {"num_key_value_heads": 8},
+    # These are in features/models/.
+    "Qwen3Moe": {},
+    "Qwen3_5": {"head_dim": 256},
+    "Qwen3_5Moe": {"head_dim": 256},
+}
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -71,68 +87,54 @@ class ModelConfig:
 
         Raises ValueError for missing or unsupported fields.
         """
-        fields = raw.keys()  # with the fields that are null
-        raw = check_fields(raw, path, FIELDS)
-        architectures = raw.get("architectures") or []
-        known = [name for name in ARCHITECTURES if name in architectures]
-        if not known:
-            named = f"names the architecture {architectures!r}"
-            if not architectures:
-                named = f"has no 'architectures' (model_type is {raw.get('model_type')!r})"
-            raise ValueError(f"{path} {named}; supported are {', '.join(ARCHITECTURES)}")
-        traits = ARCHITECTURES[known[0]]
-
-        def need(name: str) -> Any:
-            if name not in raw:
-                raise ValueError(f"{path} has no {name!r}")
-            return raw[name]
-
-        rope = _rope(raw, path)
+        architecture, family = find_family(raw.get("architectures"))
+        raw = check_fields({"sliding_window": 4096} | FAMILIES.get(family, {}) | raw, path, FIELDS)
+        if not family:
+            found = raw.get("architectures") or f"none (model_type is {raw.get('model_type')!r})"
+            known = ", ".join(f"{name}ForCausalLM" for name in FAMILIES)
+            raise ValueError(f"{path}: the architecture {found} is not supported; {known} are")
+        if missing := [name for name in REQUIRED if name not in raw]:
+            raise ValueError(f"{path} has no {missing[0]!r}")
         if raw.get("mlp_bias"):
             raise ValueError(f"{path}: mlp_bias is not supported")
-        is_null = "sliding_window" in fields and "sliding_window" not in raw
-        window = _sliding_window(raw, known[0], is_null)
+        rope = _rope(raw, path)
         dtype = (raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch.")
-        heads, hidden = need("num_attention_heads"), need("hidden_size")
-        head_dim = raw.get("head_dim") or traits.get("head_dim") or hidden // heads
-        kv_heads = raw.get("num_key_value_heads") or traits.get("num_kv_heads") or heads
+        heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
+        head_dim = raw.get("head_dim") or hidden // heads
+        kv_heads = raw.get("num_key_value_heads") or heads
         if heads % kv_heads:
             raise ValueError(f"{path}: {heads} query heads do not divide into {kv_heads} KV heads")
         if head_dim % 2 or not head_dim:
             raise ValueError(
                 f"{path}: head_dim {head_dim} is odd or 0; rotary embedding needs pairs"
             )
+        has_bias = bool(raw.get("attention_bias"))
         return cls(
-            architecture=known[0],
-            vocab_size=need("vocab_size"),
+            architecture=architecture,
+            vocab_size=raw["vocab_size"],
             hidden_size=hidden,
-            intermediate_size=need("intermediate_size"),
-            num_layers=need("num_hidden_layers"),
+            intermediate_size=raw["intermediate_size"],
+            num_layers=raw["num_hidden_layers"],
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
             rope=rope,
-            max_position_embeddings=max(need("max_position_embeddings"), rope.extended_length),
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            attention_bias=bool(traits.get("attention_bias", raw.get("attention_bias", False))),
-            output_bias=bool("attention_bias" not in traits and raw.get("attention_bias")),
-            qk_norm=bool(traits["qk_norm"]),
-            sliding_window=window,
+            max_position_embeddings=max(raw["max_position_embeddings"], rope.extended_length),
+            tie_word_embeddings=raw.get("tie_word_embeddings", False),
+            attention_bias=family == "Qwen2" or (has_bias and family != "Mistral"),
+            output_bias=has_bias and family not in ("Qwen2", "Mistral"),
+            qk_norm=family.startswith("Qwen3"),
+            sliding_window=_sliding_window(raw, family),
             dtype=dtype if dtype in DTYPES else None,
         )
-
-    @property
-    def feature(self) -> str:
-        """The kind of model in features/, which tells a backend whether it can fuse the layers."""
-        return ""
 
     def check_options(self, config: EngineConfig) -> None:
         """Raise ValueError for an option that the model does not support."""
         if config.num_state_slots is not None:
             raise ValueError(
-                f"num_state_slots={config.num_state_slots} is an option for models with linear "
-                f"attention, and {self.architecture} has none; leave it out"
+                f"num_state_slots={config.num_state_slots} is for models with linear attention, "
+                f"and {self.architecture} has none; leave it out"
             )
 
     def model_class(self) -> type[Qwen3]:
@@ -150,20 +152,6 @@ class ModelConfig:
         """Return the open files without the tensors that the model does not have."""
         return files
 
-    @property
-    def inner_sizes(self) -> tuple[int, ...]:
-        """The feed-forward sizes, which ranks of tensor parallelism divide."""
-        return (self.intermediate_size,)
-
-    def divide_mlps(self, parts: int) -> ModelConfig:
-        """Return the config of a model whose feed-forward sizes are divided into `parts`."""
-        return dataclasses.replace(self, intermediate_size=self.intermediate_size // parts)
-
-    @property
-    def weights_note(self) -> str:
-        """Text that the log and an error append to the size of the weights."""
-        return ""
-
     def block_bytes(self, block_size: int, itemsize: int) -> int:
         """Return the bytes of a KV block: keys and values of all layers, `itemsize` bytes each."""
         num_layers = len(self.kv_layers)
@@ -174,30 +162,14 @@ class ModelConfig:
         return 0
 
 
-# Properties that follow from the name of the architecture and may be absent from config.json.
-# Without attention_bias here, its value in config.json applies to all projections of attention.
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "Qwen3ForCausalLM": {"qk_norm": True, "head_dim": 128},
-    "Qwen2ForCausalLM": {"qk_norm": False, "attention_bias": True},
-    "LlamaForCausalLM": {"qk_norm": False},
-    "MistralForCausalLM": {"qk_norm": False, "attention_bias": False, "num_kv_heads": 8},
-}
-# The same architectures without a head, unless the head is tied.
-ARCHITECTURES |= {n.replace("ForCausalLM", "Model"): t for n, t in ARCHITECTURES.items()}
-# The architectures of models in features/, with the folder that has the model.
-FEATURES = {
-    prefix + kind: folder
-    for prefix, folder, kinds in (
-        ("Qwen3_5", "hybrid", ("ForCausalLM", "ForConditionalGeneration", "TextModel", "Model")),
-        ("Qwen3_5Moe", "hybrid", ("ForCausalLM", "ForConditionalGeneration", "TextModel")),
-        ("Qwen3Moe", "moe", ("ForCausalLM", "Model")),
-    )
-    for kind in kinds
-}
-ARCHITECTURES |= {
-    name: {"qk_norm": True} | ({} if folder == "moe" else {"head_dim": 256})
-    for name, folder in FEATURES.items()
-}
+def find_family(architectures: Any) -> tuple[str, str]:
+    """Return the supported one of `architectures` and its family, or two empty strings."""
+    names = architectures if isinstance(architectures, list) else []
+    for family in FAMILIES:
+        for suffix in ("ForCausalLM", "ForConditionalGeneration", "TextModel", "Model"):
+            if family + suffix in names:
+                return family + suffix, family
+    return "", ""
 
 
 def with_text_config(raw: dict[str, Any]) -> dict[str, Any]:
@@ -235,15 +207,12 @@ def _rope(raw: dict[str, Any], path: Path) -> RopeConfig:
     return RopeConfig.from_params(params, path)
 
 
-def _sliding_window(raw: dict[str, Any], architecture: str, is_null: bool) -> int | None:
+def _sliding_window(raw: dict[str, Any], family: str) -> int | None:
     """Return the window in tokens, if any. The defaults are the same as in transformers."""
-    if architecture.startswith("Mistral"):
-        return None if is_null else raw.get("sliding_window", 4096)
-    if not raw.get("use_sliding_window"):
-        return None
     layers = raw.get("layer_types")
     if layers is None:
         slides = raw.get("max_window_layers", 28) < raw["num_hidden_layers"]
     else:
         slides = "sliding_attention" in layers
-    return raw.get("sliding_window", 4096) if slides else None
+    is_used = family == "Mistral" or (slides and raw.get("use_sliding_window"))
+    return raw.get("sliding_window") if is_used else None

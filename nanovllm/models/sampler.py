@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from nanovllm.models.batch import SamplingBatch
-from nanovllm.models.uniform import uniform
 
 MASKED = float("-inf")  # the logit of a token that is never drawn
 
@@ -36,6 +35,28 @@ def draw(logits: Tensor, u: Tensor) -> Tensor:
     cumulative = probs.cumsum(dim=-1).masked_fill(probs == 0, 0)
     exceeds = cumulative > u[:, None] * cumulative.amax(dim=-1, keepdim=True)
     return exceeds.byte().argmax(dim=-1)  # the first True
+
+
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Hash (seed, position) to [R] float64 in [0, 1), by SplitMix64 (Steele et al. 2014)."""
+    z = _mix(seeds + positions * _signed(0x9E3779B97F4A7C15))
+    z = _mix(z + _signed(0x9E3779B97F4A7C15))
+    return _shift(z, 11).double() * 2.0**-53
+
+
+def _mix(z: Tensor) -> Tensor:
+    z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _shift(z, 31)
+
+
+def _shift(z: Tensor, bits: int) -> Tensor:
+    """Shift right and fill with zeros. torch's operator repeats the sign bit."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
 
 
 FilterFunction = Callable[[Tensor, Tensor], Tensor]
@@ -87,3 +108,17 @@ FILTER_FUNCTIONS: dict[str, FilterFunction] = {
     "top_p": keep_top_p,
     "min_p": keep_min_p,
 }
+
+
+# ---- optional features ----
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
+    """Compute log-probabilities of tokens [Q] (>= 0) and the k most likely from raw logits [Q, V].
+
+    Returns [Q, 2 + 2k] float64: log-probability and rank of the token, k log-probabilities, k ids.
+    """
+    logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
+    logprob = logprobs.gather(1, tokens[:, None])
+    rank = (logprobs > logprob).sum(dim=-1, keepdim=True) + 1
+    return torch.cat((logprob.double(), rank, *logprobs.topk(k)), dim=1)

@@ -1,4 +1,7 @@
-"""Copies of arrays from the host to the device, without waiting for the device."""
+"""Copies between the host and the device that do not wait for the device."""
+
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,3 +25,19 @@ def send(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:
         part.view(torch.from_numpy(x).dtype).view(x.shape)
         for part, x in zip(packed.split([*map(len, padded)])[::2], arrays, strict=True)
     ]
+
+
+def start_copy(tensor: Tensor) -> Callable[[], Any]:
+    """Start a copy to the host. The returned function waits for it and returns a list."""
+    if tensor.device.type != "cuda":
+        return tensor.clone().tolist  # a copy, because the next replay of a graph may overwrite it
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait() -> Any:
+        copied.synchronize()
+        return host.tolist()
+
+    return wait

@@ -1,8 +1,8 @@
 """ModelRunner: executes plans on a device, without access to a Sequence.
 
-A step changes rows and blocks (`_apply`), builds a batch and computes hidden states (`_run_step`),
-samples tokens from logits and records them as the inputs of the next step (`_sample`). On a GPU,
-decode steps are built on the device instead, and may be captured as graphs (`_run_decodes`).
+A step builds a batch and computes hidden states (`_run_step`), samples tokens from logits and
+records them as the inputs of the next step (`_sample`). On a GPU, decode steps are built on the
+device instead, and may be captured as graphs (`_run_decodes`).
 
 It owns the model, the KV cache (in `attention`), the rows and the captured decode steps.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,11 +23,9 @@ from nanovllm.models.attention import PlainAttention
 from nanovllm.models.backend import Backend, FusedModel
 from nanovllm.models.batch import SamplingBatch, longest_first
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.models.transfers import send, to_device
-from nanovllm.plan import StepOutput, StepPlan
-from nanovllm.runner.chunk_results import add_chunk_results
+from nanovllm.models.transfers import send, start_copy, to_device
+from nanovllm.plan import ResultKind, StepOutput, StepPlan
 from nanovllm.runner.device_rows import DeviceRows
-from nanovllm.runner.pending import PendingOutput, start_copy
 from nanovllm.runner.rows import Rows
 
 if TYPE_CHECKING:
@@ -35,11 +34,32 @@ if TYPE_CHECKING:
     from nanovllm.features.models.hybrid.states import States
     from nanovllm.features.requests.logit_rules.row_rules import RulesBatch
 
+TOKEN_KINDS = (None, ResultKind.TOKEN)  # the results of chunks without optional features
+
+
+@dataclass(slots=True)
+class PendingOutput:
+    """The output of a step that the device may still be computing."""
+
+    token_ids: Callable[[], list[int]] = list  # waits for the tokens; `list` returns none
+    # Functions that wait for the results of optional features, and add them to the output.
+    results: list[Callable[[StepOutput], None]] = field(default_factory=list)
+
+    def wait(self) -> StepOutput:
+        output = StepOutput(self.token_ids())
+        for add_to in self.results:
+            add_to(output)
+        return output
+
 
 class ModelRunner:
     attention: PlainAttention  # set by loading/make_runner.py, when the size of its cache is known
     num_blocks: int  # for requests; the null block is not counted
     max_model_len: int  # tokens of the longest request
+
+    # ---- optional features, set by loading/make_runner.py ----
+
+    add_chunk_results: Callable[..., None]  # of features/requests/chunk_results.py
     host_pool: HostPool | None = None
     states: States | None = None
 
@@ -63,7 +83,10 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
         """Launch a step. Returns a function that waits for the device and returns the output."""
         with torch.inference_mode(), self.thread_limit(), self.backend.step_context():
-            self._apply(plan)
+            self.rows.apply(plan)
+            if self.device_rows is not None:
+                self.device_rows.apply(plan)
+            self._copy(plan)
             if self.device_rows is not None and not plan.chunks:
                 output = self._run_decodes(plan.decode_rows, self.device_rows)
             else:
@@ -71,24 +94,6 @@ class ModelRunner:
             if self.states is not None:
                 self.states.after(plan)
             return output.wait
-
-    def _apply(self, plan: StepPlan) -> None:
-        """Make the changes of a plan that come before its computation.
-
-        The saves are first, because a copy or a load may overwrite a block that is saved. The loads
-        are last, because a load may overwrite a block that is copied.
-        """
-        self.rows.apply(plan)
-        if self.device_rows is not None:
-            self.device_rows.apply(plan)
-        if plan.saves and self.host_pool is not None:
-            self.host_pool.save(self.attention.cache, plan.saves)
-        if plan.block_copies:
-            self.attention.copy_blocks(plan.block_copies)
-        if plan.loads and self.host_pool is not None:
-            self.host_pool.load(self.attention.cache, plan.loads)
-        if self.states is not None:
-            self.states.before(plan)
 
     def _run_step(self, plan: StepPlan) -> PendingOutput:
         """Execute a step, built from the host's rows."""
@@ -101,9 +106,9 @@ class ModelRunner:
         if len(step.sampling_rows):
             last = hidden[step.logits_indices]
             output = self._sample(last, step.sampling_batch, step.sampling_rows, step.rules)
-        if plan.chunks:
+        if any(c.logprob_targets or c.result_kind not in TOKEN_KINDS for c in plan.chunks):
             model, backend = self.fused_model, self.backend
-            add_chunk_results(output, plan.chunks, hidden, self.rows, model, backend)
+            self.add_chunk_results(output, plan.chunks, hidden, self.rows, model, backend)
         return output
 
     def _sample(
@@ -150,3 +155,20 @@ class ModelRunner:
         tokens = self.backend.sample(self.fused_model.logits(hidden), sampling)
         self.rows.record(rows, tokens)
         return hidden, tokens
+
+    # ---- optional features ----
+
+    def _copy(self, plan: StepPlan) -> None:
+        """Copy blocks and states before anything is computed.
+
+        The saves are first, because a copy or a load may overwrite a block that is saved. The loads
+        are last, because a load may overwrite a block that is copied.
+        """
+        if plan.saves and self.host_pool is not None:
+            self.host_pool.save(self.attention.cache, plan.saves)
+        if plan.block_copies:
+            self.attention.copy_blocks(plan.block_copies)
+        if plan.loads and self.host_pool is not None:
+            self.host_pool.load(self.attention.cache, plan.loads)
+        if self.states is not None:
+            self.states.before(plan)

@@ -14,7 +14,7 @@ from nanovllm.models.model_config import FIELDS, ModelConfig
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 CONFIGS = [
     ({"architectures": ["GemmaForCausalLM"]}, "Qwen3ForCausalLM, Qwen2ForCausalLM, Llama"),
-    ({"architectures": None}, "has no 'architectures' .model_type is .*Qwen3ForCausalLM"),
+    ({"architectures": None}, "architecture none .model_type is .*Qwen3ForCausalLM"),
     ({"vocab_size": None}, "no 'vocab_size'"),
     ({"hidden_act": "gelu"}, "gelu"),
     ({"head_dim": 33}, "odd"),

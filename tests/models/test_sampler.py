@@ -17,8 +17,7 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.models.batch import SamplingBatch
-from nanovllm.models.sampler import draw, keep_min_p, keep_top_k, keep_top_p, sample
-from nanovllm.models.uniform import uniform
+from nanovllm.models.sampler import draw, keep_min_p, keep_top_k, keep_top_p, sample, uniform
 from nanovllm.plan import FILTERS
 
 

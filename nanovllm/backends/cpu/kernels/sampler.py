@@ -14,7 +14,7 @@ from torch import Tensor
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels.parallel import run
 from nanovllm.backends.cpu.kernels.primitives import BFLOAT16, array, exp, maximum, to_float32
-from nanovllm.models import logprobs, sampler
+from nanovllm.models import sampler
 from nanovllm.models.batch import SamplingBatch
 from nanovllm.plan import FILTERS
 
@@ -51,9 +51,9 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
-    """Compute models.logprobs.token_logprobs, reading each row once."""
+    """Compute models.sampler.token_logprobs, reading each row once."""
     if k > MAX_LOGPROBS:
-        return logprobs.token_logprobs(logits, tokens, k)
+        return sampler.token_logprobs(logits, tokens, k)
     logits = logits.contiguous()
     packed = np.empty((len(logits), 2 + 2 * k))
     source = logits.data_ptr(), logits.dtype is torch.bfloat16, logits.shape[1]
@@ -246,7 +246,7 @@ def _draw_rows(address, is_bf16, size, temperatures, seeds, positions, filters, 
 
 @compiled()
 def _logprobs_of_rows(address, is_bf16, size, tokens, packed, start, stop):
-    """Fill packed [R, 2 + 2k] as models/logprobs.py describes it."""
+    """Fill packed [R, 2 + 2k] as `token_logprobs` in models/sampler.py."""
     k, values, weights = (packed.shape[1] - 2) // 2, np.empty(size, f32), np.empty(size, f32)
     maxima = np.empty((size + GROUP - 1) // GROUP, f32)
     for row in range(start, stop):

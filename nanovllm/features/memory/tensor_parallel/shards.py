@@ -6,11 +6,13 @@ tensors in the checkpoint. Nothing else of the checkpoint is read.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from nanovllm.features.models.moe.moe_config import Experts
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.weights import CheckpointTensor
 
@@ -25,7 +27,13 @@ def config_of_rank(full_config: ModelConfig, size: int) -> ModelConfig:
     If there are fewer KV heads than ranks, several ranks hold the same KV head.
     """
     heads, kv_heads = full_config.num_heads, full_config.num_kv_heads
-    inner = full_config.inner_sizes
+    inner = [full_config.intermediate_size]
+    changed: dict[str, Any] = {}
+    experts: Experts | None = getattr(full_config, "experts", None)
+    if experts is not None:
+        has_dense = len(experts.layers) < full_config.num_layers
+        inner = [experts.size, *inner[:has_dense]]
+        changed["experts"] = replace(experts, size=experts.size // size)
 
     def divides(size: int) -> bool:
         divides_inner = not any(n % size for n in inner)
@@ -40,10 +48,12 @@ def config_of_rank(full_config: ModelConfig, size: int) -> ModelConfig:
             f"or be a multiple of them; use one of {fitting}"
         )
     return replace(
-        full_config.divide_mlps(size),
+        full_config,
+        intermediate_size=full_config.intermediate_size // size,
         num_heads=heads // size,
         num_kv_heads=-(-kv_heads // size),
         vocab_size=-(-full_config.vocab_size // size),
+        **changed,
     )
 
 

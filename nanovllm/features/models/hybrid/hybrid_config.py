@@ -74,14 +74,6 @@ class HybridConfig(ModelConfig):
             )
         return config
 
-    @property
-    def feature(self) -> str:
-        return "hybrid" if self.experts is None else "hybrid-moe"
-
-    @property
-    def weights_note(self) -> str:
-        return "" if self.experts is None else f" ({self.experts})"
-
     def check_options(self, config: EngineConfig) -> None:
         for value, option in (
             (config.tensor_parallel_size > 1, "tensor_parallel_size"),

@@ -10,6 +10,7 @@ token 0 begins with zeros. The runner copies states between rows and snapshots, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,6 +28,13 @@ from nanovllm.models.transfers import to_device
 from nanovllm.plan import StepPlan
 
 
+def kernels_of(backend: Backend) -> tuple[Callable[..., Tensor], Callable[..., None]]:
+    """Return the functions `decode` and `chunk` of a backend, with the arguments of delta_rule."""
+    kernels = backend.delta_rule() or delta_rule
+    parts = kernels if hasattr(kernels, "solve") else None
+    return kernels.decode, getattr(kernels, "chunk", partial(delta_rule.chunk, kernels=parts))
+
+
 class States:
     def __init__(self, config: HybridConfig, num_states: int, backend: Backend) -> None:
         """Allocate the states. Their content is undefined until they are written."""
@@ -35,10 +43,7 @@ class States:
         dims = config.linear_key_head_dim, config.linear_value_head_dim
         self.rule = backend.empty(layers, num_states, heads, *dims, dtype=torch.float32)
         self.conv = backend.empty(layers, num_states, KERNEL_SIZE - 1, config.conv_size)
-        kernels = backend.delta_rule() or delta_rule
-        self.decode = kernels.decode
-        parts = kernels if hasattr(kernels, "solve") else None
-        self.chunk = getattr(kernels, "chunk", partial(delta_rule.chunk, kernels=parts))
+        self.decode, self.chunk = kernels_of(backend)
 
     @property
     def nbytes(self) -> int:

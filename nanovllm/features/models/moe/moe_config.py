@@ -64,9 +64,6 @@ class Experts:
         """Return how many experts a step of `num_tokens` tokens uses, if all are equally likely."""
         return self.num_experts * (1 - (1 - self.num_per_token / self.num_experts) ** num_tokens)
 
-    def __str__(self) -> str:
-        return f"a token uses {self.num_per_token} of {self.num_experts} experts in a layer"
-
     def unused_weights(self, hidden_size: int, num_tokens: int) -> float:
         """Return how many weights of experts a step of `num_tokens` tokens is expected not to use.
 
@@ -88,29 +85,10 @@ class MoeConfig(ModelConfig):
         assert isinstance(base, MoeConfig)
         return replace(base, experts=Experts.from_json(raw, path, normalized=False))
 
-    @property
-    def inner_sizes(self) -> tuple[int, ...]:
-        assert self.experts is not None
-        has_dense = len(self.experts.layers) < self.num_layers
-        return (self.experts.size, *([self.intermediate_size] if has_dense else []))
-
-    def divide_mlps(self, parts: int) -> MoeConfig:
-        assert self.experts is not None
-        experts = replace(self.experts, size=self.experts.size // parts)
-        return replace(self, intermediate_size=self.intermediate_size // parts, experts=experts)
-
     def model_class(self) -> type[Qwen3Moe]:
         from nanovllm.features.models.moe.qwen3_moe import Qwen3Moe
 
         return Qwen3Moe
-
-    @property
-    def feature(self) -> str:
-        return "moe"
-
-    @property
-    def weights_note(self) -> str:
-        return f" ({self.experts})"
 
     def select_tensors(self, files: dict[Path, Any]) -> dict[Path, Any]:
         """Return the files with one tensor per expert and projection."""

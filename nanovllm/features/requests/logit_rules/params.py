@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.plan import LogitRules
 from nanovllm.sampling_params import SamplingParams
@@ -17,9 +15,10 @@ def make_rules(
     input_processor.check_vocabulary("logit_bias has", bias)
     input_processor.check_vocabulary("allowed_token_ids has", params.allowed_token_ids)
     stops = tuple(sorted(stop_token_ids))
-    grammar: Any = None
+    grammar = None
     if params.structured_outputs is not None:
-        grammar = input_processor.compile_grammar(params.structured_outputs, stops)
+        assert input_processor.grammars is not None, "make_engine sets it"
+        grammar = input_processor.grammars.compile(params.structured_outputs, list(stops))
     allowed = params.allowed_token_ids
     rules = LogitRules(
         presence_penalty=params.presence_penalty,

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.features.requests.chunk_results import unpack_logprobs
 from nanovllm.features.requests.logit_rules.penalties import (
     Penalties,
     PenaltyState,
@@ -31,9 +32,9 @@ from nanovllm.features.requests.logit_rules.penalties import (
 from nanovllm.models.backend import Backend
 from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.sampler import MASKED
-from nanovllm.models.transfers import to_device
-from nanovllm.plan import LogitRules, NewRow
-from nanovllm.runner.pending import PendingOutput, start_copy
+from nanovllm.models.transfers import start_copy, to_device
+from nanovllm.plan import COMPLETE, LogitRules, NewRow, StepOutput
+from nanovllm.runner.model_runner import PendingOutput
 from nanovllm.sampling_params import takes_prompt
 
 NO_END = 2**62  # above every position
@@ -264,15 +265,26 @@ class RulesBatch:
         tokens = backend.sample(changed, sampling)
         output = PendingOutput(start_copy(tokens))
         tokens = record(tokens)
+        errors: dict[int, Exception] = {}
+        completed: list[int] = []
         if self.changes_logits:
             self.append(tokens, output.token_ids)
-            output.errors, self.errors = self.errors, {}
-            output.completed, self.completed = self.completed, []
+            errors, self.errors = self.errors, {}
+            completed, self.completed = self.completed, []
+        logprobs: Callable[[], list[list[float]]] = list
         if self.reported:
             if len(self.reported_index) < len(tokens):
                 logits, tokens = logits[self.reported_index], tokens[self.reported_index]
-            output.reported = self.reported
-            output.logprobs = start_copy(backend.token_logprobs(logits, tokens, self.num_logprobs))
+            logprobs = start_copy(backend.token_logprobs(logits, tokens, self.num_logprobs))
+
+        def add_to(done: StepOutput) -> None:
+            done.errors |= errors
+            for i in completed:
+                done.token_ids[i] = COMPLETE
+            for (i, row, k), packed in zip(self.reported, logprobs(), strict=True):
+                done.result(row).logprobs = unpack_logprobs(packed, done.token_ids[i], k)
+
+        output.results.append(add_to)
         return output
 
     def append(self, tokens: Tensor, token_ids: Callable[[], list[int]]) -> None:

@@ -9,11 +9,11 @@ import torch
 from checkpoints import make_checkpoint, random_llm
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.models import logprobs, sampler
+from nanovllm.models import sampler
 from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.layers import RotaryEmbedding, add_rms_norm, rms_norm, rotate, silu_and_mul
 from nanovllm.models.rope import RopeConfig
-from nanovllm.models.uniform import uniform
+from nanovllm.models.sampler import uniform
 
 numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
 
@@ -371,12 +371,12 @@ def test_without_amx(tmp_path) -> None:
     code = (
         "from nanovllm import LLM\n"
         "from nanovllm.backends.cpu import backend, compile\n"
-        "from nanovllm.backends.cpu.kernels import int4, int8, sampler\n"
+        "from nanovllm.backends.cpu.kernels import int4, int8, product, sampler\n"
         "from nanovllm.backends.cpu.kernels.units import amx, any, avx512\n"
         "from nanovllm.models import sampler as plain\n"
         "same = [sampler._draw_rows, sampler._logprobs_of_rows]\n"
-        "same += [int8.quantize_rows, int8.product_blocks, int4.int4_blocks]\n"
-        "every, int8.product.compile = compile.kernels_in_parts, lambda _: None\n"
+        "same += [product.quantize_rows, int8.product_blocks, int4.int4_blocks]\n"
+        "every, product.product.compile = compile.kernels_in_parts, lambda _: None\n"
         "def other(*a): return [kernel for kernel in every(*a) if kernel not in same]\n"
         "compile.kernels_in_parts = other\n"
         "backend.CpuBackend.sample = lambda _, logits, batch: plain.sample(logits, batch)\n"
@@ -415,7 +415,7 @@ def test_token_logprobs(dtype: torch.dtype, size: int, k: int) -> None:
     logits = (4 * torch.randn(7, size)).to(dtype)
     tokens = torch.cat((logits[:2].argmax(1), torch.randint(size, (5,))))
     found = cpu_sampler.token_logprobs(logits, tokens, k)
-    wanted = logprobs.token_logprobs(logits, tokens, k)
+    wanted = sampler.token_logprobs(logits, tokens, k)
     torch.testing.assert_close(found[:, : 2 + k], wanted[:, : 2 + k], rtol=0, atol=1e-4)
     ids = found[:, 2 + k :].long()
     assert all(len(set(row)) == k for row in ids.tolist())

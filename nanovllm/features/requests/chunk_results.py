@@ -1,0 +1,137 @@
+"""Results of chunks other than tokens: hidden states, beam candidates, prompt log-probabilities.
+
+Each function starts a copy of its results to the host, and adds to the PendingOutput a function
+that waits for this copy.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.models.backend import Backend, FusedModel
+from nanovllm.models.transfers import start_copy, to_device
+from nanovllm.plan import Chunk, ResultKind, StepOutput, TokenLogprobs
+from nanovllm.runner.model_runner import PendingOutput
+from nanovllm.runner.rows import Rows
+
+
+def add_chunk_results(
+    output: PendingOutput,
+    chunks: list[Chunk],
+    hidden: Tensor,
+    rows: Rows,
+    model: FusedModel,
+    backend: Backend,
+) -> None:
+    """Add to `output` the hidden states, candidates and prompt log-probabilities of chunks.
+
+    `hidden` [T, E] has the hidden states of the step. `model` maps them to logits.
+    """
+    ends = np.cumsum([len(chunk.token_ids) for chunk in chunks])
+    if any(chunk.logprob_targets for chunk in chunks):
+        add_prompt_logprobs(output, chunks, ends, hidden, model, backend)
+    for kind in (ResultKind.CANDIDATES, ResultKind.HIDDEN_STATE):
+        index = [i for i, chunk in enumerate(chunks) if chunk.result_kind is kind]
+        if not index:
+            continue
+        last = hidden[to_device(ends[index] - 1, hidden.device)]
+        of_kind = [chunks[i] for i in index]
+        if kind is ResultKind.CANDIDATES:
+            add_candidates(output, of_kind, model.logits(last), rows, backend)
+        else:
+            add_hidden_states(output, of_kind, last)
+
+
+def add_hidden_states(output: PendingOutput, chunks: list[Chunk], hidden: Tensor) -> None:
+    """Add the hidden states [C, E] of the last tokens of C chunks."""
+    hidden_states = start_copy(hidden.float())
+
+    def add_to(done: StepOutput) -> None:
+        for chunk, hidden_state in zip(chunks, hidden_states(), strict=True):
+            done.result(chunk.row).hidden_state = hidden_state
+
+    output.results.append(add_to)
+
+
+def add_candidates(
+    output: PendingOutput, chunks: list[Chunk], logits: Tensor, rows: Rows, backend: Backend
+) -> None:
+    """Add the most likely tokens after C chunks, from logits [C, V].
+
+    Tokens that rules mask are not candidates. The log-probabilities of the others do not change.
+    """
+    k = max(chunk.num_candidates for chunk in chunks)
+    candidate_rows = [chunk.row for chunk in chunks]
+    rules = rows.rules_of(candidate_rows)
+    errors: dict[int, Exception] = {}
+    if rules is not None and rules.changes_logits:
+        positions = to_device(rows.positions[candidate_rows], logits.device)
+        logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
+        values, ids = rules.apply(logprobs, positions).topk(k)
+        packed = torch.cat((values.double(), ids), dim=1)
+        errors, rules.errors = rules.errors, {}
+    else:
+        any_token = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        packed = backend.token_logprobs(logits, any_token, k)[:, 2:]
+    candidates = start_copy(packed)
+
+    def add_to(done: StepOutput) -> None:
+        done.errors |= errors
+        for chunk, each in zip(chunks, candidates(), strict=True):
+            done.result(chunk.row).candidates = likely_tokens(each, chunk.num_candidates)
+
+    output.results.append(add_to)
+
+
+def add_prompt_logprobs(
+    output: PendingOutput,
+    chunks: list[Chunk],
+    ends: np.ndarray,
+    hidden: Tensor,
+    model: FusedModel,
+    backend: Backend,
+) -> None:
+    """Add the log-probabilities of the targets of chunks, which end before the tokens `ends`."""
+    starts = [end - len(chunk.token_ids) for chunk, end in zip(chunks, ends.tolist(), strict=True)]
+    # [2, Q]: the token before each target, and the target.
+    scored = [
+        pair
+        for chunk, start in zip(chunks, starts, strict=True)
+        for pair in enumerate(chunk.logprob_targets, start + chunk.logprobs_from)
+    ]
+    max_k = max(chunk.num_logprobs for chunk in chunks)
+    # The memory profile does not include the logits of a whole chunk, so they are in parts.
+    parts = to_device(np.transpose(scored).copy(), hidden.device).split(64, dim=1)
+    copies = [
+        start_copy(backend.token_logprobs(model.logits(hidden[index]), targets, max_k))
+        for index, targets in parts
+    ]
+
+    def add_to(done: StepOutput) -> None:
+        all_packed = (packed for copy in copies for packed in copy())
+        for chunk in chunks:
+            if not (targets := chunk.logprob_targets):
+                continue
+            result, k = done.result(chunk.row), chunk.num_logprobs
+            # The targets are the first argument, so that zip takes no result after the last target.
+            entries = zip(targets, all_packed, strict=False)
+            result.prompt_logprobs = [unpack_logprobs(p, token, k) for token, p in entries]
+            result.first_position = chunk.start + chunk.logprobs_from + 1
+
+    output.results.append(add_to)
+
+
+def unpack_logprobs(packed: list[float], token: int, k: int) -> TokenLogprobs:
+    """Unpack a row of `token_logprobs` to (token, log-probability, rank), for `token` first."""
+    logprob, rank = packed[:2]
+    likely = enumerate(likely_tokens(packed[2:], k), start=1)
+    others = [(other, p, i) for i, (other, p) in likely if other != token]
+    return [(token, logprob, int(rank)), *others]
+
+
+def likely_tokens(packed: list[float], k: int) -> list[tuple[int, float]]:
+    """Return (token, log-probability) of the first k from n log-probabilities and n token ids."""
+    half = len(packed) // 2
+    return list(zip(map(int, packed[half : half + k]), packed[:k], strict=True))

@@ -1,0 +1,343 @@
+"""Compares the kernels of a backend with plain torch, on small random inputs.
+
+Each function makes the inputs of a kernel from the sizes that it gets, and yields Comparisons. Its
+first argument is a pair: the backend with the kernels, and the same in plain torch. `checks` lists
+what the engine of a model uses, which select_backend.py compares at the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.models.attention import PlainAttention
+from nanovllm.models.backend import Backend, num_experts
+from nanovllm.models.batch import ForwardBatch
+from nanovllm.models.layers import Linear
+from nanovllm.models.qwen3 import Qwen3
+from nanovllm.runner.rows import sampling_batch
+
+# The largest ||found - wanted|| / ||wanted|| of a row. Both are rounded to the dtype.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 2e-2}
+# Tokens of the contexts of a chunk, which has the last 40 of them, and of three decodes.
+CONTEXTS, CHUNK = (300, 5, 17, 700), 40
+ROWS = 1, 17, 65, 200  # of a product: for each tile of the quantized kernels
+
+Backends: TypeAlias = tuple[Backend, Backend]  # with kernels, and in plain torch
+
+
+class Comparison(NamedTuple):
+    what: str
+    found: Tensor  # [rows, ...] of the kernel
+    wanted: Tensor  # the same of plain torch
+    factor: float = 1.0  # multiplies the tolerance
+
+    def error(self) -> float:
+        """Return the largest relative error of a row. It is NaN or infinite if they do not fit."""
+        if self.found.shape != self.wanted.shape:
+            return float("inf")
+        found, wanted = (x.reshape(len(x), -1).double() for x in (self.found, self.wanted))
+        errors = (found - wanted).norm(dim=1) / wanted.norm(dim=1).clamp(min=1e-6)
+        return float(errors.max())
+
+    def limit(self, dtype: torch.dtype) -> float:
+        """Return the largest allowed error for a model in `dtype`. Integers must be equal."""
+        return self.factor * TOLERANCE[dtype] if self.wanted.is_floating_point() else 0.0
+
+
+Comparisons: TypeAlias = Iterator[Comparison]
+
+
+def check(comparisons: Comparisons, dtype: torch.dtype) -> None:
+    """Run comparisons for a model in `dtype`. Raises ArithmeticError for the first that fails."""
+    for comparison in comparisons:
+        error, limit = comparison.error(), comparison.limit(dtype)
+        if not error <= limit:  # also NaN
+            raise ArithmeticError(
+                f"the result for {comparison.what} has a relative error of {error:.2g}, and at "
+                f"most {limit:.2g} is expected"
+            )
+
+
+def normal_numbers(backend: Backend) -> Callable[..., Tensor]:
+    """Return a function that makes random tensors of a shape, the same ones in each process."""
+    generator = torch.Generator().manual_seed(0)
+
+    def new(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        x = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        return x.to(backend.device, dtype or backend.dtype)
+
+    return new
+
+
+def add_rms_norm(backends: Backends, size: int, weight_dtype: torch.dtype) -> Comparisons:
+    new = normal_numbers(backends[0])
+    x, weight = new(3, size), new(size, dtype=weight_dtype)
+    for residual in (None, new(3, size)):
+        copies = [(x.clone(), None if residual is None else residual.clone()) for _ in backends]
+        found, wanted = (
+            backend.add_rms_norm(*inputs, weight, 1e-6)
+            for backend, inputs in zip(backends, copies, strict=True)
+        )
+        yield Comparison("the norm", found[0], wanted[0])
+        yield Comparison("the sum", found[1], wanted[1])
+
+
+def silu_and_mul(backends: Backends, size: int) -> Comparisons:
+    x = normal_numbers(backends[0])(3, 2 * size)
+    found, wanted = (backend.silu_and_mul(x.clone()) for backend in backends)
+    yield Comparison("3 rows", found, wanted)
+
+
+def sample(backends: Backends, vocab_size: int) -> Comparisons:
+    """Compare tokens of a greedy row, of one without filters, and of one with each filter."""
+    # Few tokens have almost all of the probability, so that no rounding decides.
+    logits = 4 * normal_numbers(backends[0])(5, vocab_size)
+    # Temperature, top_k, top_p and min_p of each row.
+    rows = [(0, 0, 1, 0), (1, 0, 1, 0), (1.5, 3, 1, 0), (0.7, 0, 0.6, 0), (1, 0, 1, 0.2)]
+    params = torch.tensor(rows, dtype=torch.float32).T.contiguous().to(logits.device)
+    numbers = torch.arange(5, device=logits.device)
+    batch = sampling_batch(params, 7 * numbers, numbers)
+    found, wanted = (backend.sample(logits, batch) for backend in backends)
+    yield Comparison("5 rows", found[:, None], wanted[:, None])
+
+
+def decode_inputs(backends: Backends, block_size: int) -> Comparisons:
+    """Compare what is read from the tensors of 3 rows and of padding, and the new positions."""
+    kernel, _ = backends
+    tables = 1 + torch.arange(4 * 9, dtype=torch.int32).view(4, 9)
+    params = torch.arange(16, dtype=torch.float32).view(4, 4)
+    state = [
+        tables,
+        torch.tensor([3, 4 * block_size, 5, 0]),
+        params,
+        torch.arange(4),
+        9 - tables[0],
+    ]
+    rows, results = torch.tensor([2, 0, 1, 3]), []
+    for device in (kernel.device, torch.device("cpu")):
+        copied = [x.clone().to(device) for x in state]
+        inputs = kernel.decode_inputs(rows.to(device), *copied, block_size)
+        results.append([x.cpu()[:, None] for x in (*inputs[:4], *inputs.params, copied[1])])
+        results[-1].append(inputs.block_tables.cpu())
+    for found, wanted in zip(*results, strict=True):
+        yield Comparison("4 rows", found, wanted)
+
+
+def filled(backends: Backends, projections: dict[str, int], weight: Tensor) -> list[Linear]:
+    """Return a Linear of each backend with the weight [outputs, inputs]."""
+    modules = [Linear(weight.shape[1], projections, backend) for backend in backends]
+    for module in modules:
+        module.weight.copy_(weight)
+        module.backend.after_load(module)
+    return modules
+
+
+def linear(
+    backends: Backends, name: str, outputs: int, inputs: int, has_bias: bool = False
+) -> Comparisons:
+    """Compare products with the weight [outputs, inputs] of a layer called `name`."""
+    new = normal_numbers(backends[0])
+    modules = filled(backends, {name: outputs}, new(outputs, inputs))
+    if has_bias:
+        bias = new(outputs)
+        for module in modules:
+            module.bias = bias
+    for rows in ROWS:
+        x = new(rows, inputs)
+        found, wanted = (module(x) for module in modules)
+        yield Comparison(f"{rows} rows", found, wanted)
+
+
+def expert_mlp(backends: Backends, num: int, size: int, hidden: int) -> Comparisons:
+    """Compare `num` MLPs of `size` for few rows of an expert and for many; some have none."""
+    from nanovllm.features.models.moe.experts import expert_mlp
+
+    new = normal_numbers(backends[0])
+    inner = {f"experts.{i}.{kind}_proj": size for i in range(num) for kind in ("gate", "up")}
+    outer = {f"experts.{i}.down_proj": hidden for i in range(num)}
+    gate_up = filled(backends, inner, new(2 * size * num, hidden) / hidden**0.5)
+    down = filled(backends, outer, new(hidden * num, size) / size**0.5)
+    for tokens in (3, 16 * num):
+        x, choices = new(tokens, hidden), torch.arange(2 * tokens) ** 2 % num
+        weights, choices = new(tokens, 2), choices.view(tokens, 2).to(x.device)
+        found, wanted = (
+            (first.backend.expert_mlp(first, second) or expert_mlp)(
+                x, weights, choices, first, second
+            )
+            for first, second in zip(gate_up, down, strict=True)
+        )
+        yield Comparison(f"{tokens} tokens", found, wanted, factor=2)
+
+
+def delta_rule(backends: Backends, sizes: tuple[int, int, int, int]) -> Comparisons:
+    """Compare linear attention of a chunk of 130 tokens, of one of 3 after others, and of decodes.
+
+    sizes: (Hk, Hv, Dk, Dv) of features/models/hybrid/delta_rule.py.
+    """
+    from nanovllm.features.models.hybrid.delta_rule import Segments
+    from nanovllm.features.models.hybrid.states import kernels_of
+
+    new, (key_heads, heads, key_dim, value_dim) = normal_numbers(backends[0]), sizes
+    wide, size = partial(new, dtype=torch.float32), heads * value_dim
+    channels = 2 * key_heads * key_dim + size
+    projections = {"qkv": channels, "z": size, "b": heads, "a": heads}
+    layer: Any = SimpleNamespace(
+        **dict(sizes=sizes, eps=1e-6, in_proj=SimpleNamespace(projections=projections)),
+        **dict(conv1d=wide(4, channels), a_log=wide(heads), dt_bias=wide(heads)),
+        norm=wide(value_dim),
+    )
+    conv, rule = new(4, 3, channels), wide(4, heads, key_dim, value_dim) / key_dim**0.5
+    x, rows = new(133, sum(projections.values())), torch.tensor([3, 0, 1], device=conv.device)
+    results = []
+    for backend in backends:
+        decode, chunk = kernels_of(backend)
+        states, out = (conv.clone(), rule.clone()), x.new_zeros(133, size)
+        chunk(layer, x, *states, Segments([2, 0], [0, 130], [130, 133], [True, False]), out)
+        results.append((out, decode(layer, x[:3].contiguous(), *states, rows), *states))
+    names = "chunks", "decodes", "the state of the convolution", "the state of the rule"
+    for name, found, wanted in zip(names, *results, strict=True):
+        yield Comparison(name, found, wanted, factor=4)
+
+
+def attention_step(
+    backends: Backends,
+    heads: tuple[int, int, int],
+    norm_dtype: torch.dtype | None,
+    block_size: int,
+    is_fp8: bool,
+    *,
+    empty: float,
+) -> Iterator[tuple[PlainAttention, Tensor, ForwardBatch]]:
+    """Yield for each backend its attention, the result of `norm_rope_store` and the batch.
+
+    The step has a chunk of CHUNK tokens and three decodes, with CONTEXTS. Slots of no token contain
+    the number `empty`. heads: numbers of query heads and KV heads, and their size. norm_dtype:
+    dtype of the weights of the norms of q and k, or None for no norms.
+    """
+    (num_heads, kv_heads, dim), (kernels, _) = heads, backends
+    new, device = normal_numbers(kernels), kernels.device
+    # The blocks of the sequences are in any order. Padding is the null block.
+    counts = [-(-context // block_size) for context in CONTEXTS]
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0), device="cpu")
+    blocks = (order + 1).split(counts)
+    tables = torch.nn.utils.rnn.pad_sequence(list(blocks), batch_first=True).int()
+    offsets, query_lens = torch.arange(block_size, device="cpu"), np.array([CHUNK, 1, 1, 1])
+    slots = [
+        (own[:, None] * block_size + offsets).flatten()[:context]
+        for own, context in zip(blocks, CONTEXTS, strict=True)
+    ]
+    written = torch.cat([own[-num:] for own, num in zip(slots, query_lens, strict=True)])
+    new_slots = written.to(device)
+    batch = ForwardBatch(
+        input_ids=new_slots,  # attention does not read the ids and positions
+        positions=new_slots,
+        slot_mapping=new_slots,
+        query_start_loc=torch.tensor([0, *query_lens.cumsum()], dtype=torch.int32, device=device),
+        context_lens=torch.tensor(CONTEXTS, device=device),
+        block_tables=tables.to(device),
+        query_lens=query_lens,
+        host_lens=np.array(CONTEXTS),
+        num_decodes=3,
+    )
+    earlier: Any = SimpleNamespace(slot_mapping=torch.cat(slots).to(device))
+    kv = new(2, len(earlier.slot_mapping), kv_heads, dim)
+    qkv = new(len(written), (num_heads + 2 * kv_heads) * dim)
+    norms = None if norm_dtype is None else tuple(new(2, dim, dtype=norm_dtype))
+    angle = new(len(written), 1, dim // 2, dtype=torch.float32)
+    cos, sin = angle.cos().to(qkv.dtype), angle.sin().to(qkv.dtype)
+    rope = torch.cat((cos, cos), dim=2), torch.cat((-sin, sin), dim=2)
+    config: Any = SimpleNamespace(
+        **dict(num_heads=num_heads, num_kv_heads=kv_heads, head_dim=dim),
+        **dict(kv_layers=[0], rms_norm_eps=1e-6),
+    )
+    sizes = config, len(order) + 1, block_size, kernels.dtype, device
+    for backend in backends:
+        attention = backend.attention_class(*sizes, [(0.5, 2.0)] if is_fp8 else None)
+        attention.cache.copy_(torch.full((), empty))
+        attention.store(0, kv[0], kv[1], earlier)
+        step = replace(batch)
+        attention.prepare(step)
+        yield attention, attention.norm_rope_store(0, qkv.clone(), norms, rope, step), step
+
+
+def norm_rope_store(backends: Backends, *sizes: Any) -> Comparisons:
+    """Compare q and the cache, for the sizes of `attention_step`."""
+    num_heads, _, dim = sizes[0]
+    found, wanted = (
+        (q[:, :num_heads].flatten(1), attention.cache.view(-1, dim))
+        for attention, q, _ in attention_step(backends, *sizes, empty=0.0)
+    )
+    is_fp8 = sizes[-1]
+    if not is_fp8:  # some kernels scale q then
+        yield Comparison("q", found[0], wanted[0])
+    yield Comparison("the cache", found[1], wanted[1], factor=2 if is_fp8 else 1)
+
+
+def attend(backends: Backends, *sizes: Any) -> Comparisons:
+    """Compare attention, for the sizes of `attention_step`. No NaN of an empty slot may be read."""
+    found, wanted = (
+        attention.attend(0, q, batch)
+        for attention, q, batch in attention_step(backends, *sizes, empty=float("nan"))
+    )
+    factor = 2 if sizes[-1] else 1
+    yield Comparison("a chunk", found[:CHUNK], wanted[:CHUNK], factor)
+    yield Comparison("decodes", found[CHUNK:], wanted[CHUNK:], factor)
+
+
+def checks(
+    backends: Backends, model: Qwen3, vocab_size: int, block_size: int, is_fp8: bool
+) -> Iterator[tuple[str, Comparisons]]:
+    """Yield (name, comparisons) of each kernel that the engine of a model uses, once for each size.
+
+    The names are the functions of this file. `model` is on the meta device. The sizes are the
+    model's where a kernel is compiled for them, and small elsewhere.
+    """
+    kernels, plain = backends
+    config, is_cpu = model.config, kernels.device.type == "cpu"
+    calls: dict[tuple[Callable[..., Comparisons], Any], None] = {}  # a set in order
+
+    def add(function: Callable[..., Comparisons], *sizes: Any) -> None:
+        calls[function, sizes] = None
+
+    def dtype_of(norm: Tensor) -> torch.dtype:
+        return norm.dtype if norm.dtype is torch.float32 else kernels.dtype
+
+    def fit(size: int, most: int) -> int:
+        """A size of at most about `most`. Kernels are compiled for what its last bits divide."""
+        return size if size <= most else most + size % 32
+
+    add(add_rms_norm, config.hidden_size, dtype_of(model.norm))
+    attentions: list[Any] = [layer.self_attn for layer in model.layers]
+    for attn in attentions:
+        if hasattr(attn, "norms"):
+            norms = attn.norms
+            heads = config.num_heads, config.num_kv_heads, config.head_dim
+            sizes = heads, None if norms is None else dtype_of(norms[0]), block_size, is_fp8
+            add(norm_rope_store, *sizes)
+            add(attend, *sizes)
+        else:
+            add(delta_rule, attn.sizes)
+    for module in model.linears():
+        (outputs, inputs), names = module.weight.shape, [*module.projections]
+        num, is_up = num_experts(names), names[-1].endswith("up_proj")
+        if is_up:
+            add(silu_and_mul, outputs // max(1, num) // 2)
+        if num and is_up:
+            size = outputs // num // 2
+            add(expert_mlp, num, fit(size, 64) if is_cpu else size, fit(inputs, 64))
+        if not num and (is_cpu or not isinstance(plain.make_weight(1, 1, names), Tensor)):
+            name = "lm_head" if "lm_head" in names else "q_proj"
+            add(linear, name, fit(outputs, 256), fit(inputs, 1024), module.bias is not None)
+    add(sample, min(vocab_size, 4096) if is_cpu else vocab_size)
+    if kernels.captures:
+        add(decode_inputs, block_size)
+    for function, sizes in calls:
+        yield function.__name__, function(backends, *sizes)
