@@ -171,12 +171,11 @@ class LLM(OptionalCalls):
         progress = Progress()
         try:
             self.engine.add(checked, requests, progress, stream=True)
-            numbers = {request: i for i, request in enumerate(requests)}
             for _ in self.engine.run(requests):
                 with self.engine.lock:
-                    changed = sorted(progress.changed, key=numbers.__getitem__)
+                    changed = sorted(progress.changed, key=lambda request: request.number)
                     progress.changed.clear()
-                    new = [out for r in changed for out in r.task.read_stream(r, numbers[r])]
+                    new = [part for each in changed for part in each.task.read_stream(each)]
                 yield from new
                 if progress.error is not None:
                     raise progress.error

@@ -69,9 +69,9 @@ class RequestOutput(Mapping[str, Any]):
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int  # prompt tokens whose KV was in the prefix cache
-    # None for the first token. An aborted request has entries for its computed tokens only.
-    prompt_logprobs: list[dict[int, Logprob] | None] | None
     metrics: RequestMetrics = field(compare=False)
+    # None for the first token. An aborted request has entries for its computed tokens only.
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     def __getitem__(self, key: str) -> Any:
         if key not in NANO_VLLM_KEYS:

@@ -133,20 +133,6 @@ class InputProcessor:
                 end = self.vocab_size - 1
                 raise ValueError(f"{what} token id {token}; the vocabulary is 0 to {end}")
 
-    def num_logprobs(self, name: str, value: int | None) -> int | None:
-        """Return how many log-probabilities a field requests. Raises ValueError for too many."""
-        if value is None:
-            return None
-        size = self.vocab_size
-        limit = size if self.max_logprobs == -1 else min(size, self.max_logprobs)
-        num = size if value == -1 else value
-        if num > limit:
-            raise ValueError(
-                f"{name}={value} is more than max_logprobs={limit}; ask for fewer (-1 is the whole "
-                f"vocabulary of {size}), or give LLM() a larger max_logprobs (-1: no limit)"
-            )
-        return num
-
     def chat_prompt(
         self, conversation: Iterable[Message], variables: dict[str, Any], more: Any = None
     ) -> Prompt:

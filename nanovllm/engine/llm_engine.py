@@ -107,26 +107,27 @@ class LLMEngine(SharedEngine):
                 if pressed:
                     break
                 with self.lock:
-                    requests.append(self._add(prompt, progress, stream))
+                    requests.append(self._add(prompt, progress, stream, len(requests)))
 
     def _add(
         self,
         prompt: CheckedPrompt,
         progress: Progress,
         stream: bool = False,
+        number: int = 0,
         request_id: str | None = None,
         returned_by_step: bool = False,
     ) -> Request:
-        number = self.num_requests
         if request_id is None:
-            request_id = str(number)
+            request_id = str(self.num_requests)
             while request_id in self.requests or request_id in self.finished:  # a caller's
                 request_id += "+"
         if request_id in self.requests or request_id in self.finished:
             raise ValueError(f"request_id {request_id!r} is in use")
         task, token_ids = prompt.task, prompt.token_ids
-        request = Request(request_id, task, prompt.text, progress, stream, returned_by_step)
-        first = Sequence(request_id, number, token_ids, len(token_ids), prompt.max_length)
+        request = Request(request_id, task, prompt.text, progress, stream, number, returned_by_step)
+        arrival = self.num_requests
+        first = Sequence(request_id, arrival, token_ids, len(token_ids), prompt.max_length)
         first.request, first.result_kind = request, task.result_kind
         request.samples = [Sample(first)]
         task.start(request)

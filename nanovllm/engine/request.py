@@ -47,6 +47,7 @@ class Request:
     prompt: str | None
     progress: Progress  # the counters of its call
     stream: bool = False  # whether `Task.read_stream` reads it while it runs; it has no output then
+    number: int = 0  # among the requests of its call
     returned_by_step: bool = False  # whether `step` returns its output; else the caller reads it
     samples: list[Sample] = field(default_factory=list)  # the first computes the prompt
     # Whether its task receives every token, as for streams, stop strings and log-probabilities.
@@ -130,8 +131,8 @@ class Task(ABC):
         """Return the output of a request for which `output` raised an error, or None."""
         return None
 
-    def read_stream(self, request: Request, request_index: int) -> list[StreamOutput]:
-        """Return what is new since the last call."""
+    def read_stream(self, request: Request) -> list[StreamOutput]:
+        """Return what is new in each sample since the last call."""
         raise NotImplementedError(f"{type(self).__name__} has no streams")
 
     def rewind(self, request: Request) -> list[Sequence]:

@@ -120,7 +120,7 @@ def test_stop_strings_in_one_token(stop: list[str], text: str, reason: str) -> N
             for token in range(len(pieces)):
                 seq.token_ids.append(token)
                 task.receive(request, seq, RowResult())
-                streamed += "".join(new.text for new in task.read_stream(request, 0))
+                streamed += "".join(new.text for new in task.read_stream(request))
                 if seq.finish_reason is not None:
                     break
             assert (seq.finish_reason, seq.stop_reason) == ("stop", reason)

@@ -188,7 +188,7 @@ def test_fuzz(options: dict) -> None:
     ends: dict[tuple[int, int], Any] = {}
     for step, _ in enumerate(llm.engine.run(list(requests))):
         for i, request in enumerate(requests):
-            for new in request.task.read_stream(request, i) if request.stream else ():
+            for new in request.task.read_stream(request) if request.stream else ():
                 texts[i, new.index] = texts.get((i, new.index), "") + new.text
                 ends[i, new.index] = new
         if step in (5, 25):
