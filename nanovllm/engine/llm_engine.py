@@ -10,14 +10,14 @@ It owns the input processor, the scheduler and the requests. The caller passes t
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.input_processor import CheckedPrompt, InputProcessor
+from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.observer import NO_OBSERVER
 from nanovllm.engine.recovery import revert_in_flight
-from nanovllm.engine.request import Progress, Request, Sample
+from nanovllm.engine.request import Progress, Request
 from nanovllm.engine.scheduler import InFlightStep, Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.threads import SharedEngine, hold_interrupt, run_by_one_thread
@@ -60,12 +60,6 @@ class LLMEngine(SharedEngine):
         self.progress = Progress()  # of all requests
         self.num_requests = 0
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "an LLM cannot be copied or pickled, because it owns memory of its process and device; "
-            "make another LLM, or use this one from several threads"
-        )
-
     # ---- requests ----
 
     def add_request(
@@ -80,57 +74,38 @@ class LLMEngine(SharedEngine):
                 f"request_id must be a string, not {request_id!r:.80}; the arguments are "
                 "add_request(prompt, sampling_params, request_id), in this order"
             )
-        [checked] = self.input_processor.check([(prompt, sampling_params)])
-        with hold_interrupt(), self.lock:
-            added = self._add(checked, Progress(), request_id=request_id, returned_by_step=True)
-            return added.request_id
+        [request] = self.input_processor.check([(prompt, sampling_params)], Progress())
+        request.request_id, request.returned_by_step = request_id or "", True
+        self.add([request])
+        return request.request_id
 
     def submit(self, prompt: Prompt, sampling_params: Any = None, stream: bool = False) -> Request:
         """Queue a request. The caller reads its `output` at the end, or its stream at any time."""
-        [checked] = self.input_processor.check([(prompt, sampling_params)])
-        with hold_interrupt(), self.lock:
-            return self._add(checked, Progress(), stream)
+        [request] = self.input_processor.check([(prompt, sampling_params)], Progress(), stream)
+        self.add([request])
+        return request
 
-    def add(
-        self,
-        prompts: list[CheckedPrompt],
-        requests: list[Request],
-        progress: Progress,
-        stream: bool = False,
-    ) -> None:
-        """Queue `prompts` and append their requests to `requests`.
-
-        After Ctrl-C no further prompt is queued, and KeyboardInterrupt is raised.
-        """
+    def add(self, requests: list[Request]) -> None:
+        """Queue requests. After Ctrl-C no more are queued, and KeyboardInterrupt is raised."""
         with hold_interrupt() as pressed:
-            for prompt in prompts:
+            for request in requests:
                 if pressed:
                     break
                 with self.lock:
-                    requests.append(self._add(prompt, progress, stream, len(requests)))
+                    self._add(request)
 
-    def _add(
-        self,
-        prompt: CheckedPrompt,
-        progress: Progress,
-        stream: bool = False,
-        number: int = 0,
-        request_id: str | None = None,
-        returned_by_step: bool = False,
-    ) -> Request:
-        if request_id is None:
-            request_id = str(self.num_requests)
-            while request_id in self.requests or request_id in self.finished:  # a caller's
-                request_id += "+"
-        if request_id in self.requests or request_id in self.finished:
+    def _add(self, request: Request) -> None:
+        """Give a request its id, and queue its first sequence. The lock is held."""
+        request_id = request.request_id or str(self.num_requests)
+        while not request.request_id and self._is_known(request_id):  # a caller has chosen it
+            request_id += "+"
+        if self._is_known(request_id):
             raise ValueError(f"request_id {request_id!r} is in use")
-        task, token_ids = prompt.task, prompt.token_ids
-        request = Request(request_id, task, prompt.text, progress, stream, number, returned_by_step)
-        arrival = self.num_requests
-        first = Sequence(request_id, arrival, token_ids, len(token_ids), prompt.max_length)
-        first.request, first.result_kind = request, task.result_kind
-        request.samples = [Sample(first)]
-        task.start(request)
+        first = request.samples[0].seq
+        first.request, first.arrival = request, self.num_requests
+        first.request_id = request.request_id = request_id
+        request.metrics.arrival_time = time.monotonic()
+        request.task.start(request)
         self.num_requests += 1
         try:
             self.requests[request_id] = request
@@ -138,7 +113,9 @@ class LLMEngine(SharedEngine):
         except BaseException:
             self.requests.pop(request_id, None)
             raise
-        return request
+
+    def _is_known(self, request_id: str) -> bool:
+        return request_id in self.requests or request_id in self.finished
 
     def abort_request(self, request_id: str | list[str]) -> None:
         """End one or several requests in any state, and free their blocks. Ignores unknown ids."""
@@ -258,8 +235,7 @@ class LLMEngine(SharedEngine):
             if request.metrics.first_token_time is None:
                 request.metrics.first_token_time = now
                 for progress in (self.progress, request.progress):
-                    progress.num_prompt_tokens += seq.num_prompt
-                    progress.started.add(request)
+                    progress.start(request, seq.num_prompt)
 
     def _record_error(self, request: Request, error: Exception) -> None:
         request.error = error
@@ -278,13 +254,20 @@ class LLMEngine(SharedEngine):
                 if seq.finish_reason is not None:
                     self.scheduler.finish(seq, seq.finish_reason, seq.stop_reason)
             if all(seq.status is Status.FINISHED for seq in request.seqs):
-                if not request.stream:
-                    self._make_output(request)
-                self._forget(request)
+                self._make_output(request)
+                request.ended = True
+                for progress in (self.progress, request.progress):
+                    progress.end(request)
+                self.requests.pop(request.request_id, None)
+                # A step in flight refers to the sequences, but must not keep the request in memory.
+                for seq in request.seqs:
+                    seq.request = None
 
     def _make_output(self, request: Request) -> None:
         request.metrics.finished_time = time.monotonic()
         request.metrics.num_preemptions = sum(seq.preemptions for seq in request.seqs)
+        if request.stream:
+            return
         try:
             request.output = request.task.output(request)
         except Exception as error:
@@ -292,19 +275,6 @@ class LLMEngine(SharedEngine):
             request.output = request.task.error_output(request)
         if request.returned_by_step and request.output is not None:
             self.finished[request.request_id] = request.output
-
-    def _forget(self, request: Request) -> None:
-        request.ended = True
-        for progress in (self.progress, request.progress):
-            progress.num_ended += 1
-            progress.num_ended_tokens += request.num_output
-            progress.started.discard(request)
-        if request.stream:
-            request.progress.changed.add(request)
-        self.requests.pop(request.request_id, None)
-        # A step in flight refers to the sequences, but must not keep the request in memory.
-        for seq in request.seqs:
-            seq.request = None
 
     def _revert(self, error: BaseException) -> None:
         """Restore a state from which all requests can continue. Any line may have failed."""

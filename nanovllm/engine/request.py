@@ -42,12 +42,12 @@ class Sample:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    request_id: str
     task: Task
     prompt: str | None
     progress: Progress  # the counters of its call
     stream: bool = False  # whether `Task.read_stream` reads it while it runs; it has no output then
     number: int = 0  # among the requests of its call
+    request_id: str = ""  # set when it is queued
     returned_by_step: bool = False  # whether `step` returns its output; else the caller reads it
     samples: list[Sample] = field(default_factory=list)  # the first computes the prompt
     # Whether its task receives every token, as for streams, stop strings and log-probabilities.
@@ -90,6 +90,17 @@ class Progress:
     def num_output_tokens(self) -> int:
         # A copy, because another thread may run a step meanwhile.
         return self.num_ended_tokens + sum(r.num_output for r in list(self.started))
+
+    def start(self, request: Request, num_prompt_tokens: int) -> None:
+        self.num_prompt_tokens += num_prompt_tokens
+        self.started.add(request)
+
+    def end(self, request: Request) -> None:
+        self.num_ended += 1
+        self.num_ended_tokens += request.num_output
+        self.started.discard(request)
+        if request.stream:
+            self.changed.add(request)
 
 
 class Task(ABC):
