@@ -15,8 +15,9 @@ from nanovllm.engine.chat_template import Message, as_conversations
 from nanovllm.engine.request import Progress, Request
 from nanovllm.features.requests.calls import OptionalCalls
 from nanovllm.inputs import Prompt, ShowProgress, pair_up
-from nanovllm.outputs import GenerationError, RequestOutput, StreamOutput, why_no_token
+from nanovllm.outputs import RequestOutput, StreamOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.errors import GenerationError, why_no_token
 from nanovllm.utils.log import show_log
 
 if TYPE_CHECKING:

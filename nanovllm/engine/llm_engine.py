@@ -22,8 +22,8 @@ from nanovllm.engine.scheduler import InFlightStep, Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.threads import SharedEngine, hold_interrupt, run_by_one_thread
 from nanovllm.inputs import Prompt
-from nanovllm.outputs import GrammarError
 from nanovllm.plan import RowResult, Runner, StepOutput
+from nanovllm.utils.errors import GrammarError
 from nanovllm.utils.log import logger
 
 # The output of a task: a RequestOutput, EmbeddingRequestOutput, ... If this were a union, every

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from nanovllm.engine.detokenizer import MAX_CONTEXT, Detokenizer
 from nanovllm.engine.recovery import rewind_samples
 from nanovllm.engine.request import Request, Sample, Task
+from nanovllm.engine.result_kinds import make_fork
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import CompletionOutput, RequestOutput, StreamOutput
 from nanovllm.plan import FILTERS, LogitRules, ResultKind, RowResult, RowSampling
@@ -57,7 +58,7 @@ class Sampling(Task):
         for index in range(1, params.n):
             seed = signed64(first.sampling.seed + index * 0xD1B54A32D192ED03)
             sampling = replace(first.sampling, seed=seed)
-            first.forks.append(first.forked(list(first.token_ids), sampling, index))
+            first.forks.append(make_fork(first, list(first.token_ids), sampling, index))
         request.samples += map(Sample, first.forks)
         needs_text = self.tokenizer is not None and bool(request.stream or params.stop)
         request.is_watched = request.stream or needs_text

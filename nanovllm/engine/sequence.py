@@ -87,15 +87,3 @@ class Sequence:
     @property
     def output_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt :]
-
-    def forked(self, token_ids: list[int], sampling: RowSampling, index: int) -> "Sequence":
-        """Return a new sequence of the same request that begins like this one."""
-        shared = {name: getattr(self, name) for name in SHARED}
-        return Sequence(token_ids=token_ids, sampling=sampling, index=index, parent=self, **shared)
-
-
-# The fields that a fork has from its parent.
-SHARED = (
-    *("request_id", "arrival", "num_prompt", "max_length", "stop_token_ids", "request"),
-    *("result_kind", "num_candidates"),
-)

@@ -20,9 +20,10 @@ import numpy as np
 from nanovllm.engine.request import Request
 from nanovllm.features.requests.embeddings.pooling import EmbeddingRequestOutput, PoolingParams
 from nanovllm.inputs import Prompt, as_list
-from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, why_no_token
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.utils.checks import check_scalar, unknown_name
+from nanovllm.utils.errors import why_no_token
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM

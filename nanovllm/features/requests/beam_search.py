@@ -170,7 +170,8 @@ class BeamSearch(Task):
             if parent in kept:
                 kept.remove(parent)
             else:
-                beam = parent.forked([*parent.token_ids, token], parent.sampling, index)
+                token_ids = [*parent.token_ids, token]
+                beam = result_kinds.make_fork(parent, token_ids, parent.sampling, index)
                 self.scheduler.num_unfinished += 1
                 parent.parent = None  # else a beam would keep all its ancestors in memory
             beam.index = index

@@ -25,8 +25,8 @@ from nanovllm.features.requests import structured as structured_module
 from nanovllm.features.requests.logit_rules.row_rules import RowRules, RulesBatch, RulesState
 from nanovllm.features.requests.structured import Grammar, GrammarCompiler, Matcher
 from nanovllm.loading.checkpoint import find_checkpoint
-from nanovllm.outputs import GrammarError
 from nanovllm.plan import LogitRules, NewRow, RowSampling
+from nanovllm.utils.errors import GrammarError
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
