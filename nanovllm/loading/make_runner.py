@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from nanovllm.loading.memory import MemoryBudget
 from nanovllm.loading.select_backend import pick_backend, pick_device, pick_dtype
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.backend import Backend
-from nanovllm.models.fp8 import FP8, Scales
+from nanovllm.models.fp8 import Scales
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.weights import load_weights, random_weights
@@ -60,10 +59,10 @@ def make_runner(
         model_config = ranks.config_of_rank(full_config)
         on_meta = model_config.model_class().on_meta(model_config)
         backend = make_backend(config, on_meta, device)
-        budget = plan_memory(config, on_meta, backend, free, name)
+        budget = memory.plan_memory(config, on_meta, backend, free, name)
         config = budget.config  # with fewer sequences, if the states of more do not fit
         # The longest request that can fit limits the size of rows and rotary tables.
-        num_blocks = budget.num_kv_blocks(max_model_len, budget.free_after_load)
+        num_blocks = budget.num_kv_blocks(max_model_len, free - budget.weight_bytes)
         longest = budget.fitted_length(max_model_len, ranks.smallest(num_blocks))
         model = type(on_meta)(model_config, longest, backend)
         load_model(config, model, full_config, files, ranks)
@@ -78,29 +77,6 @@ def make_runner(
         make_fast_steps(config, runner, ranks)
     log_sizes(runner, budget, name, max_model_len, ranks)
     return runner
-
-
-def plan_memory(
-    config: EngineConfig, on_meta: Qwen3, backend: Backend, free: int, name: str
-) -> MemoryBudget:
-    """Divide `free` bytes between weights, states and KV cache, before they are allocated.
-
-    `on_meta` has the sizes of the model `name`. Raises ValueError if something does not fit.
-    """
-    model_config, dtype = on_meta.config, backend.dtype
-    cache_dtype = dtype if config.kv_cache_dtype == "auto" else FP8
-    block_bytes = max(1, model_config.block_bytes(config.block_size, cache_dtype.itemsize))
-    weight_bytes = memory.weight_bytes(on_meta, backend)
-    budget = MemoryBudget(config, backend.device, free, weight_bytes, block_bytes)
-    budget.check(name, dtype)
-    if state_bytes := model_config.state_bytes(dtype.itemsize):
-        from nanovllm.features.models.hybrid.state_memory import num_states
-
-        max_bytes, _ = budget.cache_bytes(budget.free_after_load)
-        rows, slots, size = num_states(config, state_bytes, max_bytes)
-        config = replace(config, max_num_seqs=rows)
-        budget = replace(budget, config=config, state_bytes=size, num_state_slots=slots)
-    return budget
 
 
 def make_backend(config: EngineConfig, on_meta: Qwen3, device: torch.device) -> Backend:
@@ -177,10 +153,10 @@ def make_cache(
         sizes = num_blocks, budget.config.block_size
         return backend.attention_class(model_config, *sizes, backend.dtype, backend.device, scales)
 
-    if num_host_blocks := budget.num_host_blocks:  # staging buffers come before the KV cache
+    if budget.num_host_blocks:  # staging buffers come before the KV cache
         from nanovllm.features.memory.host_cache.pool import make_pool
 
-        runner.host_pool = make_pool(num_host_blocks, make_attention(1).cache)
+        runner.host_pool = make_pool(budget.num_host_blocks, make_attention(1).cache)
     scratch = 0
     if backend.device.type == "cuda":
         from nanovllm.backends.gpu.profile import scratch_bytes
@@ -231,9 +207,4 @@ def log_sizes(
         logger.info(
             f"states of linear attention for {config.max_num_seqs} sequences and "
             f"{budget.num_state_slots} snapshots ({runner.states.nbytes / 2**20:,.0f} MiB)"
-        )
-    if runner.host_pool is not None:
-        logger.info(
-            f"host memory holds {runner.host_pool.num_blocks:,} KV blocks "
-            f"({config.swap_space:g} GiB)"
         )
