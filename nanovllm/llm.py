@@ -80,10 +80,7 @@ class LLM(OptionalCalls):
         return self.engine.stats()
 
     def reset_prefix_cache(self) -> bool:
-        """Remove every block from the prefix cache, also from host memory.
-
-        Returns False, and changes nothing, while a request runs, as vLLM does.
-        """
+        """Empty the prefix cache. Returns False, and changes nothing, while a request runs."""
         return self.engine.reset_prefix_cache()
 
     def generate(

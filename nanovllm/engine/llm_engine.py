@@ -65,15 +65,10 @@ class LLMEngine(SharedEngine):
     def add_request(
         self, prompt: Prompt, sampling_params: Any = None, request_id: str | None = None
     ) -> str:
-        """Queue a request, whose output `step` returns. Returns its id.
-
-        Raises ValueError or TypeError if it can never run.
-        """
+        """Queue a request and return its id. Raises ValueError or TypeError if it can never run."""
         if not isinstance(request_id, str | None):
-            raise TypeError(
-                f"request_id must be a string, not {request_id!r:.80}; the arguments are "
-                "add_request(prompt, sampling_params, request_id), in this order"
-            )
+            order = "add_request(prompt, sampling_params, request_id)"
+            raise TypeError(f"request_id must be a string in {order}, not {request_id!r:.80}")
         [request] = self.input_processor.check([(prompt, sampling_params)], Progress())
         request.request_id, request.returned_by_step = request_id or "", True
         self.add([request])
@@ -130,9 +125,9 @@ class LLMEngine(SharedEngine):
 
     def _abort_request(self, request: Request) -> None:
         if self.requests.get(request.request_id) is request:  # it has not ended
+            request.returned_by_step = False
             for seq in request.seqs:
                 self.scheduler.finish(seq, "abort")
-            request.returned_by_step = False
             self._end([request])
 
     def has_unfinished_requests(self) -> bool:
@@ -172,8 +167,7 @@ class LLMEngine(SharedEngine):
         the new step. If no step can be launched, the results of all steps in flight are due.
 
         If another thread is running a step, this method only waits until that step ends. If a step
-        fails or Ctrl-C interrupts it, the error is raised, the prefix cache is cleared, the
-        running sequences return to the waiting queue, and the engine remains usable.
+        fails or Ctrl-C interrupts it, the error is raised, and all requests can continue.
         """
         step = self._schedule()
         if step is not None:
@@ -190,10 +184,9 @@ class LLMEngine(SharedEngine):
             self.observer.begin()
             step = self.scheduler.schedule()
             if step is not None:
-                now = time.monotonic()
                 for new_row in step.plan.new_rows:
                     metrics = step.seqs[new_row.row].request.metrics
-                    metrics.first_scheduled_time = metrics.first_scheduled_time or now
+                    metrics.first_scheduled_time = metrics.first_scheduled_time or time.monotonic()
             elif self.requests and not self.scheduler.has_work():
                 raise RuntimeError("requests are unfinished but none can run: a bug in the engine")
             self.observer.scheduled(step)
@@ -229,13 +222,11 @@ class LLMEngine(SharedEngine):
             self.observer.committed(step, updated, output)
 
     def _record_first_results(self, seqs: list[Sequence]) -> None:
-        now = time.monotonic()
-        for seq in seqs:
-            request = seq.request
+        for request in [seq.request for seq in seqs]:
             if request.metrics.first_token_time is None:
-                request.metrics.first_token_time = now
+                request.metrics.first_token_time = time.monotonic()
                 for progress in (self.progress, request.progress):
-                    progress.start(request, seq.num_prompt)
+                    progress.start(request)
 
     def _record_error(self, request: Request, error: Exception) -> None:
         request.error = error

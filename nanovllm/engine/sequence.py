@@ -6,12 +6,10 @@ The scheduler and the block manager change it. It is never passed to the runner.
     placeholders                                          [ ] [ ]
     num_computed  -------------------------------------->
 
-A placeholder stands for a token of a step in flight. The engine does not know the token's id yet.
-
-A step computes the next tokens of a sequence: a whole prompt, a chunk of a prompt, or the last
-sampled token. A token counts as computed if its KV is in the cache after all plans made so far.
-There is no prefill state. `decoding` only says where the next token to compute is stored: in the
-runner's row if it is true, else in `token_ids`. A placeholder is stored only in the row.
+A placeholder stands for a token of a step in flight, whose id the engine does not know yet. A token
+counts as computed if its KV is in the cache after all plans made so far. There is no prefill state.
+`decoding` only says where the next token to compute is stored: in the runner's row if it is true,
+else in `token_ids`. A placeholder is stored only in the row.
 """
 
 from dataclasses import dataclass, field
