@@ -1,7 +1,7 @@
-"""InputProcessor: converts the prompts of a caller to checked token ids.
+"""InputProcessor: checks the prompts of a caller, encodes them, and makes their requests.
 
-Prompts are checked here before they are queued. An invalid prompt raises TypeError or ValueError,
-whose message names the value and says what to do instead.
+An invalid prompt raises TypeError or ValueError, whose message names the value and says what to do
+instead.
 """
 
 from __future__ import annotations

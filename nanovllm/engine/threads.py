@@ -3,11 +3,10 @@
 `lock` protects the scheduler, the requests and their results. It is free while the runner works, so
 other threads can add, abort and read requests during a step.
 
-A step computes the requests of all threads. `run_by_one_thread` therefore lets one thread run it.
-A thread that calls `run_step` meanwhile waits until this step has ended, and returns. If its
-requests have not ended, it calls `run_step` again. Each step holds a new lock, which the waiting
-threads acquire and release. A thread that runs one step after another therefore cannot keep them
-waiting.
+A step computes the requests of all threads, and one thread runs it. A thread that calls `run_step`
+meanwhile waits until this step has ended, and returns. Each step holds a new lock, which the
+waiting threads acquire and release. A thread that runs one step after another therefore cannot keep
+them waiting.
 
 Ctrl-C raises KeyboardInterrupt at any line of the main thread. In a step, it is handled like every
 other error: the steps in flight are reverted. `hold_interrupt` holds it while results are
