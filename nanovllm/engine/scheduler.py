@@ -3,10 +3,10 @@
 It owns the waiting and running queues, the runner's batch rows and the steps in flight. It changes
 sequences and, through its BlockManager, their blocks. For samples and beams see result_kinds.py.
 
-As in vLLM v1's scheduler, there are no prefill steps and no decode steps. `schedule` plans as many
-uncomputed tokens as the token budget allows: first for running sequences, oldest first, then for
-waiting sequences. This covers iteration-level batching (Orca, OSDI 2022), chunked prefill
-(Sarathi-Serve, arXiv:2403.02310), prefix hits and resumption after preemption.
+As in vLLM v1, there are no prefill steps and no decode steps. `schedule` plans as many uncomputed
+tokens as the budget allows: first for running sequences, oldest first, then for waiting ones. This
+covers iteration-level batching (Orca, OSDI 2022), chunked prefill (Sarathi-Serve,
+arXiv:2403.02310), prefix hits and resumption after preemption.
 
     add -> WAITING --admit--> RUNNING --commit: stop or length--> FINISHED
               ^                  |
@@ -64,8 +64,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of admission
         self.num_unfinished = 0  # sequences, including forks that are not queued yet
         self.in_flight: deque[InFlightStep] = deque()
-        self.preemptions = 0
-        self.recomputed_tokens = 0
+        self.preemptions = self.recomputed_tokens = 0
         self.prompt_tokens = 0  # prompt tokens of admitted sequences
         self.cached_tokens = 0  # how many of these were in the prefix cache
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
@@ -93,8 +92,7 @@ class Scheduler:
         step can be planned while this one runs.
         """
         step = InFlightStep(plan := StepPlan())
-        preemptions = self.preemptions
-        budget = self.token_budget
+        preemptions, budget = self.preemptions, self.token_budget
         block_size = self.block_manager.block_size
 
         # 1. Running sequences, oldest first. Only the most recently admitted is preempted, so the
@@ -200,10 +198,7 @@ class Scheduler:
         return ""
 
     def has_room(self, seq: Sequence, matched: list[Block]) -> bool:
-        """Return whether the available blocks suffice for all tokens of `seq` and the reserve.
-
-        A sequence that runs alone needs no reserve, and requests that never fit are not accepted.
-        """
+        """Return whether the available blocks suffice for all tokens of `seq` and the reserve."""
         num_needed = self.block_manager.num_needed(seq, len(seq.token_ids))
         # A matched block that another sequence owns is not one of the available blocks.
         num_needed -= sum(block.ref_count > 0 for block in matched)
@@ -214,6 +209,7 @@ class Scheduler:
         """Return how many blocks admission leaves available: one for each running sequence.
 
         Without this reserve, a full pool thrashes: sequences are preempted soon after admission.
+        A sequence that runs alone needs none, and requests that never fit are not accepted.
         """
         return len(self.running)
 
