@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,9 +27,11 @@ from nanovllm.models.weights import load_weights, random_weights
 from nanovllm.runner.device_rows import DeviceRows
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.rows import Rows
-from nanovllm.runner.single_rank import SingleRank
 from nanovllm.utils.host import check_fork
 from nanovllm.utils.log import logger
+
+if TYPE_CHECKING:
+    from nanovllm.features.memory.tensor_parallel.ranks import Ranks
 
 
 def make_runner(
@@ -38,12 +40,12 @@ def make_runner(
     files: Mapping[Path, Any],
     name: str,
     max_model_len: int,
-    ranks: SingleRank,
+    ranks: Ranks | None = None,
 ) -> ModelRunner:
-    """Make a ModelRunner for this rank's part of the model `name`, which `full_config` describes.
+    """Make a ModelRunner for the model `name`, or for the part of this rank if there are `ranks`.
 
-    `files` are its open safetensors files, or empty for random weights. Requests have at most
-    `max_model_len` tokens, or fewer if memory limits them.
+    `full_config` describes the model. `files` are its open safetensors files, or empty for random
+    weights. Requests have at most `max_model_len` tokens, or fewer if memory limits them.
     """
     # This comes before the division among ranks, whose errors name only sizes that do not fit.
     full_config.check_options(config)
@@ -55,15 +57,15 @@ def make_runner(
         "are set, num_kv_cache_blocks, kv_cache_memory_bytes and swap_space"
     )
     with on_device, memory.explain_out_of_memory(remedy):
-        free = memory.free_memory(device, ranks.size)
-        model_config = ranks.config_of_rank(full_config)
+        free = memory.free_memory(device, config.tensor_parallel_size)
+        model_config = full_config if ranks is None else ranks.config_of_rank(full_config)
         on_meta = model_config.model_class().on_meta(model_config)
         backend = make_backend(config, on_meta, device)
         budget = memory.plan_memory(config, on_meta, backend, free, name)
         config = budget.config  # with fewer sequences, if the states of more do not fit
         # The longest request that can fit limits the size of rows and rotary tables.
         num_blocks = budget.num_kv_blocks(max_model_len, free - budget.weight_bytes)
-        longest = budget.fitted_length(max_model_len, ranks.smallest(num_blocks))
+        longest = budget.fitted_length(max_model_len, smallest(num_blocks, ranks))
         model = type(on_meta)(model_config, longest, backend)
         load_model(config, model, full_config, files, ranks)
         runner = make_eager_runner(config, model, full_config.vocab_size, longest)
@@ -75,7 +77,7 @@ def make_runner(
         make_cache(runner, budget, longest, scales, ranks)
         runner.max_model_len = budget.fitted_length(longest, runner.num_blocks)
         make_fast_steps(config, runner, ranks)
-    log_sizes(runner, budget, name, max_model_len, ranks)
+    log_sizes(runner, budget, name, max_model_len)
     return runner
 
 
@@ -96,17 +98,20 @@ def load_model(
     model: Qwen3,
     full_config: ModelConfig,
     files: Mapping[Path, Any],
-    ranks: SingleRank,
+    ranks: Ranks | None,
 ) -> None:
     """Load the weights of `model`, which is this rank's part."""
-    tensors = ranks.tensors_of_rank(model.checkpoint_tensors(), full_config)
+    tensors = model.checkpoint_tensors()
+    if ranks is not None:
+        tensors = ranks.tensors_of_rank(tensors, full_config)
     if files:
         load_weights(tensors, files)
     else:
         random_weights(tensors, config.seed, model.norm.device)
     for linear in model.linears():  # one at a time, to save memory
         model.backend.after_load(linear)
-    ranks.connect(model, full_config.vocab_size)
+    if ranks is not None:
+        ranks.connect(model, full_config.vocab_size)
 
 
 def make_eager_runner(
@@ -137,7 +142,7 @@ def make_cache(
     budget: MemoryBudget,
     max_model_len: int,
     scales: list[Scales] | None,
-    ranks: SingleRank,
+    ranks: Ranks | None,
 ) -> None:
     """Allocate a KV cache as large as options set or memory allows, and the host cache."""
     backend, model_config = runner.backend, runner.model.config
@@ -162,18 +167,23 @@ def make_cache(
         from nanovllm.backends.gpu.profile import scratch_bytes
 
         scratch = scratch_bytes(runner, make_attention, budget.config, max_model_len)
-    free = memory.free_memory(backend.device, ranks.size)
+    free = memory.free_memory(backend.device, budget.config.tensor_parallel_size)
     if runner.states is not None and backend.device.type == "cuda":
         # A CPU counts memory as free until it is written. `num_kv_blocks` subtracts the states.
         free += runner.states.nbytes
-    runner.num_blocks = ranks.smallest(budget.num_kv_blocks(max_model_len, free, scratch))
+    runner.num_blocks = smallest(budget.num_kv_blocks(max_model_len, free, scratch), ranks)
     runner.attention = make_attention(runner.num_blocks + 1)
 
 
-def make_fast_steps(config: EngineConfig, runner: ModelRunner, ranks: SingleRank) -> None:
+def smallest(number: int, ranks: Ranks | None) -> int:
+    """Return the minimum of `number` over all ranks."""
+    return number if ranks is None else ranks.smallest(number)
+
+
+def make_fast_steps(config: EngineConfig, runner: ModelRunner, ranks: Ranks | None) -> None:
     """Reduce the overhead of decodes: fuse the layers on a CPU, or capture on a GPU."""
     backend, model = runner.backend, runner.model
-    if ranks.size == 1:  # fused layers have no all-reduce
+    if ranks is None:  # fused layers have no all-reduce
         runner.fused_model = backend.fuse_layers(model, runner.attention) or model
     if backend.captures and not config.enforce_eager:
         remedy = (
@@ -188,11 +198,10 @@ def make_fast_steps(config: EngineConfig, runner: ModelRunner, ranks: SingleRank
                 runner.fused_model = chunks or runner.fused_model
 
 
-def log_sizes(
-    runner: ModelRunner, budget: MemoryBudget, name: str, max_model_len: int, ranks: SingleRank
-) -> None:
+def log_sizes(runner: ModelRunner, budget: MemoryBudget, name: str, max_model_len: int) -> None:
     config, cache = budget.config, runner.attention.cache
-    each = f", each of {ranks.size} ranks" * (ranks.size > 1)
+    size = config.tensor_parallel_size
+    each = f", each of {size} ranks" * (size > 1)
     num_tokens = runner.num_blocks * config.block_size
     in_fp8 = f" in {config.kv_cache_dtype}" * (cache.dtype != runner.dtype)
     length = f"{runner.max_model_len:,} of the model's {max_model_len:,}"
