@@ -249,6 +249,8 @@ class LLMEngine(SharedEngine):
                 request.ended = True
                 for progress in (self.progress, request.progress):
                     progress.end(request)
+                if request.stream:
+                    request.progress.changed.add(request)
                 self.requests.pop(request.request_id, None)
                 # A step in flight refers to the sequences, but must not keep the request in memory.
                 for seq in request.seqs:

@@ -98,8 +98,6 @@ class Progress:
         self.num_ended += 1
         self.num_ended_tokens += request.num_output
         self.started.discard(request)
-        if request.stream:
-            self.changed.add(request)
 
 
 class Task(ABC):
