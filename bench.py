@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanovllm.cli.jobs.run_batch import option
+from nanovllm.cli.options import option
 from nanovllm.config import DTYPES, EMBEDDED
 from nanovllm.utils.checks import unknown_name
 from tools.benchmarks import report

@@ -97,7 +97,7 @@ def run() -> None:
         far as the timing of {len(LENGTHS)} short requests can show that.""")
     show_table(("", "steps", "idle row-steps", "tokens/s"), rows)
     show_source(
-        link(Scheduler._admit, "self.max_num_seqs"), link(Scheduler._leave, "_free_rows.append")
+        link(Scheduler._admit, "self.max_num_seqs"), link(Scheduler.leave, "free_rows.append")
     )
 
 

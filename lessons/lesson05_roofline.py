@@ -30,7 +30,6 @@ from nanovllm.loading.select_backend import pick_dtype
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.single_rank import SingleRank
 from tools.benchmarks import roofline
 from tools.benchmarks.machine import cpu_seconds, other_load
 from tools.benchmarks.workloads import Workload
@@ -62,7 +61,7 @@ def random_runner(config: ModelConfig) -> ModelRunner:
     options: Any = dict(dtype="auto", load_format="dummy", max_num_seqs=max(ROWS))
     options |= dict(num_kv_cache_blocks=max(ROWS) * CONTEXT // BLOCK)
     engine = EngineConfig(device="cpu", **options)
-    return start.make_runner(engine, config, {}, "a random model", PROMPT, SingleRank())
+    return start.make_runner(engine, config, {}, "a random model", PROMPT)
 
 
 def time_decode(runner: ModelRunner, rows: int) -> float:

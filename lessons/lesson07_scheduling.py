@@ -154,7 +154,7 @@ def run() -> None:
     show_source(
         link(shortest_job_first, "AGING * seq.arrival"),
         link(Scheduler._plan_chunk, "tokens = min("),
-        link(Scheduler._preempt),
+        link(Scheduler.preempt),
     )
 
 

@@ -20,7 +20,7 @@ from lessons.lesson import ask, make_llm
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM, BeamSearchParams, Trace
 from nanovllm.cli.trace.trace import State
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.result_kinds import fork
 from nanovllm.features.requests.beam_search import BeamSearch, BeamSearchSequence
 
 PROMPT = "How does "
@@ -76,8 +76,8 @@ def run() -> None:
     say(f"The best beam is {factor:.2f} times as likely as the greedy output.")
     show_source(
         link(BeamSearch._choose, "ranked = sorted"),
-        link(BeamSearch._continue, "self.scheduler.fork"),
-        link(Scheduler.fork, "self.block_manager.fork"),
+        link(BeamSearch._continue, "result_kinds.fork"),
+        link(fork, "block_manager.fork"),
     )
 
 

@@ -21,7 +21,6 @@ from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import SamplingParams
 from nanovllm.backends.gpu.graphs import DecodeGraphs, batch_sizes
 from nanovllm.config import EngineConfig
-from nanovllm.engine.core import EngineCore
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.observer import Observer
@@ -155,7 +154,7 @@ def run() -> None:
         a step of 5 is padded to 8. On a CPU calls cost time as well, so one call computes all
         layers where its kernels allow it.""")
     show_source(
-        link(EngineCore.run_step, "self.async_scheduling"),
+        link(LLMEngine.run_step, "self.async_scheduling"),
         link(Scheduler.commit, "Status.FINISHED"),
         link(DecodeGraphs.replay, "self.replays[self.size]()"),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeAlias, TypedDict
 
 
@@ -24,6 +24,8 @@ class TokensPrompt(TypedDict, total=False):
 
 # A string, token ids, or a dict with "prompt", "prompt_token_ids", or both: a text and its ids.
 Prompt: TypeAlias = str | list[int] | Array | Mapping[str, Any]
+# Whether to show a progress bar. As in vLLM, a function that makes it is accepted too.
+ShowProgress: TypeAlias = bool | Callable[..., Any]
 
 
 def as_list(prompts: Prompt | Iterable[Prompt], name: str = "prompts") -> list[Prompt]:

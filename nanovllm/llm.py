@@ -5,53 +5,33 @@ from __future__ import annotations
 import inspect
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeAlias
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tqdm import tqdm
 
-from nanovllm.config import EMBEDDED, EngineConfig, engine_config
+from nanovllm.config import EMBEDDED, EngineConfig, engine_config, with_parameters_of
 from nanovllm.engine.chat_template import Message, as_conversations
-from nanovllm.engine.input_processor import CheckedPrompt
 from nanovllm.engine.request import Progress, Request
-from nanovllm.engine.sampling import read_stream
-from nanovllm.inputs import Prompt, pair_up
-from nanovllm.outputs import GenerationError, RequestOutput, StreamOutput, why_no_token
-from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.features.requests.calls import OptionalCalls
+from nanovllm.inputs import Prompt, ShowProgress, pair_up
+from nanovllm.outputs import RequestOutput, StreamOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.errors import GenerationError, why_no_token
 from nanovllm.utils.log import show_log
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from nanovllm.features.requests.beam_search import BeamSearchOutput
-    from nanovllm.features.requests.embeddings.pooling import EmbeddingRequestOutput, PoolingParams
-    from nanovllm.features.requests.loglikelihood import LoglikelihoodOutput
 
-# Whether to show a progress bar. As in vLLM, a function that makes it is accepted too.
-ShowProgress: TypeAlias = bool | Callable[..., Any]
-P = ParamSpec("P")
-
-
-def with_parameters_of(
-    source: Callable[P, object],
-) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Give `__init__` the signature of `source` for type checkers, inspect and help()."""
-
-    def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
-        self_parameter = inspect.signature(init).parameters["self"]
-        parameters = [self_parameter, *inspect.signature(source).parameters.values()]
-        init.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        return init
-
-    return decorate
-
-
-class LLM:
+class LLM(OptionalCalls):
     """A model with its engine, which runs the requests of all calls and threads together.
 
     `generate`, `chat`, `stream`, `embed`, `beam_search` and `loglikelihood` run requests. The
     options are described in docs/api.md. `with LLM() as llm:` aborts all requests at the end.
     """
+
+    __signature__ = inspect.signature(EngineConfig)  # for help()
 
     @with_parameters_of(EngineConfig)
     def __init__(self, model: str = EMBEDDED, **options: Any) -> None:
@@ -100,10 +80,7 @@ class LLM:
         return self.engine.stats()
 
     def reset_prefix_cache(self) -> bool:
-        """Remove every block from the prefix cache, also from host memory.
-
-        Returns False, and changes nothing, while a request runs, as vLLM does.
-        """
+        """Empty the prefix cache. Returns False, and changes nothing, while a request runs."""
         return self.engine.reset_prefix_cache()
 
     def generate(
@@ -122,13 +99,11 @@ class LLM:
             generation_config.json.
         use_tqdm: whether to show a progress bar, or a function that makes it, as tqdm does.
 
-        All prompts are checked first. If one is invalid, none is started. Ctrl-C stops the current
-        step and aborts the requests of this call. If another thread aborts a request, its result
-        has the output so far and the finish_reason "abort". Raises GenerationError, which contains
-        all results, after the last request has ended if no token could be sampled for one of them.
-        The attribute `outputs` of any other error that ends the call, as in a logits processor, has
-        one result per prompt too. A request that had not finished has its output so far and the
-        finish_reason "abort".
+        All prompts are checked first. If one is invalid, none is started. Raises GenerationError,
+        which contains all results, after the last request has ended if no token could be sampled
+        for one of them. Ctrl-C or any other error, as in a logits processor, aborts the requests of
+        this call. Its attribute `outputs` has one result per prompt too. A request that is aborted,
+        also by another thread, has its output so far and the finish_reason "abort".
         """
         pairs = pair_up(prompts, sampling_params, SamplingParams, "sampling_params")
         requests = self._run(pairs, use_tqdm)
@@ -142,97 +117,29 @@ class LLM:
             raise GenerationError(outputs, reasons)
         return outputs
 
-    def beam_search(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: BeamSearchParams | Sequence[BeamSearchParams],
-        use_tqdm: ShowProgress = True,
-    ) -> list[BeamSearchOutput]:
-        """Search for the most likely outputs of the prompts; see features/requests/beam_search.py.
-
-        params: one for all prompts, or one for each.
-
-        Returns one result per prompt. Its `sequences` are sorted, the best first. Prompts, errors
-        and Ctrl-C are as in `generate`.
-        """
-        pairs = pair_up(prompts, params, BeamSearchParams, "params", optional=False)
-        requests = self._run(pairs, use_tqdm, "Searching")
-        for request in requests:
-            if request.error is not None:
-                raise request.error
-        return [request.output for request in requests]
-
-    def embed(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        use_tqdm: ShowProgress = True,
-        *,
-        dimensions: int | None = None,
-        normalize: bool | None = None,
-        prompt_name: str | None = None,
-    ) -> list[EmbeddingRequestOutput]:
-        """Return the embedding of each prompt: the last token's final hidden state, normalized.
-
-        prompts: as in `generate`; each may have up to max_model_len tokens.
-        pooling_params: one for all prompts, or one for each. The next three arguments are its
-            fields and can be passed instead. None uses the setting of the checkpoint.
-
-        Raises ArithmeticError if the model computed NaN. Other errors are as in `generate`.
-        """
-        from nanovllm.features.requests.embeddings.pooling import PoolingParams
-
-        fields = PoolingParams(dimensions, normalize, prompt_name)
-        if pooling_params is None:
-            pooling_params = fields
-        elif fields != PoolingParams():
-            raise TypeError("pass either pooling_params or its fields, not both")
-        pairs = pair_up(prompts, pooling_params, PoolingParams, "pooling_params")
-        return unaborted(self._run(pairs, use_tqdm, "Embedding"))
-
-    def loglikelihood(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        continuations: Prompt | Sequence[Prompt],
-        use_tqdm: ShowProgress = True,
-    ) -> list[LoglikelihoodOutput]:
-        """Return the log-likelihood of each continuation after its prompt.
-
-        prompts: as in `generate`, one for each continuation, or one for all.
-        continuations: strings, which are encoded together with their prompts, or token ids.
-
-        A prefix that several pairs share is computed once, except for its last partial block. A
-        pair may have up to max_model_len + 1 tokens. Errors are as in `embed`.
-        """
-        from nanovllm.features.requests.loglikelihood import tokenize_pairs
-
-        pairs = tokenize_pairs(self.engine.input_processor, prompts, continuations)
-        return unaborted(self._run(pairs, use_tqdm, "Scoring"))
-
     def _run(
         self, pairs: list[tuple[Prompt, Any]], use_tqdm: ShowProgress, what: str = "Generating"
     ) -> list[Request]:
         """Check the prompts, queue their requests, and run steps until these have ended."""
-        prompts = self.engine.input_processor.check(pairs)
-        requests: list[Request] = []
         progress = Progress()
+        requests = self.engine.input_processor.check(pairs, progress)
         try:
-            self.engine.add(prompts, requests, progress)
+            self.engine.add(requests)
             start = last_shown = time.monotonic()
-            no_stderr = sys.stderr is None  # closed, as in a program without a console
-            quiet = not use_tqdm or no_stderr or self._config.rank > 0 or not requests
+            # A program without a console has no stderr.
+            is_shown = use_tqdm and sys.stderr is not None and self._config.rank == 0 and requests
             make_bar = use_tqdm if callable(use_tqdm) else tqdm
-            with make_bar(total=len(requests), desc=what, unit="req", disable=quiet) as bar:
+            with make_bar(total=len(requests), desc=what, unit="req", disable=not is_shown) as bar:
                 for _ in self.engine.run(requests):
                     if progress.error is not None:
                         raise progress.error
-                    if not quiet and time.monotonic() - last_shown > 0.1:
+                    if is_shown and time.monotonic() - last_shown > 0.1:
                         last_shown = time.monotonic()
                         show_progress(bar, progress, last_shown - start)
                 show_progress(bar, progress, time.monotonic() - start)
         except BaseException as error:  # also Ctrl-C
             self.engine.abort(requests, wait=True)
-            outputs = [request.output for request in requests]
+            outputs = [request.output for request in requests if request.ended]
             if any(output is not None for output in outputs):
                 error.outputs = outputs  # type: ignore[attr-defined]
                 error.add_note("The attribute `outputs` of this error has the results so far.")
@@ -253,19 +160,20 @@ class LLM:
         call, unless `shutdown` aborts them. Invalid prompts raise an error before the loop.
         """
         pairs = pair_up(prompts, sampling_params, SamplingParams, "sampling_params")
-        return self._stream(self.engine.input_processor.check(pairs))
-
-    def _stream(self, checked: list[CheckedPrompt]) -> Generator[StreamOutput, None, None]:
-        requests: list[Request] = []
         progress = Progress()
+        requests = self.engine.input_processor.check(pairs, progress, stream=True)
+        return self._stream(requests, progress)
+
+    def _stream(
+        self, requests: list[Request], progress: Progress
+    ) -> Generator[StreamOutput, None, None]:
         try:
-            self.engine.add(checked, requests, progress, stream=True)
-            numbers = {request: i for i, request in enumerate(requests)}
+            self.engine.add(requests)
             for _ in self.engine.run(requests):
                 with self.engine.lock:
-                    changed = sorted(progress.changed, key=numbers.__getitem__)
+                    changed = sorted(progress.changed, key=lambda request: request.number)
                     progress.changed.clear()
-                    new = [out for r in changed for out in read_stream(r, numbers[r])]
+                    new = [part for each in changed for part in each.task.read_stream(each)]
                 yield from new
                 if progress.error is not None:
                     raise progress.error
@@ -313,10 +221,3 @@ def show_progress(bar: Any, progress: Progress, seconds: float) -> None:
     bar.set_postfix_str(f"prompt {prompt:,.0f} tok/s, output {output:,.0f} tok/s", refresh=False)
     bar.update(progress.num_ended - bar.n)
     bar.refresh()
-
-
-def unaborted(requests: list[Request]) -> list[Any]:
-    """Return the outputs. Raises RuntimeError for an aborted request, which has no output."""
-    if any(request.samples[0].seq.finish_reason == "abort" for request in requests):
-        raise RuntimeError("another thread has aborted the requests of this call")
-    return [request.output for request in requests]

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, TypeAlias
 
-from nanovllm.utils.checks import Positive, Seed, check_scalar, check_scalars
+from nanovllm.utils.checks import KnownFields, Positive, Seed, check_scalar, check_scalars
 
 
 @dataclass(frozen=True)
-class StructuredOutputsParams:
+class StructuredOutputsParams(KnownFields):
     """The format that the text of an output must have. Set exactly one of these fields:
 
     json: the output matches this JSON schema. It is a dict, a string or a pydantic model.
@@ -92,7 +92,7 @@ TOKEN_IDS = (0, math.inf)
 
 
 @dataclass(slots=True)
-class SamplingParams:
+class SamplingParams(KnownFields):
     """How the tokens of one request are sampled and when it ends.
 
     n: samples of each prompt; the prompt is computed once.
@@ -258,7 +258,7 @@ def takes_prompt(processor: LogitsProcessor) -> bool:
 
 
 @dataclass(slots=True)
-class BeamSearchParams:
+class BeamSearchParams(KnownFields):
     """Parameters of a beam search.
 
     Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value.

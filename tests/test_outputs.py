@@ -10,8 +10,7 @@ from checkpoints import random_llm
 
 from lessons.oracle.oracle import InvariantError
 from nanovllm import LLM, GenerationError, SamplingParams
-from nanovllm.cli.jobs.openai_format import UnknownModel
-from nanovllm.outputs import GrammarError
+from nanovllm.utils.errors import GrammarError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -50,7 +49,7 @@ def test_errors_travel_between_processes(path: Path) -> None:
     with pytest.raises(GenerationError) as caught:
         llm.generate([[1, 2], [3]], [hidden, GREEDY], use_tqdm=False)
     caught.value.note = "of the caller"
-    errors = [caught.value, UnknownModel("x"), GrammarError("y"), InvariantError("host")]
+    errors = [caught.value, GrammarError("y"), InvariantError("host")]
     errors.append(InvariantError("host", "a detail"))
     known = {
         kind

@@ -66,17 +66,17 @@ MUTANTS = {
         SCHEDULER, "_make_room", "self.running[-1]", "self.running[0]"
     ),
     "a preempted sequence loses its tokens": Mutant(
-        SCHEDULER, "_preempt", "seq.preemptions += 1", "del seq.token_ids[seq.num_prompt :]"
+        SCHEDULER, "preempt", "seq.preemptions += 1", "del seq.token_ids[seq.num_prompt :]"
     ),
     "admission in a step that preempted": Mutant(SCHEDULER, "schedule", "A > preemptions", "False"),
-    "a row is not returned": Mutant(SCHEDULER, "_leave", "self._free_rows.append(A)", "pass"),
+    "a row is not returned": Mutant(SCHEDULER, "leave", "self.free_rows.append(A)", "pass"),
     "a token sampled too late is kept": Mutant(
         SCHEDULER, "commit", "A.status is Status.FINISHED", "False"
     ),
     "the budget is not spent": Mutant(SCHEDULER, "schedule", "budget -= 1", "pass"),
     "an abandoned step keeps its blocks": Mutant(BLOCKS, "revert", "self._free_all()", "pass"),
     "max_length is passed by one": Mutant(
-        SCHEDULER, "_finish_if_complete", "len(A) >= B.max_length", "len(A) > B.max_length"
+        SCHEDULER, "finish_if_complete", "len(A) >= B.max_length", "len(A) > B.max_length"
     ),
     "a resumed chunk starts one token late": Mutant(
         SCHEDULER,

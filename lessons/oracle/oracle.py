@@ -21,6 +21,7 @@ from xxhash import xxh64_intdigest
 
 from nanovllm.engine import block_manager, scheduler
 from nanovllm.engine.observer import NO_OBSERVER, Observer
+from nanovllm.engine.recovery import revert_in_flight
 from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.plan import RowSampling, StepOutput, StepPlan
@@ -262,7 +263,7 @@ class History:
         if self.seqs:
             seq = self.rng.choice(self.seqs)
             for sample in [s for s in self.seqs if s.arrival == seq.arrival]:
-                self.scheduler.abort(sample)
+                self.scheduler.finish(sample, "abort")
 
     def abandon(self) -> None:
         """Let a step fail. The slots that it wrote are made unreadable."""
@@ -278,7 +279,7 @@ class History:
             for c in plan.chunks:
                 self.spoil(self.runner.slot(c.row, c.start + i) for i in range(len(c.token_ids)))
         self.pending.clear()
-        self.scheduler.revert_in_flight([*self.scheduler.running, *self.scheduler.waiting])
+        revert_in_flight(self.scheduler, [*self.scheduler.running, *self.scheduler.waiting])
         self.observer.reverted(RuntimeError("a step failed on purpose"))
 
     def spoil(self, slots: Iterable[int]) -> None:
@@ -340,7 +341,7 @@ class History:
         require(
             self.block_manager.num_available == self.num_blocks, "returned", "blocks are missing"
         )
-        rows = sorted(self.scheduler._free_rows)
+        rows = sorted(self.scheduler.free_rows)
         require(rows == list(range(self.max_num_seqs)), "returned", f"the free rows are {rows}")
 
     # ---- what always holds ----

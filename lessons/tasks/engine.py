@@ -20,8 +20,8 @@ one new token through `update`, a tile of keys after the other, for each query h
 
 What must stay true: the answers are transformers'; no step computes more than `budget` tokens.
 
-Where it goes. This is EngineCore in nanovllm/engine/core.py, with Scheduler, ModelRunner and Rows.
-The check compares your answers and speed with transformers and with nanovllm.
+Where it goes. This is LLMEngine in nanovllm/engine/llm_engine.py, with Scheduler, ModelRunner and
+Rows. The check compares your answers and speed with transformers and with nanovllm.
 
 Hints: for a chunk after a prefix, give KVCache zeros in place of the queries of earlier tokens, and
 leave out their results. The slots of tokens 0 to n - 1 are slots(block_table, size, 0, n).

@@ -13,11 +13,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from typing import Any
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cli.jobs.run_batch import option
-from nanovllm.config import EMBEDDED
+from nanovllm.cli.options import add_model_options
 from nanovllm.utils.checks import unknown_name
 
 HELP = """Ctrl-C ends an answer.
@@ -71,7 +69,6 @@ def make_parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("nanovllm chat", description=__doc__, formatter_class=raw)
     add = parser.add_argument
-    add("--model", default=EMBEDDED, help="a directory, hub id or smollm2-135m (%(default)s)")
     add("--system", metavar="TEXT", help="a system message")
     add("--temperature", type=float, help="0 is greedy (the checkpoint's default)")
     add(
@@ -80,8 +77,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="largest number of tokens of an answer (all that max_model_len leaves)",
     )
-    pair: dict[str, Any] = {"type": option, "action": "append", "default": []}
-    add("--set", **pair, metavar="OPTION=VALUE", help="an option of LLM(), like max_num_seqs=1")
+    add_model_options(parser)
     return parser
 
 
@@ -99,8 +95,6 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, TypeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     terminal = sys.stdin.isatty()
     if terminal:
         with contextlib.suppress(ImportError):  # `input` uses it: lines of any length, a history

@@ -35,7 +35,5 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"nanovllm convert: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     print(f"{args.target} is complete; try: nanovllm chat --model {args.target}")
     return 0

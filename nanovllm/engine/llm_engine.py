@@ -1,32 +1,38 @@
-"""LLMEngine: accepts requests and returns their results.
+"""LLMEngine: accepts requests, runs steps, and passes the results on.
 
     prompts --> InputProcessor.check --> add --> Scheduler ---- plan ----> runner
                                                  waiting, running          model, KV cache, rows
-    RequestOutput <- OutputProcessor <- Scheduler.commit <- StepOutput
+    RequestOutput <-- Task.receive, output <-- Scheduler.commit <-- StepOutput
 
-It owns the input processor, the scheduler and the output processor. The caller passes the runner.
-EngineCore has one step, `run_step`; `run` is the loop.
+It owns the input processor, the scheduler and the requests. The caller passes the runner.
+`run_step` is one step, and `run` is the loop. This folder imports no torch.
 """
 
-import itertools
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn
+from typing import Any, TypeAlias
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.core import EngineCore
-from nanovllm.engine.input_processor import CheckedPrompt, InputProcessor
-from nanovllm.engine.output_processor import Output, OutputProcessor
+from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.observer import NO_OBSERVER
+from nanovllm.engine.recovery import revert_in_flight
 from nanovllm.engine.request import Progress, Request
-from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.threads import hold_interrupt
+from nanovllm.engine.scheduler import InFlightStep, Scheduler
+from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.engine.threads import SharedEngine, hold_interrupt, run_by_one_thread
 from nanovllm.inputs import Prompt
-from nanovllm.outputs import RequestMetrics
-from nanovllm.plan import Runner
+from nanovllm.plan import RowResult, Runner, StepOutput
+from nanovllm.utils.errors import GrammarError
+from nanovllm.utils.log import logger
+
+# The output of a task: a RequestOutput, EmbeddingRequestOutput, ... If this were a union, every
+# program that calls `step` would have to check the type of each output.
+Output: TypeAlias = Any
+ONLY_A_TOKEN = RowResult()
 
 
-class LLMEngine(EngineCore):
+class LLMEngine(SharedEngine):
     def __init__(
         self,
         config: EngineConfig,
@@ -34,32 +40,25 @@ class LLMEngine(EngineCore):
         input_processor: InputProcessor,
         block_manager: BlockManager | None = None,
     ) -> None:
-        """Make the scheduler and the output processor for `runner`.
-
-        block_manager: manages the blocks of the runner. None: a new BlockManager.
-        """
+        """block_manager: manages the blocks of the runner. None: a new BlockManager."""
+        super().__init__()
         if block_manager is None:
             block_manager = BlockManager(
                 runner.num_blocks, config.block_size, config.enable_prefix_caching
             )
-        scheduler = Scheduler(
-            block_manager,
-            config.max_num_seqs,
-            config.token_budget,
-            config.scheduling_policy,
-        )
-        async_scheduling = config.async_scheduling
-        if async_scheduling is None:
-            async_scheduling = runner.async_scheduling
-        super().__init__(scheduler, runner, OutputProcessor(), async_scheduling)
         self.input_processor = input_processor
-        self.num_requests = 0
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "an LLM cannot be copied or pickled, because it owns memory of its process and device; "
-            "make another LLM, or use this one from several threads"
+        self.scheduler = Scheduler(
+            block_manager, config.max_num_seqs, config.token_budget, config.scheduling_policy
         )
+        self.runner = runner
+        self.async_scheduling = config.async_scheduling
+        if config.async_scheduling is None:
+            self.async_scheduling = runner.async_scheduling
+        self.observer = NO_OBSERVER  # see nanovllm/cli/trace/trace.py
+        self.requests: dict[str, Request] = {}  # those that have not ended, by id
+        self.finished: dict[str, Output] = {}  # not returned by `step` yet, by request id
+        self.progress = Progress()  # of all requests
+        self.num_requests = 0
 
     # ---- requests ----
 
@@ -67,77 +66,51 @@ class LLMEngine(EngineCore):
         self, prompt: Prompt, sampling_params: Any = None, request_id: str | None = None
     ) -> str:
         """Queue a request and return its id. Raises ValueError or TypeError if it can never run."""
-        if isinstance(request_id, tuple(self.input_processor.task_factories)):
-            raise TypeError("call add_request(prompt, sampling_params, request_id) in this order")
-        request = self.submit(prompt, sampling_params, request_id=request_id, returned_by_step=True)
+        if not isinstance(request_id, str | None):
+            order = "add_request(prompt, sampling_params, request_id)"
+            raise TypeError(f"request_id must be a string in {order}, not {request_id!r:.80}")
+        [request] = self.input_processor.check([(prompt, sampling_params)], Progress())
+        request.request_id, request.returned_by_step = request_id or "", True
+        self.add([request])
         return request.request_id
 
-    def submit(
-        self,
-        prompt: Prompt,
-        sampling_params: Any = None,
-        stream: bool = False,
-        request_id: str | None = None,
-        returned_by_step: bool = False,
-    ) -> Request:
+    def submit(self, prompt: Prompt, sampling_params: Any = None, stream: bool = False) -> Request:
         """Queue a request. The caller reads its `output` at the end, or its stream at any time."""
-        [checked] = self.input_processor.check([(prompt, sampling_params)])
-        with hold_interrupt(), self.lock:
-            return self._add(checked, Progress(), stream, request_id, returned_by_step)
+        [request] = self.input_processor.check([(prompt, sampling_params)], Progress(), stream)
+        self.add([request])
+        return request
 
-    def add(
-        self,
-        prompts: list[CheckedPrompt],
-        requests: list[Request],
-        progress: Progress,
-        stream: bool = False,
-    ) -> None:
-        """Queue `prompts` and append their requests to `requests`.
-
-        After Ctrl-C no further prompt is queued, and KeyboardInterrupt is raised.
-        """
+    def add(self, requests: list[Request]) -> None:
+        """Queue requests. After Ctrl-C no more are queued, and KeyboardInterrupt is raised."""
         with hold_interrupt() as pressed:
-            for prompt in prompts:
+            for request in requests:
                 if pressed:
                     break
                 with self.lock:
-                    requests.append(self._add(prompt, progress, stream))
+                    self._add(request)
 
-    def _add(
-        self,
-        prompt: CheckedPrompt,
-        progress: Progress,
-        stream: bool,
-        request_id: str | None = None,
-        returned_by_step: bool = False,
-    ) -> Request:
-        is_known = self.output_processor.is_known
-        if request_id is None:
-            numbers = map(str, itertools.count(self.num_requests))
-            request_id = next(number for number in numbers if not is_known(number))
-        if not isinstance(request_id, str):
-            raise TypeError(f"request_id must be a string, not {request_id!r}")
-        if is_known(request_id):
+    def _add(self, request: Request) -> None:
+        """Give a request its id, and queue its first sequence. The lock is held."""
+        request_id = request.request_id or str(self.num_requests)
+        while not request.request_id and self._is_known(request_id):  # a caller has chosen it
+            request_id += "+"
+        if self._is_known(request_id):
             raise ValueError(f"request_id {request_id!r} is in use")
-        request = Request(
-            request_id=request_id,
-            arrival=self.num_requests,
-            task=prompt.task,
-            prompt=prompt.text,
-            metrics=RequestMetrics(time.monotonic()),
-            returned_by_step=returned_by_step,
-            stream=stream,
-            progress=progress,
-        )
-        first = prompt.task.start(request, prompt.token_ids, prompt.max_length)
+        first = request.samples[0].seq
+        first.request, first.arrival = request, self.num_requests
+        first.request_id = request.request_id = request_id
+        request.metrics.arrival_time = time.monotonic()
+        request.task.start(request)
         self.num_requests += 1
         try:
-            self.output_processor.requests[request_id] = request
+            self.requests[request_id] = request
             self.scheduler.add(first)
         except BaseException:
-            self.output_processor.requests.pop(request_id, None)
+            self.requests.pop(request_id, None)
             raise
-        return request
+
+    def _is_known(self, request_id: str) -> bool:
+        return request_id in self.requests or request_id in self.finished
 
     def abort_request(self, request_id: str | list[str]) -> None:
         """End one or several requests in any state, and free their blocks. Ignores unknown ids."""
@@ -145,18 +118,24 @@ class LLMEngine(EngineCore):
         ids: list[Any] = list(request_id) if is_list else [request_id]
         if not all(isinstance(i, str) for i in ids):
             raise TypeError(f"request_id must be a string or a list of strings, not {request_id!r}")
-        known = self.output_processor.requests
-        self.abort([known[i] for i in ids if i in known])
+        self.abort([self.requests[i] for i in ids if i in self.requests])
 
     def abort_all(self) -> None:
-        self.abort(list(self.output_processor.requests.values()))
+        self.abort(list(self.requests.values()))
+
+    def _abort_request(self, request: Request) -> None:
+        if self.requests.get(request.request_id) is request:  # it has not ended
+            request.returned_by_step = False
+            for seq in request.seqs:
+                self.scheduler.finish(seq, "abort")
+            self._end([request])
 
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` has requests left to run or outputs to return."""
         self.run_pending_aborts()
-        return bool(self.output_processor.requests or self.output_processor.finished)
+        return bool(self.requests or self.finished)
 
-    # ---- running requests ----
+    # ---- steps ----
 
     def run(self, requests: list[Request]) -> Iterator[None]:
         """Run steps until the requests have ended. Yields after every step, also the last one."""
@@ -170,16 +149,132 @@ class LLMEngine(EngineCore):
     def step(self) -> list[Output]:
         """Run one step. Returns the outputs of requests that finished since the last call."""
         self.run_step()
-        processor = self.output_processor
         finished: dict[str, Output] = {}
         try:
             with self.lock:
-                finished, processor.finished = processor.finished, {}
+                finished, self.finished = self.finished, {}
             return list(finished.values())
         except BaseException:  # Ctrl-C between any two lines
             with self.lock:
-                processor.finished = finished | processor.finished
+                self.finished = finished | self.finished
             raise
+
+    @run_by_one_thread
+    def run_step(self) -> None:
+        """Plan and launch one step, and commit the steps whose results are due.
+
+        With async scheduling, the results of the previous step are due while the device computes
+        the new step. If no step can be launched, the results of all steps in flight are due.
+
+        If another thread is running a step, this method only waits until that step ends. If a step
+        fails or Ctrl-C interrupts it, the error is raised, and all requests can continue.
+        """
+        step = self._schedule()
+        if step is not None:
+            step.get_output = self.runner.run(step.plan)
+        num_left = 1 if step is not None and self.async_scheduling else 0
+        while len(self.scheduler.in_flight) > num_left:
+            oldest = self.scheduler.in_flight[0]
+            assert oldest.get_output is not None
+            self._commit(oldest, oldest.get_output())
+
+    def _schedule(self) -> InFlightStep | None:
+        """Plan a step. This changes queues, blocks and the prefix cache."""
+        with self.lock:
+            self.observer.begin()
+            step = self.scheduler.schedule()
+            if step is not None:
+                for new_row in step.plan.new_rows:
+                    metrics = step.seqs[new_row.row].request.metrics
+                    metrics.first_scheduled_time = metrics.first_scheduled_time or time.monotonic()
+            elif self.requests and not self.scheduler.has_work():
+                raise RuntimeError("requests are unfinished but none can run: a bug in the engine")
+            self.observer.scheduled(step)
+        return step
+
+    def _commit(self, step: InFlightStep, output: StepOutput) -> None:
+        """Process the results of a step. This changes sequences, queues, blocks and requests."""
+        with hold_interrupt(), self.lock:
+            self.observer.begin()
+            updated = self.scheduler.commit(step, output.token_ids)
+            if step.plan.chunks:
+                self._record_first_results(updated)
+            for row, error in output.errors.items():
+                if step.seqs[row].request is not None:  # it has not ended
+                    self._record_error(step.seqs[row].request, error)
+            results = {step.seqs[row]: result for row, result in output.results.items()}
+            for seq in updated:
+                if seq.request.is_watched:
+                    results.setdefault(seq, ONLY_A_TOKEN)
+            for seq, result in results.items():
+                try:
+                    if seq.request is not None:
+                        seq.request.task.receive(seq.request, seq, result)
+                except Exception as error:  # ends only this request
+                    self._record_error(seq.request, error)
+                    for other in seq.request.seqs:
+                        other.finish_reason, other.stop_reason = "error", None
+                    if seq.request.task.changes_queues:  # they may be inconsistent
+                        self._revert(error)
+                        return
+            ended = [seq.request for seq in (*updated, *results) if seq.finish_reason is not None]
+            self._end(ended)
+            self.observer.committed(step, updated, output)
+
+    def _record_first_results(self, seqs: list[Sequence]) -> None:
+        for request in [seq.request for seq in seqs]:
+            if request.metrics.first_token_time is None:
+                request.metrics.first_token_time = time.monotonic()
+                for progress in (self.progress, request.progress):
+                    progress.start(request)
+
+    def _record_error(self, request: Request, error: Exception) -> None:
+        request.error = error
+        progress = request.progress
+        if progress.error is None and not isinstance(error, GrammarError):
+            progress.error = error  # ends the call; with a GrammarError, other requests continue
+        if request.returned_by_step:  # `step` returns the result with finish_reason "error"
+            logger.error("request %s failed", request.request_id, exc_info=error)
+
+    def _end(self, requests: Iterable[Request | None]) -> None:
+        """Finish sequences with a finish reason. Make the output of each request that has ended."""
+        for request in dict.fromkeys(requests):
+            if request is None:  # it has ended before
+                continue
+            for seq in request.seqs:
+                if seq.finish_reason is not None:
+                    self.scheduler.finish(seq, seq.finish_reason, seq.stop_reason)
+            if all(seq.status is Status.FINISHED for seq in request.seqs):
+                self._make_output(request)
+                request.ended = True
+                for progress in (self.progress, request.progress):
+                    progress.end(request)
+                if request.stream:
+                    request.progress.changed.add(request)
+                self.requests.pop(request.request_id, None)
+                # A step in flight refers to the sequences, but must not keep the request in memory.
+                for seq in request.seqs:
+                    seq.request = None
+
+    def _make_output(self, request: Request) -> None:
+        request.metrics.finished_time = time.monotonic()
+        request.metrics.num_preemptions = sum(seq.preemptions for seq in request.seqs)
+        if request.stream:
+            return
+        try:
+            request.output = request.task.output(request)
+        except Exception as error:
+            self._record_error(request, error)
+            request.output = request.task.error_output(request)
+        if request.returned_by_step and request.output is not None:
+            self.finished[request.request_id] = request.output
+
+    def _revert(self, error: BaseException) -> None:
+        """Restore a state from which all requests can continue. Any line may have failed."""
+        requests = list(self.requests.values())
+        revert_in_flight(self.scheduler, [seq for r in requests for seq in r.task.rewind(r)])
+        self._end(requests)
+        self.observer.reverted(error)
 
     # ---- the state of the engine ----
 
@@ -203,6 +298,6 @@ class LLMEngine(EngineCore):
             "preemptions": scheduler.preemptions,
             "evictions": blocks.evictions,
             "recomputed_tokens": scheduler.recomputed_tokens,
-            "prompt_tokens": self.output_processor.progress.num_prompt_tokens,
-            "output_tokens": self.output_processor.progress.num_output_tokens,
+            "prompt_tokens": self.progress.num_prompt_tokens,
+            "output_tokens": self.progress.num_output_tokens,
         } | blocks.stats()

@@ -1,4 +1,4 @@
-"""Observer: methods that EngineCore calls during a step. nanovllm/cli/trace has one."""
+"""Observer: methods that LLMEngine calls during a step. nanovllm/cli/trace has one."""
 
 from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.engine.sequence import Sequence

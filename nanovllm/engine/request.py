@@ -1,20 +1,28 @@
-"""Request: one prompt of a caller, with its state and its results so far.
+"""Request: one prompt of a caller, with its state and its results. Task: what is done with it.
 
-Its task and OutputProcessor change it. The caller reads `output` when it has ended.
+    Sampling    engine/sampling.py                     new tokens
+    Embedding   features/requests/embeddings/          the hidden state of the prompt's last token
+    Scoring     features/requests/loglikelihood.py     log-probabilities of the prompt's last tokens
+    BeamSearch  features/requests/beam_search.py       the most likely outputs
+
+A task holds checked parameters. Requests with the same parameters share a task, which saves memory
+if a million requests wait. The data of one request is in its Request.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.task import Task
-from nanovllm.outputs import Logprob, RequestMetrics
-from nanovllm.plan import RowSampling
+from nanovllm.outputs import Logprob, RequestMetrics, StreamOutput
+from nanovllm.plan import ResultKind, RowResult
 
-GREEDY = RowSampling(temperature=0, seed=0)
+if TYPE_CHECKING:
+    from nanovllm.engine.input_processor import InputProcessor
 
 
 @dataclass(slots=True)
@@ -30,6 +38,37 @@ class Sample:
     chars_streamed: int = 0
     tokens_streamed: int = 0
     stream_ended: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    task: Task
+    prompt: str | None
+    progress: Progress  # the counters of its call
+    stream: bool = False  # whether `Task.read_stream` reads it while it runs; it has no output then
+    number: int = 0  # among the requests of its call
+    request_id: str = ""  # set when it is queued
+    returned_by_step: bool = False  # whether `step` returns its output; else the caller reads it
+    samples: list[Sample] = field(default_factory=list)  # the first computes the prompt
+    is_watched: bool = False  # whether its task receives every token, as for stop strings
+    state: Any = None  # the data of its task
+    ended: bool = False
+    output: Any = None  # made by its task when it ends
+    error: Exception | None = None  # the error that ended only this request
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    @property
+    def params(self) -> Any:
+        return self.task.params
+
+    @property
+    def seqs(self) -> list[Sequence]:
+        return [sample.seq for sample in self.samples]
+
+    @property
+    def num_output(self) -> int:
+        """Number of output tokens of all samples."""
+        return sum(sample.seq.num_output for sample in self.samples)
 
 
 @dataclass(slots=True)
@@ -51,8 +90,8 @@ class Progress:
         # A copy, because another thread may run a step meanwhile.
         return self.num_ended_tokens + sum(r.num_output for r in list(self.started))
 
-    def start(self, request: Request, num_prompt_tokens: int) -> None:
-        self.num_prompt_tokens += num_prompt_tokens
+    def start(self, request: Request) -> None:
+        self.num_prompt_tokens += request.samples[0].seq.num_prompt
         self.started.add(request)
 
     def end(self, request: Request) -> None:
@@ -61,72 +100,52 @@ class Progress:
         self.started.discard(request)
 
 
-@dataclass(slots=True, eq=False)
-class Request:
-    request_id: str
-    arrival: int  # 0, 1, 2, ... in the order of add_request
-    task: Task
-    prompt: str | None
-    metrics: RequestMetrics
-    returned_by_step: bool  # whether `step` returns its output; else the caller reads it here
-    stream: bool  # whether `read_stream` reads it while it runs; it then has no output
-    progress: Progress  # the counters of its call
-    samples: list[Sample] = field(default_factory=list)
-    # Whether its task receives every token, as for streams, stop strings and log-probabilities.
-    is_watched: bool = False
-    state: Any = None  # the data of its task
-    # Position -> entry, in ascending order. After a preemption, entries are computed again.
-    prompt_logprobs: dict[int, dict[int, Logprob]] | None = None
-    ended: bool = False
-    output: Any = None  # made by its task when it ends
-    error: Exception | None = None  # the error that ended only this request
+class Task(ABC):
+    """The engine calls these methods. An error in one ends only the request that it gets."""
 
-    @property
-    def params(self) -> Any:
-        return self.task.params
+    input_processor: InputProcessor
+    params: Any
+    result_kind: ResultKind  # the result of a row whose known tokens are computed
+    changes_queues = False  # whether `receive` changes the scheduler's queues
 
-    @property
-    def seqs(self) -> list[Sequence]:
-        return [sample.seq for sample in self.samples]
+    def prepare(
+        self, text: str | None, token_ids: list[int] | None
+    ) -> tuple[str | None, list[int] | None]:
+        """Return the text and the token ids of a prompt. Text without ids will be encoded."""
+        return text, token_ids
 
-    @property
-    def num_output(self) -> int:
-        """Number of output tokens of all samples."""
-        return sum(seq.num_output for seq in self.seqs)
+    def max_length(self, num_tokens: int) -> int:
+        """Return the maximum length of a sequence. Raises ValueError if it can never run."""
+        return self.input_processor.max_length(num_tokens, self.params.max_tokens)
 
+    def start(self, request: Request) -> None:  # noqa: B027, most tasks override it
+        """Complete a new request, which has one sample, before it is queued."""
 
-def first_sequence(request: Request, token_ids: list[int], max_length: int) -> Sequence:
-    """Make the first sample of a request. Returns its sequence, which computes the prompt."""
-    seq = Sequence(
-        request_id=request.request_id,
-        arrival=request.arrival,
-        token_ids=token_ids,
-        num_prompt=len(token_ids),
-        max_length=max_length,
-        stop_token_ids=frozenset(),
-        sampling=GREEDY,
-        result_kind=request.task.result_kind,
-        request=request,
-    )
-    request.samples = [Sample(seq)]
-    return seq
+    @abstractmethod
+    def receive(self, request: Request, seq: Sequence, result: RowResult) -> None:
+        """Process the result of a step for one sequence. If it ends, set its `finish_reason`."""
+
+    @abstractmethod
+    def output(self, request: Request) -> Any:
+        """Return the output of a request whose samples have ended."""
+
+    def error_output(self, request: Request) -> Any:
+        """Return the output of a request for which `output` raised an error, or None."""
+        return None
+
+    def read_stream(self, request: Request) -> list[StreamOutput]:
+        """Return what is new in each sample since the last call."""
+        raise NotImplementedError(f"{type(self).__name__} has no streams")
+
+    def rewind(self, request: Request) -> list[Sequence]:
+        """Undo the partial changes of a failed step. Returns the sequences to queue again.
+
+        Results that were committed and not received are removed, so that they are computed again.
+        Without sampling, this is the result of the prompt.
+        """
+        for seq in request.seqs:
+            seq.awaits_token = False
+        return request.seqs
 
 
-def fork_sequence(
-    parent: Sequence, token_ids: list[int], sampling: RowSampling, index: int
-) -> Sequence:
-    """Return a sequence that begins like `parent`, for another sample of its request."""
-    return Sequence(
-        request_id=parent.request_id,
-        arrival=parent.arrival,
-        token_ids=token_ids,
-        num_prompt=parent.num_prompt,
-        max_length=parent.max_length,
-        stop_token_ids=parent.stop_token_ids,
-        sampling=sampling,
-        index=index,
-        result_kind=parent.result_kind,
-        parent=parent,
-        num_candidates=parent.num_candidates,
-        request=parent.request,
-    )
+TaskFactory: TypeAlias = "Callable[[InputProcessor, Any], Task]"  # checks the parameters

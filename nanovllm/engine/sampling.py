@@ -1,42 +1,32 @@
-"""Sampling: the task that generates tokens, their text and their log-probabilities."""
+"""Sampling: the task that generates tokens, and their text.
+
+features/requests/logit_rules/sampling.py adds logit rules and log-probabilities.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
-from nanovllm.engine.detokenizer import CONTEXT, MAX_CONTEXT, Detokenizer, decode_token
-from nanovllm.engine.request import Request, Sample, first_sequence, fork_sequence
-from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.engine.task import Ending, Task
-from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StreamOutput
-from nanovllm.plan import FILTERS, ResultKind, RowResult, RowSampling, TokenLogprobs
+from nanovllm.engine.detokenizer import MAX_CONTEXT, Detokenizer
+from nanovllm.engine.recovery import rewind_samples
+from nanovllm.engine.request import Request, Sample, Task
+from nanovllm.engine.result_kinds import make_fork
+from nanovllm.engine.sequence import Sequence
+from nanovllm.outputs import CompletionOutput, RequestOutput, StreamOutput
+from nanovllm.plan import FILTERS, LogitRules, ResultKind, RowResult, RowSampling
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.engine.input_processor import InputProcessor
-    from nanovllm.plan import LogitRules
-
-MakeRules: TypeAlias = (
-    "Callable[[SamplingParams, InputProcessor, frozenset[int]], LogitRules | None]"
-)
 
 
 class Sampling(Task):
     params: SamplingParams
     result_kind = ResultKind.TOKEN
 
-    def __init__(
-        self,
-        input_processor: InputProcessor,
-        params: SamplingParams,
-        make_rules: MakeRules = lambda params, input_processor, stop_token_ids: None,
-    ) -> None:
-        """Check the parameters and compile any grammar. Raises TypeError or ValueError.
-
-        make_rules: returns the logit rules that the parameters request, or None.
-        """
+    def __init__(self, input_processor: InputProcessor, params: SamplingParams) -> None:
+        """Check the parameters. Raises TypeError or ValueError."""
         input_processor.check_head()
         input_processor.check_vocabulary("stop_token_ids has", params.stop_token_ids)
         if (params.stop or params.bad_words) and input_processor.tokenizer is None:
@@ -52,74 +42,52 @@ class Sampling(Task):
         if not 0 < params.top_k < input_processor.vocab_size:
             filters["top_k"] = FILTERS["top_k"]
         self.filters = tuple(filters.values())
-        self.rules = make_rules(self.params, input_processor, self.stop_token_ids)
-        self.num_prompt_logprobs = input_processor.num_logprobs(
-            "prompt_logprobs", params.prompt_logprobs
-        )
+        self.rules: LogitRules | None = None
 
     # ---- from a prompt to sequences ----
 
-    def max_length(self, num_tokens: int) -> int:
-        return num_tokens + self.input_processor.room_for_output(num_tokens, self.params.max_tokens)
-
-    def start(self, request: Request, token_ids: list[int], max_length: int) -> Sequence:
-        params = self.params
+    def start(self, request: Request) -> None:
+        params, first = self.params, request.samples[0].seq
         # Requests without a seed get different seeds. The engine's seed makes a run repeatable if
         # the requests arrive in the same order.
         seed = params.seed
         if seed is None:
-            seed = (self.input_processor.seed + 1) * 0x9E3779B97F4A7C15 + request.arrival
-        first = first_sequence(request, token_ids, max_length)
+            seed = (self.input_processor.seed + 1) * 0x9E3779B97F4A7C15 + first.arrival
         first.stop_token_ids = self.stop_token_ids
         first.sampling = RowSampling(params.temperature, signed64(seed), self.filters, self.rules)
-        if self.num_prompt_logprobs is not None:  # the first sample reports them for all samples
-            first.targets = token_ids[1:]
-            first.num_logprobs = self.num_prompt_logprobs
-            request.prompt_logprobs = {}
-        if params.n > 1:
-            first.forks = [self._fork(first, index) for index in range(1, params.n)]
-            request.samples += map(Sample, first.forks)
+        for index in range(1, params.n):
+            seed = signed64(first.sampling.seed + index * 0xD1B54A32D192ED03)
+            sampling = replace(first.sampling, seed=seed)
+            first.forks.append(make_fork(first, list(first.token_ids), sampling, index))
+        request.samples += map(Sample, first.forks)
         needs_text = self.tokenizer is not None and bool(request.stream or params.stop)
-        request.is_watched = request.stream or needs_text or params.logprobs is not None
+        request.is_watched = request.stream or needs_text
         if needs_text:
             for sample in request.samples:
-                sample.detokenizer = self._detokenizer(sample.seq)
-        return first
+                sample.detokenizer = self.detokenizer(sample.seq)
 
-    def _detokenizer(self, seq: Sequence) -> Detokenizer:
+    def detokenizer(self, seq: Sequence) -> Detokenizer:
         assert self.tokenizer is not None
         prompt_ids = seq.token_ids[max(0, seq.num_prompt - MAX_CONTEXT) : seq.num_prompt]
         return Detokenizer(self.tokenizer, prompt_ids, self.params.skip_special_tokens)
 
-    def _fork(self, first: Sequence, index: int) -> Sequence:
-        """Return the sequence of another sample, with another seed."""
-        seed = signed64(first.sampling.seed + index * 0xD1B54A32D192ED03)
-        sampling = replace(first.sampling, seed=seed)
-        return fork_sequence(first, list(first.token_ids), sampling, index)
+    # ---- from tokens to text ----
 
-    # ---- results ----
-
-    def receive(self, request: Request, seq: Sequence, result: RowResult) -> Ending | None:
+    def receive(self, request: Request, seq: Sequence, result: RowResult) -> None:
         sample = request.samples[seq.index]
-        # If the sequence ended while this token was in flight, its log-probabilities are dropped.
-        if result.logprobs and len(sample.logprobs) < seq.num_output:
-            position = seq.num_prompt + len(sample.logprobs)
-            sample.logprobs.append(self.decode_logprobs(result.logprobs, seq, position))
-        if request.prompt_logprobs is not None:
-            for i, entry in enumerate(result.prompt_logprobs, result.first_position):
-                request.prompt_logprobs[i] = self.decode_logprobs(entry, seq, i)
+        if sample.detokenizer is not None:
+            self._add_text(sample, sample.detokenizer)
         if request.stream:
             request.progress.changed.add(request)
-        return None if sample.detokenizer is None else self._add_text(sample, sample.detokenizer)
 
-    def _add_text(self, sample: Sample, detokenizer: Detokenizer) -> Ending | None:
-        """Append the text of the new tokens. Returns an ending if a stop string is complete."""
+    def _add_text(self, sample: Sample, detokenizer: Detokenizer) -> None:
+        """Append the text of the new tokens. Ends the sequence if a stop string is complete."""
         seq, params = sample.seq, self.params
         start = len(sample.text)
         sample.text += detokenizer.add(self.text_ids(seq)[sample.num_detokenized :])
         sample.num_detokenized = seq.num_output
         if params.min_tokens and seq.num_output <= params.min_tokens:
-            return None
+            return
         # The text ends at the stop string that is complete first, as if characters were added one
         # by one. If one character completes several stop strings, the first in the list is used.
         matches = [
@@ -127,11 +95,11 @@ class Sampling(Task):
             for stop in params.stop or ()
             if (begin := sample.text.find(stop, max(0, start - len(stop) + 1))) >= 0
         ]
-        if not matches:
-            return None
-        end, stop = min(matches, key=lambda match: match[0])
-        sample.text = sample.text[: end if params.include_stop_str_in_output else end - len(stop)]
-        return Ending("stop", stop)
+        if matches:
+            end, stop = min(matches, key=lambda match: match[0])
+            end -= 0 if params.include_stop_str_in_output else len(stop)
+            sample.text = sample.text[:end]
+            seq.finish_reason, seq.stop_reason = "stop", stop
 
     def text_ids(self, seq: Sequence) -> list[int]:
         """Return the output tokens to decode, without a stop token unless it is requested."""
@@ -143,61 +111,21 @@ class Sampling(Task):
     def stop_reason(self, seq: Sequence) -> int | str | None:
         return None if seq.stop_reason in self.eos_token_ids else seq.stop_reason
 
-    def decode_logprobs(
-        self, entry: TokenLogprobs, seq: Sequence, position: int
-    ) -> dict[int, Logprob]:
-        """Return the log-probabilities at a position of the prompt or of the output."""
-        first = seq.num_prompt if position >= seq.num_prompt else 0
-        before = seq.token_ids[max(first, position - CONTEXT) : position]
-
-        def text(token: int) -> str | None:
-            tokenizer = self.tokenizer
-            return None if tokenizer is None else decode_token(tokenizer, token, before)
-
-        return {token: Logprob(p, rank, text(token)) for token, p, rank in entry}
-
     def rewind(self, request: Request) -> list[Sequence]:
-        if request.is_watched:
-            for sample in request.samples:
-                self._remove_unreceived(sample)
-        first, *others = request.seqs
-        if first.status is not Status.FINISHED:
-            first.forks = [] if first.num_output else others
-        for seq in first.forks:
-            seq.status = Status.UNQUEUED
-        return [first] if first.forks else [first, *others]
-
-    def _remove_unreceived(self, sample: Sample) -> None:
-        """Remove the output tokens that `receive` has not processed."""
-        seq = sample.seq
-        received = seq.num_output if self.params.logprobs is None else len(sample.logprobs)
-        if sample.detokenizer is not None:
-            received = min(received, sample.num_detokenized)
-        if received < seq.num_output:
-            del seq.token_ids[seq.num_prompt + received :]
-            del sample.logprobs[received:]
-            if sample.detokenizer is not None:  # it may have read the removed tokens
-                sample.detokenizer = self._detokenizer(seq)
-                sample.text = sample.detokenizer.add(seq.output_ids)
-                sample.num_detokenized = received
-            seq.status = Status.UNQUEUED
-            # `finish` has removed the rules.
-            seq.sampling = replace(seq.sampling, rules=self.rules)
+        return rewind_samples(self, request)
 
     # ---- outputs ----
 
     def output(self, request: Request) -> RequestOutput:
-        outputs = [self._completion(sample) for sample in request.samples]
-        return self._make_output(request, outputs)
+        return self.make_output(request, [self.completion(sample) for sample in request.samples])
 
     def error_output(self, request: Request) -> RequestOutput:
         # Only the tokens are returned, because reading other data may raise the error again.
         outputs = [CompletionOutput(s.index, "", s.output_ids, "error") for s in request.seqs]
-        return self._make_output(request, outputs)
+        return self.make_output(request, outputs)
 
-    def _make_output(self, request: Request, outputs: list[CompletionOutput]) -> RequestOutput:
+    def make_output(self, request: Request, outputs: list[CompletionOutput]) -> RequestOutput:
         first = request.seqs[0]
-        request.metrics.num_preemptions = sum(seq.preemptions for seq in request.seqs)
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
@@ -205,70 +133,34 @@ class Sampling(Task):
             outputs=outputs,
             finished=True,
             num_cached_tokens=first.num_cached_tokens,
-            prompt_logprobs=prompt_logprobs(request),
             metrics=request.metrics,
         )
 
-    def _completion(self, sample: Sample) -> CompletionOutput:
+    def completion(self, sample: Sample) -> CompletionOutput:
         seq, text = sample.seq, sample.text
         if sample.detokenizer is None and self.tokenizer is not None:
-            text = self._detokenizer(seq).add(self.text_ids(seq))
-        logprobs = total = None
-        if self.params.logprobs is not None:
-            logprobs = sample.logprobs
-            # The sampled token comes first in each entry.
-            total = sum(next(iter(entry.values())).logprob for entry in logprobs)
-        return CompletionOutput(
-            index=seq.index,
-            text=text,
-            token_ids=seq.output_ids,
-            finish_reason=seq.finish_reason,
-            stop_reason=self.stop_reason(seq),
-            logprobs=logprobs,
-            cumulative_logprob=total,
-        )
+            text = self.detokenizer(seq).add(self.text_ids(seq))
+        reasons = seq.finish_reason, self.stop_reason(seq)
+        return CompletionOutput(seq.index, text, seq.output_ids, *reasons)
 
+    def read_stream(self, request: Request) -> list[StreamOutput]:
+        new = [self.read_sample(request, s) for s in request.samples if not s.stream_ended]
+        return [part for part in new if part.token_ids or part.finish_reason]
 
-def read_stream(request: Request, request_index: int) -> list[StreamOutput]:
-    """Return the new output of each sample. After its finish_reason, a sample has none."""
-    task = request.task
-    assert isinstance(task, Sampling)
-    outputs = []
-    for sample in request.samples:
+    def read_sample(self, request: Request, sample: Sample) -> StreamOutput:
+        """Return what is new in a sample. After its finish_reason, nothing is."""
         seq, end = sample.seq, len(sample.text)
         token_ids = seq.token_ids[seq.num_prompt + sample.tokens_streamed :]
-        if sample.stream_ended or not (token_ids or seq.finish_reason):
-            continue
-        stops = () if task.params.include_stop_str_in_output else task.params.stop
+        stops = () if self.params.include_stop_str_in_output else self.params.stop
         if seq.finish_reason is None and stops:
             # The last characters may begin a stop string, which the text does not include.
             end -= max(map(len, stops)) - 1
-        text = sample.text[sample.chars_streamed : end] if end > sample.chars_streamed else ""
-        logprobs = sample.logprobs[sample.tokens_streamed :]
-        is_first = bool(token_ids) and sample.tokens_streamed == 0 and seq.parent is None
-        outputs.append(
-            StreamOutput(
-                request_index=request_index,
-                index=seq.index,
-                text=text,
-                token_ids=token_ids,
-                finish_reason=seq.finish_reason,
-                stop_reason=task.stop_reason(seq),
-                logprobs=None if task.params.logprobs is None else logprobs,
-                prompt_logprobs=prompt_logprobs(request) if is_first else None,
-            )
-        )
+        text = sample.text[sample.chars_streamed : max(end, sample.chars_streamed)]
         sample.chars_streamed += len(text)
         sample.tokens_streamed += len(token_ids)
         sample.stream_ended = seq.finish_reason is not None
-    return outputs
-
-
-def prompt_logprobs(request: Request) -> list[dict[int, Logprob] | None] | None:
-    """Return an entry for each prompt token, or None if not requested. The first entry is None."""
-    if request.prompt_logprobs is None:
-        return None
-    return [None, *request.prompt_logprobs.values()]
+        reasons = seq.finish_reason, self.stop_reason(seq)
+        return StreamOutput(request.number, seq.index, text, token_ids, *reasons)
 
 
 def signed64(value: int) -> int:

@@ -1,13 +1,12 @@
 """Scheduler: decides which sequences compute which tokens in the next step.
 
 It owns the waiting and running queues, the runner's batch rows and the steps in flight. It changes
-sequences and, through its BlockManager, their blocks. It reads no clock, so the same calls give the
-same decisions.
+sequences and, through its BlockManager, their blocks. For samples and beams see result_kinds.py.
 
-As in vLLM v1's scheduler, there are no prefill steps and no decode steps. `schedule` plans as many
-uncomputed tokens as the token budget allows: first for running sequences, oldest first, then for
-waiting sequences. This covers iteration-level batching (Orca, OSDI 2022), chunked prefill
-(Sarathi-Serve, arXiv:2403.02310), prefix hits and resumption after preemption.
+As in vLLM v1, there are no prefill steps and no decode steps. `schedule` plans as many uncomputed
+tokens as the budget allows: first for running sequences, oldest first, then for waiting ones. This
+covers iteration-level batching (Orca, OSDI 2022), chunked prefill (Sarathi-Serve,
+arXiv:2403.02310), prefix hits and resumption after preemption.
 
     add -> WAITING --admit--> RUNNING --commit: stop or length--> FINISHED
               ^                  |
@@ -25,6 +24,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from nanovllm.engine import result_kinds
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.policies import HEAD, POLICIES, WaitingQueue
 from nanovllm.engine.sequence import Sequence, Status
@@ -52,23 +52,22 @@ class Scheduler:
         self,
         block_manager: BlockManager,
         max_num_seqs: int,
-        max_num_batched_tokens: int,
+        token_budget: int,
         policy: str = "fcfs",
     ) -> None:
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
-        self.token_budget = max_num_batched_tokens
+        self.token_budget = token_budget
         self.policy_key = POLICIES[policy]
         self.waiting = WaitingQueue()
         self.why_waiting = ""  # why the last plan did not admit the first waiting sequence
         self.running: list[Sequence] = []  # in order of admission
         self.num_unfinished = 0  # sequences, including forks that are not queued yet
         self.in_flight: deque[InFlightStep] = deque()
-        self.preemptions = 0
-        self.recomputed_tokens = 0
+        self.preemptions = self.recomputed_tokens = 0
         self.prompt_tokens = 0  # prompt tokens of admitted sequences
         self.cached_tokens = 0  # how many of these were in the prefix cache
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self.free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def has_work(self) -> bool:
         return bool(self.running or self.waiting or self.in_flight)
@@ -77,40 +76,23 @@ class Scheduler:
         """Queue a new sequence. Its forks are queued when its first token is committed."""
         key = self.policy_key(seq, self.block_manager)
         self.num_unfinished += 1 + len(seq.forks)
-        self._queue(seq, key)
+        self.queue(seq, key)
 
-    def _queue(self, seq: Sequence, key: int = HEAD) -> None:
+    def queue(self, seq: Sequence, key: int = HEAD) -> None:
         """Insert a sequence into the queue by its key. By default, it becomes the head."""
         seq.status = Status.WAITING
         self.waiting.add(seq, key)
-
-    def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
-        """Run `child`, whose first `num_computed` tokens `parent` has computed.
-
-        It shares the parent's blocks if a row and enough blocks are available and no other sequence
-        is at the head of the queue. Otherwise it waits there without blocks, as after a preemption.
-        """
-        self._queue(child)
-        has_row = parent.status is Status.RUNNING and len(self.running) < self.max_num_seqs
-        can_fork = has_row and self.block_manager.can_fork(parent, num_computed)
-        if can_fork and self.waiting[0] is child:
-            self.block_manager.fork(parent, child, num_computed)
-            if self._has_room(child, []):
-                self._start_running(child)
-            else:
-                self.block_manager.release(child)
 
     # ---- planning ----
 
     def schedule(self) -> InFlightStep | None:
         """Plan one step. Returns None if no token can be planned now.
 
-        `num_computed` and `num_output_placeholders` of a sequence grow here and not at commit, so
-        that the next step can be planned while this one runs. `revert_in_flight` reverts this.
+        `num_computed` and `num_output_placeholders` grow here and not at commit, so that the next
+        step can be planned while this one runs.
         """
         step = InFlightStep(plan := StepPlan())
-        preemptions = self.preemptions
-        budget = self.token_budget
+        preemptions, budget = self.preemptions, self.token_budget
         block_size = self.block_manager.block_size
 
         # 1. Running sequences, oldest first. Only the most recently admitted is preempted, so the
@@ -145,12 +127,7 @@ class Scheduler:
 
         plan.num_tokens = self.token_budget - budget
         if not plan.num_tokens:
-            idle = [seq for seq in self.running if seq.awaits_token]
-            if self.waiting and idle and not self.in_flight:
-                # They wait for a beam of the same prompt, which is queued because it lacks blocks.
-                self._preempt(idle[-1])
-                return self.schedule()
-            return None
+            return self.schedule() if result_kinds.preempt_idle_beam(self) else None
         step.evicted = self.block_manager.fill_copies(plan)
         self.in_flight.append(step)
         return step
@@ -172,22 +149,15 @@ class Scheduler:
                 new_row.output = seq.output_ids
             step.plan.new_rows.append(new_row)
             seq.known_to_runner = True
-        kind = seq.result_kind if end == len(seq.token_ids) else None
-        chunk = Chunk(seq.row, start, seq.token_ids[start:end], kind)
-        chunk.num_candidates = seq.num_candidates
-        if seq.targets and end >= seq.first_target:
-            # The token at each position predicts the next one, so the targets go up to `end`.
-            first = max(start + 1, seq.first_target)
-            chunk.logprobs_from = first - 1 - start
-            chunk.num_logprobs = seq.num_logprobs
-            begin, stop = first - seq.first_target, end + 1 - seq.first_target
-            chunk.logprob_targets = seq.targets[begin:stop]
-        step.plan.chunks.append(chunk)
         step.seqs[seq.row] = seq
         seq.num_computed = end
-        if chunk.result_kind is ResultKind.TOKEN:
+        kind = seq.result_kind if end == len(seq.token_ids) else None
+        step.plan.chunks.append(chunk := Chunk(seq.row, start, seq.token_ids[start:end], kind))
+        if kind is ResultKind.TOKEN:
             seq.num_output_placeholders += 1
             seq.decoding = True
+        if seq.targets or seq.num_candidates:
+            result_kinds.request_logprobs(chunk, seq)
         self.block_manager.cache_blocks(seq, start)
         return tokens
 
@@ -202,13 +172,10 @@ class Scheduler:
         return new
 
     def _make_room(self, seq: Sequence, tokens: int) -> bool:
-        """Preempt sequences, `seq` itself last, until there are blocks for its next `tokens`.
-
-        Returns whether `seq` still runs.
-        """
+        """Preempt until there are blocks for the next tokens. Returns whether `seq` still runs."""
         need = self.block_manager.num_needed(seq, seq.num_computed + tokens)
         while self.block_manager.num_available < need and seq.status is Status.RUNNING:
-            self._preempt(self.running[-1])
+            self.preempt(self.running[-1])
         return seq.status is Status.RUNNING
 
     def _admit(self, seq: Sequence, budget: int, preempted: bool) -> str:
@@ -224,17 +191,14 @@ class Scheduler:
         matched = self.block_manager.match(seq)
         if not self.block_manager.is_ready(matched):
             return "state"
-        if not self._has_room(seq, matched):
+        if not self.has_room(seq, matched):
             return "blocks"
         self.block_manager.attach_cached(seq, matched)
-        self._start_running(seq)
+        self.start_running(seq)
         return ""
 
-    def _has_room(self, seq: Sequence, matched: list[Block]) -> bool:
-        """Return whether the available blocks suffice for all tokens of `seq` and the reserve.
-
-        A sequence that runs alone needs no reserve. Requests that never fit are not accepted.
-        """
+    def has_room(self, seq: Sequence, matched: list[Block]) -> bool:
+        """Return whether the available blocks suffice for all tokens of `seq` and the reserve."""
         num_needed = self.block_manager.num_needed(seq, len(seq.token_ids))
         # A matched block that another sequence owns is not one of the available blocks.
         num_needed -= sum(block.ref_count > 0 for block in matched)
@@ -245,10 +209,11 @@ class Scheduler:
         """Return how many blocks admission leaves available: one for each running sequence.
 
         Without this reserve, a full pool thrashes: sequences are preempted soon after admission.
+        A sequence that runs alone needs none, and requests that never fit are not accepted.
         """
         return len(self.running)
 
-    def _start_running(self, seq: Sequence) -> None:
+    def start_running(self, seq: Sequence) -> None:
         """Assign a row to a waiting sequence. Its matched or shared blocks are attached already."""
         self.waiting.remove(seq)
         if seq.preemptions:
@@ -257,28 +222,28 @@ class Scheduler:
             seq.num_cached_tokens = seq.num_computed
             self.prompt_tokens += seq.num_prompt
             self.cached_tokens += seq.num_computed
-        seq.row = self._free_rows.pop()
+        seq.row = self.free_rows.pop()
         seq.known_to_runner = False
         seq.status = Status.RUNNING
         self.running.append(seq)
 
-    def _preempt(self, seq: Sequence) -> None:
+    def preempt(self, seq: Sequence) -> None:
         """Return `seq` to the head of the waiting queue. It keeps its tokens, not its blocks."""
         self.recomputed_tokens += seq.num_computed
         self.preemptions += 1
         seq.preemptions += 1
-        self._leave(seq)
+        self.leave(seq)
         if seq.awaits_token:
             seq.status = Status.UNQUEUED
         else:
-            self._queue(seq)
+            self.queue(seq)
 
-    def _leave(self, seq: Sequence) -> None:
+    def leave(self, seq: Sequence) -> None:
         """Release the row and the blocks of `seq`, or its place in the waiting queue."""
         if seq.status is Status.RUNNING:
             self.running.remove(seq)
             self.block_manager.release(seq)
-            self._free_rows.append(seq.row)
+            self.free_rows.append(seq.row)
             seq.row, seq.decoding = -1, False
         elif seq.status is Status.WAITING:
             self.waiting.remove(seq)
@@ -289,19 +254,18 @@ class Scheduler:
         """Append the tokens of the oldest step in flight. Returns the sequences that got a result.
 
         `token_ids` has one for each chunk that yields a token and each decode row, in plan order.
-        A sequence with another result gets no token: the caller must `append` one or `finish` it.
         """
         assert step is self.in_flight[0], "steps must be committed in the order of their plans"
         self.in_flight.popleft()
         block_size = self.block_manager.block_size
-        updated = self._commit_other_results(step)
+        updated = result_kinds.commit_other_results(self, step)
         for seq, token in zip(step.sampling_seqs, token_ids, strict=True):
             if seq.status is Status.FINISHED:
                 continue  # it ended while this token was in flight
             updated.append(seq)
             # Each fork computes the prompt's last token again, and samples its own first token.
-            for fork in seq.forks:
-                self.fork(seq, fork, seq.num_prompt - 1)
+            for child in seq.forks:
+                result_kinds.fork(self, seq, child, seq.num_prompt - 1)
             seq.forks = []
             if token < 0:  # NO_TOKEN or COMPLETE
                 self.finish(seq, "stop" if token == COMPLETE else "error")
@@ -312,24 +276,10 @@ class Scheduler:
             if length % block_size == 0 and seq.num_computed >= length:
                 # The step in flight after this one computes the KV of this token.
                 self.block_manager.cache_full_blocks(seq)
-            self._finish_if_complete(seq)
+            self.finish_if_complete(seq)
         return updated
 
-    def _commit_other_results(self, step: InFlightStep) -> list[Sequence]:
-        """Mark the sequences that have a result other than a token, and return them."""
-        updated = []
-        for chunk in step.plan.chunks:
-            seq = step.seqs[chunk.row]
-            if chunk.result_kind in (None, ResultKind.TOKEN) or seq.status is Status.FINISHED:
-                continue
-            updated.append(seq)
-            seq.awaits_token = True
-            if seq.status is Status.WAITING:  # it was preempted while the step was in flight
-                self._leave(seq)
-                seq.status = Status.UNQUEUED
-        return updated
-
-    def _finish_if_complete(self, seq: Sequence) -> None:
+    def finish_if_complete(self, seq: Sequence) -> None:
         """Finish a sequence if it ends with a stop token or has its full length."""
         token = seq.token_ids[-1]
         if token in seq.stop_token_ids:
@@ -337,55 +287,13 @@ class Scheduler:
         elif len(seq.token_ids) >= seq.max_length:
             self.finish(seq, "length")
 
-    def append(self, seq: Sequence, token: int) -> None:
-        """Append the token that the caller chose for a sequence that awaits it."""
-        seq.token_ids.append(token)
-        seq.awaits_token = False
-        if seq.sampling.rules is not None and seq.sampling.rules.grammar is not None:
-            seq.known_to_runner = False  # the grammar needs its tokens, which a new row sends
-        if seq.status is not Status.RUNNING:
-            self._queue(seq)
-
-    def revert_in_flight(self, unfinished: list[Sequence]) -> None:
-        """Revert all steps in flight after an error at any line.
-
-        Only known tokens are kept. All rows and blocks are freed, and the `unfinished` sequences
-        return to the waiting queue. The prefix cache is cleared.
-        """
-        ran = self.running
-        for seq in ran:
-            self.recomputed_tokens += seq.num_computed
-            self.preemptions += 1
-            seq.preemptions += 1
-        self.in_flight.clear()
-        self.running = []
-        self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
-        self.block_manager.revert([*ran, *self.waiting, *unfinished])
-        for seq in unfinished:
-            seq.status, seq.row, seq.decoding = Status.UNQUEUED, -1, False
-            seq.finish_reason = seq.stop_reason = None  # the error may have been in `finish`
-            seq.num_output_placeholders = 0
-            if seq.result_kind is ResultKind.TOKEN and seq.num_output:
-                self._finish_if_complete(seq)
-        unfinished = [seq for seq in unfinished if seq.status is not Status.FINISHED]
-        self.num_unfinished = sum(1 + len(seq.forks) for seq in unfinished)
-        self.waiting = WaitingQueue()
-        for seq in unfinished:
-            if not seq.awaits_token:
-                is_new = not seq.preemptions and seq.parent is None
-                self._queue(seq, self.policy_key(seq, self.block_manager) if is_new else HEAD)
-
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
-        """Finish a sequence in any state. Overwrites an earlier reason."""
-        self._leave(seq)
-        self.num_unfinished -= seq.status is not Status.FINISHED
-        seq.finish_reason = reason
-        seq.stop_reason = stop_reason
-        seq.status = Status.FINISHED  # after the reasons; see `revert_in_flight`
+        """Finish a sequence in any state, unless it has finished."""
+        if seq.status is Status.FINISHED:
+            return
+        seq.finish_reason, seq.stop_reason = reason, stop_reason  # first; see recovery.py
+        self.leave(seq)
+        self.num_unfinished -= 1
+        seq.status = Status.FINISHED
         # Rules can refer to large objects, and a step in flight may keep the sequence for long.
         seq.sampling = replace(seq.sampling, rules=None)
-
-    def abort(self, seq: Sequence) -> None:
-        """Finish a sequence in any state, unless it has finished."""
-        if seq.status is not Status.FINISHED:
-            self.finish(seq, "abort")

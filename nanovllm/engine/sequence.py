@@ -6,12 +6,10 @@ The scheduler and the block manager change it. It is never passed to the runner.
     placeholders                                          [ ] [ ]
     num_computed  -------------------------------------->
 
-A placeholder stands for a token of a step in flight. The engine does not know the token's id yet.
-
-A step computes the next tokens of a sequence: a whole prompt, a chunk of a prompt, or the last
-sampled token. A token counts as computed if its KV is in the cache after all plans made so far.
-There is no prefill state. `decoding` only says where the next token to compute is stored: in the
-runner's row if it is true, else in `token_ids`. A placeholder is stored only in the row.
+A placeholder stands for a token of a step in flight, whose id the engine does not know yet. A token
+counts as computed if its KV is in the cache after all plans made so far. There is no prefill state.
+`decoding` only says where the next token to compute is stored: in the runner's row if it is true,
+else in `token_ids`. A placeholder is stored only in the row.
 """
 
 from dataclasses import dataclass, field
@@ -19,6 +17,8 @@ from enum import Enum
 from typing import Any
 
 from nanovllm.plan import ResultKind, RowSampling
+
+GREEDY = RowSampling()
 
 
 class Status(Enum):
@@ -35,8 +35,8 @@ class Sequence:
     token_ids: list[int]  # prompt, then output; Scheduler.commit appends to it
     num_prompt: int
     max_length: int  # of prompt and output together
-    stop_token_ids: frozenset[int]
-    sampling: RowSampling
+    stop_token_ids: frozenset[int] = frozenset()
+    sampling: RowSampling = GREEDY
     request: Any = None  # the Request that it belongs to; None after the request has ended
 
     status: Status = Status.UNQUEUED

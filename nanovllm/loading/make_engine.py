@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanovllm.config import FORMATS, EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.sampling import Sampling
+from nanovllm.engine.request import TaskFactory
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.task import TaskFactory
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint, match_head
 from nanovllm.loading.make_runner import make_runner
 from nanovllm.loading.select_backend import pick_device
 from nanovllm.loading.tokenizer import load_tokenizer
-from nanovllm.runner.single_rank import SingleRank
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
+    from nanovllm.features.memory.tensor_parallel.ranks import Ranks
     from nanovllm.features.requests.embeddings.pooling import PoolingSettings
 
 # With a hidden size of 1024, the largest activations of so many tokens take less than 32 MiB. glibc
@@ -33,16 +31,15 @@ CPU_TOKEN_BUDGET = 2048
 
 def make_engine(config: EngineConfig) -> LLMEngine:
     """Find and load the checkpoint and its tokenizer, and build the engine."""
-    ranks = SingleRank()
-    if config.tensor_parallel_size > 1:  # one device does not need torch.distributed
-        from nanovllm.features.memory.tensor_parallel.ranks import Ranks
+    if config.tensor_parallel_size == 1:
+        return load_engine(config, *find_files(config))
+    from nanovllm.features.memory.tensor_parallel.ranks import Ranks
 
-        ranks = Ranks(config)
+    ranks = Ranks(config)
     with ranks.leave_if_it_fails():
         with ranks.rank_0_first():  # rank 0 downloads the files
             checkpoint, tokenizer_dir = find_files(config)
-        with checkpoint.open_weights(config.load_format != "dummy") as files:
-            engine = load_engine(config, checkpoint, files, tokenizer_dir, ranks)
+        engine = load_engine(config, checkpoint, tokenizer_dir, ranks)
     # This also runs at exit. Otherwise, a thread of Gloo may end the process with SIGABRT.
     weakref.finalize(engine, ranks.leave)
     return engine
@@ -59,33 +56,28 @@ def find_files(config: EngineConfig) -> tuple[Checkpoint, Path]:
 
 
 def load_engine(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    files: Mapping[Path, Any],
-    tokenizer_dir: Path,
-    ranks: SingleRank,
+    config: EngineConfig, checkpoint: Checkpoint, tokenizer_dir: Path, ranks: Ranks | None = None
 ) -> LLMEngine:
-    """Load the weights in `files` and the tokenizer in `tokenizer_dir`, and build the engine."""
+    """Load the weights and the tokenizer in `tokenizer_dir`, and build the engine."""
     from nanovllm.features.requests.embeddings.sentence_transformers import read_pooling_settings
     from nanovllm.features.requests.structured import GrammarCompiler
 
-    model_config, has_head = match_head(checkpoint.model_config, files)
     if config.quantization in FORMATS:
         check_format(config.quantization, checkpoint)
         config = replace(config, quantization=None)
     if config.max_num_batched_tokens is None and pick_device(config.device).type == "cpu":
         config = replace(config, max_num_batched_tokens=CPU_TOKEN_BUDGET)
     max_model_len = longest_request(config, checkpoint)
-    tokenizer = None
-    if not config.skip_tokenizer_init:
-        tokenizer = load_tokenizer(tokenizer_dir)
+    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(tokenizer_dir)
+    with checkpoint.open_weights(config.load_format != "dummy") as files:
+        model_config, has_head = match_head(checkpoint.model_config, files)
+        name = checkpoint.directory.name
+        runner = make_runner(config, model_config, files, name, max_model_len, ranks)
     eos_token_ids, default_params = checkpoint.generation_defaults()
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos_token_ids |= {tokenizer.eos_token_id}
     # A tokenizer may have more tokens than the model.
     eos_token_ids = frozenset(t for t in eos_token_ids if t < model_config.vocab_size)
-    name = checkpoint.directory.name
-    runner = make_runner(config, model_config, files, name, max_model_len, ranks)
     input_processor = InputProcessor(
         tokenizer,
         model_config.vocab_size,
@@ -111,7 +103,8 @@ def load_engine(
             *(runner.num_blocks, config.block_size, config.enable_prefix_caching),
             *(config.max_num_seqs, runner.states.num_states),
         )
-    engine = LLMEngine(config, ranks.agreeing(runner), input_processor, block_manager)
+    agreeing = runner if ranks is None else ranks.agreeing(runner)
+    engine = LLMEngine(config, agreeing, input_processor, block_manager)
     pooling = read_pooling_settings(checkpoint.directory, model_config.hidden_size)
     input_processor.task_factories = all_tasks(engine.scheduler, pooling)
     return engine
@@ -132,11 +125,11 @@ def all_tasks(scheduler: Scheduler, pooling: PoolingSettings) -> dict[type, Task
     """Return the functions that make the task of a request, by the class of its parameters."""
     from nanovllm.features.requests.beam_search import BeamSearch
     from nanovllm.features.requests.embeddings.pooling import Embedding, PoolingParams
-    from nanovllm.features.requests.logit_rules.params import make_rules
+    from nanovllm.features.requests.logit_rules.sampling import RuledSampling
     from nanovllm.features.requests.loglikelihood import Scoring, ScoringParams
 
     return {
-        SamplingParams: partial(Sampling, make_rules=make_rules),
+        SamplingParams: RuledSampling,
         BeamSearchParams: partial(BeamSearch, scheduler=scheduler),
         PoolingParams: partial(Embedding, settings=pooling),
         ScoringParams: Scoring,

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,16 +26,18 @@ from nanovllm.loading.select_backend import (
 )
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.backend import Backend
-from nanovllm.models.fp8 import FP8, Scales
+from nanovllm.models.fp8 import Scales
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.models.weights import load_weights, random_weights
+from nanovllm.models.weights import load_weights
 from nanovllm.runner.device_rows import DeviceRows
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.rows import Rows
-from nanovllm.runner.single_rank import SingleRank
 from nanovllm.utils.host import check_fork
 from nanovllm.utils.log import logger
+
+if TYPE_CHECKING:
+    from nanovllm.features.memory.tensor_parallel.ranks import Ranks
 
 
 def make_runner(
@@ -45,12 +46,12 @@ def make_runner(
     files: Mapping[Path, Any],
     name: str,
     max_model_len: int,
-    ranks: SingleRank,
+    ranks: Ranks | None = None,
 ) -> ModelRunner:
-    """Make a ModelRunner for this rank's part of the model `name`, which `full_config` describes.
+    """Make a ModelRunner for the model `name`, or for the part of this rank if there are `ranks`.
 
-    `files` are its open safetensors files, or empty for random weights. Requests have at most
-    `max_model_len` tokens, or fewer if memory limits them.
+    `full_config` describes the model. `files` are its open safetensors files, or empty for random
+    weights. Requests have at most `max_model_len` tokens, or fewer if memory limits them.
     """
     # This comes before the division among ranks, whose errors name only sizes that do not fit.
     full_config.check_options(config)
@@ -63,15 +64,15 @@ def make_runner(
     )
     lost = explain_lost_device(device)
     with on_device, lost, memory.explain_out_of_memory(remedy):
-        free = memory.free_memory(device, ranks.size)
-        model_config = ranks.config_of_rank(full_config)
+        free = memory.free_memory(device, config.tensor_parallel_size)
+        model_config = full_config if ranks is None else ranks.config_of_rank(full_config)
         on_meta = model_config.model_class().on_meta(model_config)
         backend = make_backend(config, on_meta, device, full_config.vocab_size)
-        budget = plan_memory(config, on_meta, backend, free, name)
+        budget = memory.plan_memory(config, on_meta, backend, free, name)
         config = budget.config  # with fewer sequences, if the states of more do not fit
         # The longest request that can fit limits the size of rows and rotary tables.
-        num_blocks = budget.num_kv_blocks(max_model_len, budget.free_after_load)
-        longest = budget.fitted_length(max_model_len, ranks.smallest(num_blocks))
+        num_blocks = budget.num_kv_blocks(max_model_len, free - budget.weight_bytes)
+        longest = budget.fitted_length(max_model_len, smallest(num_blocks, ranks))
         model = type(on_meta)(model_config, longest, backend)
         load_model(config, model, full_config, files, ranks)
         runner = make_eager_runner(config, model, full_config.vocab_size, longest)
@@ -83,31 +84,8 @@ def make_runner(
         make_cache(runner, budget, longest, scales, ranks)
         runner.max_model_len = budget.fitted_length(longest, runner.num_blocks)
         make_fast_steps(config, runner, ranks)
-    log_sizes(runner, budget, name, max_model_len, ranks)
+    log_sizes(runner, budget, name, max_model_len)
     return runner
-
-
-def plan_memory(
-    config: EngineConfig, on_meta: Qwen3, backend: Backend, free: int, name: str
-) -> MemoryBudget:
-    """Divide `free` bytes between weights, states and KV cache, before they are allocated.
-
-    `on_meta` has the sizes of the model `name`. Raises ValueError if something does not fit.
-    """
-    model_config, dtype = on_meta.config, backend.dtype
-    cache_dtype = dtype if config.kv_cache_dtype == "auto" else FP8
-    block_bytes = max(1, model_config.block_bytes(config.block_size, cache_dtype.itemsize))
-    weight_bytes = memory.weight_bytes(on_meta, backend)
-    budget = MemoryBudget(config, backend.device, free, weight_bytes, block_bytes)
-    budget.check(name, dtype)
-    if state_bytes := model_config.state_bytes(dtype.itemsize):
-        from nanovllm.features.models.hybrid.state_memory import num_states
-
-        max_bytes, _ = budget.cache_bytes(budget.free_after_load)
-        rows, slots, size = num_states(config, state_bytes, max_bytes)
-        config = replace(config, max_num_seqs=rows)
-        budget = replace(budget, config=config, state_bytes=size, num_state_slots=slots)
-    return budget
 
 
 def make_backend(
@@ -133,17 +111,22 @@ def load_model(
     model: Qwen3,
     full_config: ModelConfig,
     files: Mapping[Path, Any],
-    ranks: SingleRank,
+    ranks: Ranks | None,
 ) -> None:
     """Load the weights of `model`, which is this rank's part."""
-    tensors = ranks.tensors_of_rank(model.checkpoint_tensors(), full_config)
+    tensors = model.checkpoint_tensors()
+    if ranks is not None:
+        tensors = ranks.tensors_of_rank(tensors, full_config)
     if files:
         load_weights(tensors, files)
     else:
+        from nanovllm.features.formats.dummy_weights import random_weights
+
         random_weights(tensors, config.seed, model.norm.device)
     for linear in model.linears():  # one at a time, to save memory
         model.backend.after_load(linear)
-    ranks.connect(model, full_config.vocab_size)
+    if ranks is not None:
+        ranks.connect(model, full_config.vocab_size)
 
 
 def make_eager_runner(
@@ -174,7 +157,7 @@ def make_cache(
     budget: MemoryBudget,
     max_model_len: int,
     scales: list[Scales] | None,
-    ranks: SingleRank,
+    ranks: Ranks | None,
 ) -> None:
     """Allocate a KV cache as large as options set or memory allows, and the host cache."""
     backend, model_config = runner.backend, runner.model.config
@@ -190,44 +173,49 @@ def make_cache(
         sizes = num_blocks, budget.config.block_size
         return backend.attention_class(model_config, *sizes, backend.dtype, backend.device, scales)
 
-    if num_host_blocks := budget.num_host_blocks:  # staging buffers come before the KV cache
+    if budget.num_host_blocks:  # staging buffers come before the KV cache
         from nanovllm.features.memory.host_cache.pool import make_pool
 
-        runner.host_pool = make_pool(num_host_blocks, make_attention(1).cache)
+        runner.host_pool = make_pool(budget.num_host_blocks, make_attention(1).cache)
     scratch = 0
     if backend.device.type == "cuda":
         from nanovllm.backends.gpu.profile import scratch_bytes
 
         scratch = scratch_bytes(runner, make_attention, budget.config, max_model_len)
-    free = memory.free_memory(backend.device, ranks.size)
+    free = memory.free_memory(backend.device, budget.config.tensor_parallel_size)
     if runner.states is not None and backend.device.type == "cuda":
         # A CPU counts memory as free until it is written. `num_kv_blocks` subtracts the states.
         free += runner.states.nbytes
-    runner.num_blocks = ranks.smallest(budget.num_kv_blocks(max_model_len, free, scratch))
+    runner.num_blocks = smallest(budget.num_kv_blocks(max_model_len, free, scratch), ranks)
     runner.attention = make_attention(runner.num_blocks + 1)
 
 
-def make_fast_steps(config: EngineConfig, runner: ModelRunner, ranks: SingleRank) -> None:
+def smallest(number: int, ranks: Ranks | None) -> int:
+    """Return the minimum of `number` over all ranks."""
+    return number if ranks is None else ranks.smallest(number)
+
+
+def make_fast_steps(config: EngineConfig, runner: ModelRunner, ranks: Ranks | None) -> None:
     """Reduce the overhead of decodes: fuse the layers on a CPU, or capture on a GPU."""
     backend, model = runner.backend, runner.model
-    if ranks.size == 1:  # fused layers have no all-reduce
+    if ranks is None:  # fused layers have no all-reduce
         runner.fused_model = backend.fuse_layers(model, runner.attention) or model
     # A capture runs steps, in which ranks wait for each other: all of them capture, or none does.
-    if config.enforce_eager or not ranks.smallest(int(backend.captures)):
+    if config.enforce_eager or not smallest(int(backend.captures), ranks):
         return
     with torch.inference_mode():
         graphs = backend.capture_decode(runner.decode, runner.rows.positions)
-        if config.check_kernels and graphs.replays:
-            try:
-                check.check(check.replay(runner, graphs, config.token_budget), backend.dtype)
-            except ArithmeticError as error:
-                logger.warning(
-                    f"decodes run without CUDA graphs, which is slower, because {error}, on "
-                    f"{check.system(backend.device)}. Please report it with the output of the "
-                    "command `nanovllm check`"
-                )
+        try:
+            if not graphs.replays:
                 return
-        if not graphs.replays:
+            if config.check_kernels:
+                check.check(check.replay(runner, graphs, config.token_budget), backend.dtype)
+        except ArithmeticError as error:
+            logger.warning(
+                f"decodes run without CUDA graphs, which is slower, because {error}, on "
+                f"{check.system(backend.device)}. Please report it with the output of the command "
+                "`nanovllm check`"
+            )
             return
         runner.graphs = graphs
         if runner.states is None:
@@ -236,11 +224,10 @@ def make_fast_steps(config: EngineConfig, runner: ModelRunner, ranks: SingleRank
             runner.fused_model = chunks or runner.fused_model
 
 
-def log_sizes(
-    runner: ModelRunner, budget: MemoryBudget, name: str, max_model_len: int, ranks: SingleRank
-) -> None:
+def log_sizes(runner: ModelRunner, budget: MemoryBudget, name: str, max_model_len: int) -> None:
     config, cache = budget.config, runner.attention.cache
-    each = f", each of {ranks.size} ranks" * (ranks.size > 1)
+    size = config.tensor_parallel_size
+    each = f", each of {size} ranks" * (size > 1)
     num_tokens = runner.num_blocks * config.block_size
     in_fp8 = f" in {config.kv_cache_dtype}" * (cache.dtype != runner.dtype)
     length = f"{runner.max_model_len:,} of the model's {max_model_len:,}"
@@ -255,9 +242,4 @@ def log_sizes(
         logger.info(
             f"states of linear attention for {config.max_num_seqs} sequences and "
             f"{budget.num_state_slots} snapshots ({runner.states.nbytes / 2**20:,.0f} MiB)"
-        )
-    if runner.host_pool is not None:
-        logger.info(
-            f"host memory holds {runner.host_pool.num_blocks:,} KV blocks "
-            f"({config.swap_space:g} GiB)"
         )

@@ -4,13 +4,13 @@ import gc
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 
 import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.models.backend import Backend
+from nanovllm.models.fp8 import FP8
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.utils.host import available_host_memory
 
@@ -47,116 +47,63 @@ def weight_bytes(model: Qwen3, backend: Backend) -> int:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """The memory that weights take, and that KV cache and states of linear attention may take."""
+    """The sizes of weights, KV blocks and states, and the memory that was free before them."""
 
     config: EngineConfig
     device: torch.device
     free: int  # bytes that are free before the weights are loaded
     weight_bytes: int
     block_bytes: int
+    num_host_blocks: int = 0  # of the host cache
     state_bytes: int = 0  # of the states of linear attention, of all rows and slots
     num_state_slots: int = 0  # states for the prefix cache
 
-    @property
-    def free_after_load(self) -> int:
-        """An estimate of the bytes that are free after the weights are loaded."""
-        return self.free - self.weight_bytes
-
-    def cache_bytes(self, free: int, scratch: int = 0) -> tuple[int, str]:
-        """Return the bytes that KV cache and states may take together, and what limits them.
+    def cache_bytes(self, free: int, scratch: int = 0) -> int:
+        """Return the bytes that KV cache and states may take together.
 
         free: bytes that are free next to the weights. scratch: bytes that the largest steps need.
         """
-        config, gib = self.config, 2**30
-        if (size := config.kv_cache_memory_bytes) is not None:
-            return size, f"kv_cache_memory_bytes={size:,}"
-        if self.device.type == "cpu":
-            # Half is left for activations and for other processes. The swap space is subtracted,
-            # because the system counts it as free until it is written.
-            size = (free - int(config.swap_space * gib)) // 2
-            size = max(0, min(CPU_CACHE_BYTES // config.tensor_parallel_size, size))
-            return size, f"{size / 2**20:,.0f} MiB, half of the free memory and at most 4 GiB"
-        total = torch.cuda.mem_get_info(self.device)[1]
-        weights = self.free - free  # memory that was not free at first belongs to other processes
-        utilization = config.gpu_memory_utilization
-        size = min(int(utilization * total) - weights, free - CUDA_MARGIN) - scratch
-        return max(0, size), (
-            f"{max(0, size) / gib:.2f} GiB of the GPU's {total / gib:.2f}, of which "
-            f"{free / gib:.2f} is free (weights hold {weights / gib:.2f}, the largest step needs "
-            f"{scratch / gib:.2f}, gpu_memory_utilization={utilization})"
-        )
+        config = self.config
+        if config.kv_cache_memory_bytes is not None:
+            return config.kv_cache_memory_bytes
+        if self.device.type == "cuda":
+            total = torch.cuda.mem_get_info(self.device)[1]
+            weights = self.free - free  # memory that was not free at first is not the engine's
+            limit = int(config.gpu_memory_utilization * total) - weights
+            return max(0, min(limit, free - CUDA_MARGIN) - scratch)
+        # Half is left for activations and for other processes. The swap space is subtracted,
+        # because the system counts it as free until it is written.
+        size = (free - int(config.swap_space * 2**30)) // 2
+        return max(0, min(size, CPU_CACHE_BYTES // config.tensor_parallel_size))
 
     def num_kv_blocks(self, max_model_len: int, free: int, scratch: int = 0) -> int:
         """Return the number of KV blocks for requests; the null block is not counted.
 
-        `free` and `scratch` are as in `cache_bytes`. Raises ValueError if the shortest request does
-        not fit. On a GPU, a request of max_model_len must fit if that option is set.
+        `free` and `scratch` are as in `cache_bytes`. Raises ValueError if no request fits.
         """
         config = self.config
         if config.num_kv_cache_blocks is not None:
             return config.num_kv_cache_blocks
-        size, limit = self.cache_bytes(free, scratch)
+        size = self.cache_bytes(free, scratch)
         num = (size - self.state_bytes) // self.block_bytes - 1
-        shortest, remedy = 2, "Lower block_size, or end other programs"  # a prompt and an output
-        if config.kv_cache_memory_bytes is not None:
-            remedy = "Raise kv_cache_memory_bytes, or lower block_size"
-        elif self.device.type == "cuda":
-            shortest = config.max_model_len or shortest
-            remedy = (
-                "Lower max_model_len, block_size, max_num_batched_tokens or max_num_seqs, or raise "
-                "gpu_memory_utilization"
-            )
-        needed = -(-shortest // config.block_size)
-        if num < needed:
-            mib = (needed + 1) * self.block_bytes / 2**20
-            states = f", and states {self.state_bytes:,} bytes" if self.state_bytes else ""
+        fewest = -(-2 // config.block_size)  # for a prompt and an output of one token each
+        if num < fewest:
+            remedy = "lower block_size, or end other programs"
+            if config.kv_cache_memory_bytes is not None:
+                remedy = "raise kv_cache_memory_bytes, or lower block_size"
+            elif self.device.type == "cuda":
+                remedy = (
+                    "raise gpu_memory_utilization, or lower max_num_batched_tokens, max_num_seqs "
+                    "or block_size"
+                )
+            needed = (fewest + 1) * self.block_bytes + self.state_bytes
             raise ValueError(
-                f"too little memory for the KV cache: it may take {limit}; the null block and a "
-                f"request of {shortest:,} tokens need {mib:,.2f} MiB{states}. {remedy}"
+                f"too little memory for the KV cache: it may take {size:,} of {free:,} free bytes, "
+                f"and needs {needed:,} for the null block and a request of 2 tokens; {remedy}"
             )
         if config.kv_cache_memory_bytes is not None:
             return num
         return min(num, -(-max_model_len // config.block_size) * config.max_num_seqs)
-
-    @property
-    def requested_bytes(self) -> int:
-        """The bytes of the KV cache that an option requests, or 0."""
-        if self.config.num_kv_cache_blocks is not None:
-            return (self.config.num_kv_cache_blocks + 1) * self.block_bytes
-        return self.config.kv_cache_memory_bytes or 0
-
-    @cached_property  # the host cache takes the memory that was free
-    def num_host_blocks(self) -> int:
-        """The number of blocks in the host cache. Raises ValueError if they do not fit."""
-        if not self.config.swap_space:
-            return 0
-        from nanovllm.features.memory.host_cache.pool import num_host_blocks
-
-        cache = max(self.requested_bytes, 2 * self.block_bytes)
-        is_cpu = self.device.type == "cpu"
-        return num_host_blocks(
-            self.config, self.block_bytes, self.free_after_load - cache if is_cpu else None
-        )
-
-    def check(self, name: str, dtype: torch.dtype) -> None:
-        """Raise ValueError if the weights of `name`, or a cache of a requested size, do not fit."""
-        if self.weight_bytes > self.free:
-            kind = self.config.quantization or str(dtype)[6:]
-            kinds = list(SMALLER)
-            smaller = kinds[kinds.index(kind) + 1 :] if kind in kinds else kinds
-            remedies = ["end other programs", *(f"set {SMALLER[other]}" for other in smaller)]
-            raise ValueError(
-                f"the weights of {name} take {self.weight_bytes / 2**30:,.2f} GiB in {kind}, "
-                f"and {self.free / 2**30:,.2f} GiB of memory are free on {self.device}; "
-                f"{', '.join(remedies)}, or use a smaller model"
-            )
-        if self.requested_bytes > self.free:
-            raise ValueError(
-                f"a KV cache of {self.requested_bytes:,} bytes does not fit in the {self.free:,} "
-                f"bytes that are free on {self.device}; lower num_kv_cache_blocks, block_size or "
-                "kv_cache_memory_bytes"
-            )
-        _ = self.num_host_blocks  # raises ValueError if they do not fit
 
     def fitted_length(self, max_model_len: int, num_blocks: int) -> int:
         """Return max_model_len, limited to the tokens that `num_blocks` hold.
@@ -167,13 +114,58 @@ class MemoryBudget:
         if config.max_model_len is not None and config.max_model_len > num_tokens:
             needed = -(-config.max_model_len // config.block_size)
             num_bytes = (needed + 1) * self.block_bytes + self.state_bytes
+            raised = "raise gpu_memory_utilization, or " * (self.device.type == "cuda")
             raise ValueError(
                 f"max_model_len={config.max_model_len:,} is more than the {num_tokens:,} tokens "
-                f"that the KV cache holds; lower max_model_len to {num_tokens:,} or leave it out, "
-                f"or set num_kv_cache_blocks to {needed:,}, or kv_cache_memory_bytes to "
+                f"that the KV cache holds; lower it to {num_tokens:,} or leave it out, or {raised}"
+                f"set num_kv_cache_blocks to {needed:,}, or kv_cache_memory_bytes to "
                 f"{num_bytes:,}, or to more"
             )
         return min(max_model_len, num_tokens)
+
+
+def plan_memory(
+    config: EngineConfig, on_meta: Qwen3, backend: Backend, free: int, name: str
+) -> MemoryBudget:
+    """Divide `free` bytes between weights, states and KV cache, before they are allocated.
+
+    `on_meta` has the sizes of the model `name`. Raises ValueError if something does not fit.
+    """
+    model_config, dtype, device = on_meta.config, backend.dtype, backend.device
+    weights = weight_bytes(on_meta, backend)
+    if weights > free:
+        kind, kinds = config.quantization or str(dtype)[6:], list(SMALLER)
+        smaller = kinds[kinds.index(kind) + 1 :] if kind in kinds else kinds
+        remedies = "".join(f"set {SMALLER[other]}, " for other in smaller)
+        raise ValueError(
+            f"the weights of {name} take {weights / 2**30:,.2f} GiB in {kind}, and "
+            f"{free / 2**30:,.2f} GiB of memory are free on {device}; end other programs, "
+            f"{remedies}or use a smaller model"
+        )
+    cache_dtype = dtype if config.kv_cache_dtype == "auto" else FP8
+    block_bytes = max(1, model_config.block_bytes(config.block_size, cache_dtype.itemsize))
+    requested = config.kv_cache_memory_bytes or 0
+    if config.num_kv_cache_blocks is not None:
+        requested = (config.num_kv_cache_blocks + 1) * block_bytes
+    if requested > free:
+        raise ValueError(
+            f"a KV cache of {requested:,} bytes does not fit: {free:,} are free on {device}; "
+            "lower num_kv_cache_blocks, block_size or kv_cache_memory_bytes"
+        )
+    budget = MemoryBudget(config, device, free, weights, block_bytes)
+    if config.swap_space:
+        from nanovllm.features.memory.host_cache.pool import num_host_blocks
+
+        left = free - weights - max(requested, 2 * block_bytes)
+        num = num_host_blocks(config, block_bytes, left if device.type == "cpu" else None)
+        budget = replace(budget, num_host_blocks=num)
+    if state_bytes := model_config.state_bytes(dtype.itemsize):
+        from nanovllm.features.models.hybrid.state_memory import num_states
+
+        rows, slots, size = num_states(config, state_bytes, budget.cache_bytes(free - weights))
+        config = replace(config, max_num_seqs=rows)
+        budget = replace(budget, config=config, state_bytes=size, num_state_slots=slots)
+    return budget
 
 
 def free_memory(device: torch.device, ranks: int = 1) -> int:

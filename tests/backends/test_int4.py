@@ -32,6 +32,7 @@ from tools.benchmarks import workloads
 try:
     import nanovllm.backends.cpu.kernels.int4 as kernels
     from nanovllm.backends.cpu.jit import compiled, has_feature
+    from nanovllm.backends.cpu.kernels import product
     from nanovllm.backends.cpu.kernels.llvm.dot_int4 import int4_rows
 except ImportError:
     kernels = None
@@ -136,14 +137,14 @@ def test_kernel_equals_the_reference(
     tokens, inputs, outputs = shape
     weight, x = torch.randn(outputs, inputs), torch.randn(tokens, inputs).to(dtype)
     layer = module(weight, dtype, bias, kernels.PackedInt4)
-    found, wanted = kernels.linear(x, layer), dynamic(x, module(weight, dtype, bias))
+    found, wanted = product.linear(x, layer), dynamic(x, module(weight, dtype, bias))
     assert found.dtype == dtype
     torch.testing.assert_close(
         found, wanted, rtol=2e-5 if dtype is torch.float32 else 8e-3, atol=2e-4
     )
     # The result for a token does not depend on the batch.
     for start, stop in ((0, 1), (tokens // 2, tokens)):
-        assert torch.equal(kernels.linear(x[start:stop].clone(), layer), found[start:stop])
+        assert torch.equal(product.linear(x[start:stop].clone(), layer), found[start:stop])
 
 
 def tiles() -> dict[str, Any]:
@@ -154,10 +155,9 @@ def tiles() -> dict[str, Any]:
     if has_feature("avx2") and has_feature("f16c"):
 
         @compiled()
-        def avx2(sums, x, starts, weight, scale, groups, tokens):
-            int4_rows(8, 2, x, starts, weight, scale, groups, sums)
-            x += 2 * groups * GROUP
-            int4_rows(8, 1, x, starts + 8 * groups, weight, scale, groups, sums + 128)
+        def avx2(sums, x, weight, scale, groups, stride, tokens):
+            int4_rows(8, 2, x, stride, weight, scale, groups, sums)
+            int4_rows(8, 1, x + 2 * stride, stride, weight, scale, groups, sums + 128)
 
         found["avx2"] = avx2
     if has_feature("avx512vnni"):
@@ -179,9 +179,12 @@ def test_sums_of_a_tile_are_exact(name: str) -> None:
     weight = kernels.PackedInt4.empty(torch.empty, 16, groups * GROUP)
     weight.store(0, pack(values), scale)
     starts = -8 * x.unflatten(1, (groups, GROUP)).sum(2, dtype=torch.int32)
+    rows = torch.zeros((3, product.quantized_bytes(groups * GROUP, GROUP)), dtype=torch.int8)
+    header = torch.cat((torch.ones(3, 1, dtype=torch.int32), starts), dim=1).view(torch.int8)
+    rows[:, : x.shape[1] + header.shape[1]] = torch.cat((x, header), dim=1)
     sums = np.zeros((3, 16), np.float32)
-    addresses = sums.ctypes.data, x.data_ptr(), starts.data_ptr()
-    tiles()[name](*addresses, weight.values.data_ptr(), weight.scale.data_ptr(), groups, len(x))
+    addresses = (tensor.data_ptr() for tensor in (rows, weight.values, weight.scale))
+    tiles()[name](sums.ctypes.data, *addresses, groups, rows.shape[1], len(x))
     dense = (values.double() * scale.double()[:, :, None]).flatten(1)
     assert torch.equal(torch.from_numpy(sums).double(), x.double() @ dense.T)
 

@@ -28,6 +28,8 @@ from tools.benchmarks import workloads
 
 try:
     import nanovllm.backends.cpu.kernels.int8 as kernels
+    from nanovllm.backends.cpu.kernels import product
+    from nanovllm.backends.cpu.kernels.fused_decode import FusedLayers
 except ImportError:
     kernels = None
 
@@ -146,12 +148,12 @@ def test_kernel_equals_the_reference(
     tokens, inputs, outputs = shape
     layer = module(torch.randn(outputs, inputs), dtype, bias)
     x = torch.randn(tokens, inputs).to(dtype)
-    found = kernels.linear(x, packed(layer))
+    found = product.linear(x, packed(layer))
     assert found.dtype == dtype
     assert torch.equal(found, dynamic(x, layer))
     # The result for a token does not depend on the batch.
     for start, stop in ((0, 1), (tokens // 2, tokens)):
-        assert torch.equal(kernels.linear(x[start:stop].clone(), packed(layer)), found[start:stop])
+        assert torch.equal(product.linear(x[start:stop].clone(), packed(layer)), found[start:stop])
 
 
 @needs_numba
@@ -163,7 +165,7 @@ def test_integers_of_the_kernel_are_exact(shape: tuple[int, int, int]) -> None:
     x[0], weight[0], weight[-1] = 127, 127, -127
     layer = module(weight, torch.float32)
     assert set(layer.weight.scale.tolist()) == {1}
-    found = kernels.linear(x, packed(layer))
+    found = product.linear(x, packed(layer))
     assert torch.equal(found.double(), x.double() @ weight.double().T)
 
 
@@ -182,7 +184,7 @@ def test_tile_without_vnni() -> None:
 def test_nan_stays_nan() -> None:
     layer, x = module(torch.randn(9, 64), torch.float32), torch.randn(3, 64)
     x[1, 5] = float("nan")
-    for found in (kernels.linear(x, packed(layer)), dynamic(x, layer)):
+    for found in (product.linear(x, packed(layer)), dynamic(x, layer)):
         assert found[1].isnan().all()
         assert not found[[0, 2]].isnan().any()
 
@@ -233,7 +235,7 @@ def test_what_an_engine_stores(tmp_path: Path, tie: bool) -> None:
     assert size == weight_bytes(runner.model, runner.backend)
     plain = weight_bytes(runner.model, Backend(CPU, torch.bfloat16))
     assert plain == 2 * sum(tensor.numel() for tensor in checkpoint.values())
-    assert runner.fused_model is runner.model
+    assert isinstance(runner.fused_model, FusedLayers)
 
 
 def test_sizes_of_known_shapes(tmp_path: Path) -> None:

@@ -33,8 +33,8 @@ PROMPT = "What is 12 + 30?\n"
 FILES = (
     *(f"engine/{name}.py" for name in ("scheduler", "block_manager", "request", "sampling")),
     *(
-        "engine/core.py",
-        "engine/output_processor.py",
+        "engine/llm_engine.py",
+        "engine/result_kinds.py",
         "engine/detokenizer.py",
         "features/memory/host_cache/blocks.py",
     ),
@@ -43,7 +43,7 @@ FILES = (
         "features/requests/loglikelihood.py",
         "features/requests/embeddings/pooling.py",
     ),
-    *("features/requests/structured.py", "outputs.py"),
+    *("features/requests/structured.py", "features/requests/logit_rules/sampling.py", "outputs.py"),
 )
 
 

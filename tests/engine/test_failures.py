@@ -12,11 +12,12 @@ from lessons.oracle.oracle import OracleRunner, make_samples
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.detokenizer import Detokenizer
-from nanovllm.engine.sampling import Sampling
+from nanovllm.engine.recovery import revert_in_flight
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.requests.logit_rules.penalties import PenaltyState
 from nanovllm.features.requests.logit_rules.row_rules import RowRules
+from nanovllm.features.requests.logit_rules.sampling import RuledSampling
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -24,9 +25,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 @pytest.mark.parametrize(
     ("part", "function"),
     [
-        ("output_processor", "process"),
+        ("scheduler", "commit"),
         ("scheduler", "add"),
-        ("output_processor", "collect_finished"),
+        ("", "_end"),
     ],
 )
 def test_an_abandoned_stream_is_collected_while_the_engine_changes(
@@ -42,7 +43,7 @@ def test_an_abandoned_stream_is_collected_while_the_engine_changes(
             self.stream = llm.stream([[5, 6], [7, 8]], GREEDY)
             next(self.stream)
 
-    changed = getattr(llm.engine, part)
+    changed = getattr(llm.engine, part) if part else llm.engine
     inner = getattr(changed, function)
 
     def collected(*args):
@@ -71,8 +72,8 @@ FAULTS = [
     (PenaltyState, "add_row", PENALIZED),
     (Detokenizer, "add", dict(stop=["never"])),
     (Detokenizer, "add", {}),
-    (Sampling, "decode_logprobs", dict(logprobs=2)),
-    (Sampling, "decode_logprobs", dict(prompt_logprobs=2)),
+    (RuledSampling, "decode_logprobs", dict(logprobs=2)),
+    (RuledSampling, "decode_logprobs", dict(prompt_logprobs=2)),
 ]
 
 
@@ -227,7 +228,7 @@ def test_a_commit_that_fails_revives_no_finished_sequence() -> None:
     step = scheduler.schedule()
     with pytest.raises(ValueError, match="shorter"):
         scheduler.commit(step, runner.run(step.plan)[:1])
-    scheduler.revert_in_flight([*scheduler.running, *scheduler.waiting])
+    revert_in_flight(scheduler, [*scheduler.running, *scheduler.waiting])
     while scheduler.has_work():
         step = scheduler.schedule()
         scheduler.commit(step, runner.run(step.plan))

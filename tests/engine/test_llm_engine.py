@@ -1,5 +1,6 @@
 """The methods of LLMEngine: requests that are added, stepped and aborted, failing steps, resets."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,7 +8,9 @@ import pytest
 import torch
 from checkpoints import random_llm, weights_of
 from engines import is_idle, still_serves
+from fake_runner import FakeRunner, greedy
 
+from lessons.oracle.oracle import answer
 from nanovllm import LLM, GenerationError, PoolingParams, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -220,10 +223,83 @@ def test_ids_of_aborted_requests(small_llm: LLM) -> None:
             engine.add_request([5, 6], SamplingParams(max_tokens=4), name)
         engine.abort_request(ids)
         left = {"b", "c"} if not hasattr(ids, "__next__") else {"c"}
-        assert engine.output_processor.requests.keys() == left
+        assert engine.requests.keys() == left
         for wrong in (5, None, b"c", [5], ["c", 5], [["c"]]):
             with pytest.raises(TypeError, match="must be a string or a list of strings, not"):
                 engine.abort_request(wrong)
-        assert engine.output_processor.requests.keys() == left
+        assert engine.requests.keys() == left
         engine.abort_request(["b", "c"])
     still_serves(small_llm)
+
+
+# ---- overlap: with async_scheduling, a step is launched before the last step's tokens are read ----
+
+# On a fake runner: no model, but the oracle's memory, so that the answers must be right too.
+
+
+def launched(step: int) -> list[tuple[str, int]]:
+    return [("schedule", step), ("run", step)]
+
+
+def test_the_next_step_is_launched_before_tokens_are_read(make) -> None:
+    llm = make(True)
+    llm.generate([[1, 2], [0]], greedy(max_tokens=4), use_tqdm=False)
+    wanted = launched(0)
+    for step in range(1, 4):
+        wanted += [*launched(step), ("wait", step - 1)]
+    assert llm.engine.runner.events == [*wanted, ("wait", 3)]
+
+
+def test_without_overlap_tokens_are_read_first(make) -> None:
+    llm = make(False)
+    llm.generate([[1, 2], [0]], greedy(max_tokens=4), use_tqdm=False)
+    wanted = [event for step in range(4) for event in (*launched(step), ("wait", step))]
+    assert llm.engine.runner.events == wanted
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_is_found_late_costs_one_token(make, asynchronous: bool) -> None:
+    """A stop token costs one token of that sequence, an end by length none. Outputs are equal."""
+    prompts = [[i % 3, i // 3 % 3, i // 9] for i in range(8)]
+    for ends in (frozenset({2}), frozenset()):
+        llm = make(asynchronous)
+        params = greedy(max_tokens=12, stop_token_ids=list(ends))
+        outs = llm.generate(prompts, params, use_tqdm=False)
+        for prompt, out in zip(prompts, outs, strict=True):
+            assert out["token_ids"] == answer(prompt, 15, ends, 3)
+        # What the last token allowed ended is not found late: the scheduler knew that it would.
+        early = sum(len(out["token_ids"]) < 12 for out in outs)
+        assert early >= 5 if ends else early == 0
+        wasted = sum(llm.engine.runner.drawn) - sum(len(out["token_ids"]) for out in outs)
+        assert wasted == (early if asynchronous else 0)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_abort_costs_one_token(make, asynchronous: bool) -> None:
+    llm = make(asynchronous)
+    engine = llm.engine
+    gone, kept = (engine.add_request(p, greedy(max_tokens=9)) for p in ([1, 1], [2, 0]))
+    outs, known = [], 0
+    for step in itertools.count():
+        if step == 4:
+            known = engine.requests[gone].samples[0].seq.num_output
+            engine.abort_request(gone)
+        if not engine.has_unfinished_requests():
+            break
+        outs += engine.step()
+    assert [out.request_id for out in outs] == [kept]
+    assert outs[0]["token_ids"] == answer([2, 0], 11, frozenset(), 3)
+    assert sum(engine.runner.drawn) - 9 - known == (1 if asynchronous else 0)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_preemption_changes_no_output(make, asynchronous: bool, monkeypatch) -> None:
+    monkeypatch.setattr(FakeRunner, "num_blocks", 12)
+    llm = make(asynchronous)
+    prompts = [[i % 3] * 5 for i in range(4)]
+    outs = llm.generate(prompts, greedy(max_tokens=20), use_tqdm=False)
+    for prompt, out in zip(prompts, outs, strict=True):
+        assert out["token_ids"] == answer(prompt, 25, frozenset(), 3)
+    assert llm.stats()["preemptions"] > 0
+    # Every token is drawn once: a preempted sequence keeps what is in flight.
+    assert sum(llm.engine.runner.drawn) == 80

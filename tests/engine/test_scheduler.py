@@ -13,6 +13,7 @@ from oracle_engine import Engine, right, sequence
 from lessons.oracle.oracle import History
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.policies import AGING, POLICIES
+from nanovllm.engine.recovery import revert_in_flight
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.features.memory.host_cache.blocks import HostCacheBlockManager
@@ -131,7 +132,7 @@ def test_preempted_first_under_any_policy(monkeypatch: pytest.MonkeyPatch) -> No
     old, new = sequence([1, 2, 3], 5, 0), sequence([4, 5, 6], 8, 1)
     engine.add(old)
     engine.step()
-    engine.scheduler._preempt(old)
+    engine.scheduler.preempt(old)
     engine.add(new)
     assert engine.scheduler.waiting[0] is old
     engine.run()
@@ -156,7 +157,7 @@ def test_an_interrupted_plan_is_reverted(fails_at: int) -> None:
     with pytest.raises(KeyboardInterrupt):
         engine.run()
     scheduler = engine.scheduler
-    scheduler.revert_in_flight([*scheduler.running, *scheduler.waiting])
+    revert_in_flight(scheduler, [*scheduler.running, *scheduler.waiting])
     engine.run()
     assert all(right(s) for s in seqs)
 
@@ -168,7 +169,7 @@ def test_an_abort_at_the_head_admits_the_next() -> None:
     large, small = sequence([3] * 6, 1, 1), sequence([4], 1, 2)
     engine.add(large, small)
     assert not engine.step().new_rows
-    engine.scheduler.abort(large)
+    engine.scheduler.finish(large, "abort")
     assert engine.step().new_rows
     engine.run()
     assert right(small)

@@ -39,7 +39,7 @@ def test_requests_of_threads_share_steps(path: Path) -> None:
         sizes.append(len(plan.decode_rows) + len(plan.chunks))
         if len(sizes) == 3:
             added.set()
-            while len(llm.engine.output_processor.requests) < 2:
+            while len(llm.engine.requests) < 2:
                 time.sleep(0.001)
         return run(plan)
 
@@ -93,7 +93,7 @@ def test_ctrl_c_ends_the_call_of_the_main_thread_only(path: Path, asynchronous: 
     run, got, steps = llm.engine.runner.run, [], itertools.count()
 
     def pressed(plan):
-        if len(llm.engine.output_processor.requests) == 3 and next(steps) == 50:
+        if len(llm.engine.requests) == 3 and next(steps) == 50:
             os.kill(os.getpid(), signal.SIGINT)
         return run(plan)
 
@@ -122,7 +122,7 @@ def test_abort_in_another_thread(path: Path, how: str, end: str) -> None:
         if end == "shutdown":
             llm.shutdown()
         else:
-            llm.engine.abort_request(next(iter(llm.engine.output_processor.requests)))
+            llm.engine.abort_request(next(iter(llm.engine.requests)))
 
     def check() -> None:
         tokens, reason = call(llm, how, [1, 2], LONG)

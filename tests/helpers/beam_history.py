@@ -14,10 +14,9 @@ from lessons.oracle.oracle import (
     require,
 )
 from nanovllm.engine import scheduler
-from nanovllm.engine.request import Progress, Request
+from nanovllm.engine.request import Progress, Request, Sample
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.features.requests.beam_search import BeamSearch, BeamSearchParams
-from nanovllm.outputs import RequestMetrics
 from nanovllm.plan import ResultKind, RowResult, StepPlan
 
 Candidates = list[tuple[int, float]]
@@ -73,10 +72,11 @@ class BeamHistory(History):
             check_head=lambda: None, vocab_size=ALPHABET, eos_token_ids=stops, tokenizer=None
         )
         task: Any = BeamSearch(inputs, params, self.scheduler)
-        request = Request(
-            "", self.arrivals, task, None, RequestMetrics(0.0), False, False, Progress()
-        )
-        seq = task.start(request, list(prompt), longest)
+        request = Request(task, None, Progress())
+        seq = Sequence("", self.arrivals, list(prompt), len(prompt), longest)
+        seq.request, seq.result_kind = request, task.result_kind
+        request.samples = [Sample(seq)]
+        task.start(request)
         self.arrivals += 1
         self.searches.append((request, prompt, longest))
         self.scheduler.add(seq)
@@ -112,7 +112,7 @@ class BeamHistory(History):
         if self.searches:
             request, *_ = self.rng.choice(self.searches)
             for sample in request.samples:
-                self.scheduler.abort(sample.seq)
+                self.scheduler.finish(sample.seq, "abort")
 
     def beams(self) -> Iterator[Sequence]:
         for request, *_ in self.searches:

@@ -15,7 +15,7 @@ def is_idle(engine: LLMEngine) -> bool:
         and not s.running
         and not s.waiting
         and s.block_manager.num_available == s.block_manager.num_blocks
-        and len(s._free_rows) == s.max_num_seqs
+        and len(s.free_rows) == s.max_num_seqs
     )
 
 

@@ -22,17 +22,19 @@ from lessons.show import (
     show_questions,
     show_table,
 )
-from nanovllm.engine.core import EngineCore
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 
 
 def test_links_name_the_line() -> None:
-    path, line = link(Scheduler._preempt, "seq.preemptions += 1").split("  ")[0].split(":")
+    path, line = link(Scheduler.preempt, "seq.preemptions += 1").split("  ")[0].split(":")
     text = (Path(__file__).parents[2] / path).read_text().splitlines()[int(line) - 1]
     assert text.strip() == "seq.preemptions += 1"
-    assert link(EngineCore.run_step).startswith("nanovllm/engine/core.py:"), "it has a decorator"
-    with pytest.raises(ValueError, match="no line of Scheduler._preempt contains 'there is no"):
-        link(Scheduler._preempt, "there is no such line")
+    assert link(LLMEngine.run_step).startswith("nanovllm/engine/llm_engine.py:"), (
+        "it has a decorator"
+    )
+    with pytest.raises(ValueError, match="no line of Scheduler.preempt contains 'there is no"):
+        link(Scheduler.preempt, "there is no such line")
 
 
 def test_answers_are_compared(capsys: pytest.CaptureFixture[str]) -> None:

@@ -166,7 +166,9 @@ def test_an_adapter(path: Path, tmp_path: Path, has_config: bool) -> None:
 def test_weights_in_the_format_of_mlx(path: Path, tmp_path: Path) -> None:
     """Older versions of MLX write no quantization_config."""
     edited(path, tmp_path, quantization={"group_size": 64, "bits": 4})
-    with pytest.raises(ValueError, match="format of MLX is not supported.* quantization='int8'"):
+    with pytest.raises(
+        ValueError, match="quant_method=None is not supported.* quantization='int8'"
+    ):
         random_llm(tmp_path)
 
 

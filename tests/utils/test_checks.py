@@ -23,17 +23,18 @@ def test_signatures_list_every_field() -> None:
 
 
 UNKNOWN_FIELDS = [
-    (SamplingParams, {}, "max_token"),
-    (BeamSearchParams, {"beam_width": 2, "max_tokens": 3}, "beam_with"),
-    (PoolingParams, {}, "dimension"),
-    (StructuredOutputsParams, {"regex": "a"}, "grammer"),
+    (SamplingParams, {}, "max_token", "did you mean 'max_tokens'"),
+    (BeamSearchParams, {"beam_width": 2, "max_tokens": 3}, "beam_with", "did you mean 'beam_width"),
+    (PoolingParams, {}, "dimension", "did you mean 'dimensions'"),
+    (PoolingParams, {}, "size", "known: dimensions, normalize, prompt_name"),
+    (StructuredOutputsParams, {"regex": "a"}, "grammer", "did you mean 'grammar'"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "fields", "name"), UNKNOWN_FIELDS)
-def test_an_unknown_field_is_an_error(kind, fields, name) -> None:
+@pytest.mark.parametrize(("kind", "fields", "name", "hint"), UNKNOWN_FIELDS)
+def test_an_unknown_field_is_an_error(kind, fields, name, hint) -> None:
     """Also if it is set later, where a typing error would otherwise change nothing."""
-    with pytest.raises(TypeError, match=f"'{name}'"):
+    with pytest.raises(TypeError, match=f"unknown field of {kind.__name__} '{name}'; {hint}"):
         kind(**fields, **{name: 1})
     params = kind(**fields)
     with pytest.raises((AttributeError, TypeError), match=name):

@@ -21,7 +21,9 @@ def test_children_import_what_this_process_does(
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "only_here.py").touch()
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "own"), tmp_path])  # no string
-    command = child.python("import json, numba, only_here, nanovllm.engine.core\nprint(1 + 1)")
+    command = child.python(
+        "import json, numba, only_here, nanovllm.engine.llm_engine\nprint(1 + 1)"
+    )
     assert repr(str(PACKAGE.parent)) in command[-1]
     assert repr(str(PACKAGE)) not in command[-1], "its folders would be packages"
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

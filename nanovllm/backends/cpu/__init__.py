@@ -8,6 +8,7 @@ kernels/llvm/calls.py     Calls, pointers and fp8 in LLVM code, which Numba cann
 kernels/primitives.py     Numbers as they are stored, arrays at addresses, exp and maximum.
 kernels/parallel.py       Runs a kernel on several threads, each for a range of its items.
 linear.py                 Weights in oneDNN's blocked layout, which the units read too.
+kernels/product.py        Products with packed weights; quantized rows.
 kernels/pointwise.py      Norm, SwiGLU, rotary embedding. The rules and shapes of all kernels.
 kernels/llvm/vectors.py   The two products of attention in vectors of 16 numbers.
 kernels/llvm/dot.py       The inner loops of products in float32, bfloat16 and int8.

@@ -196,7 +196,8 @@ class NumbaAttention(PlainAttention):
         example, cache_example = self.examples
         weight_example = example if norms is None else DTYPE_EXAMPLE[norms[0].dtype]
         examples = example, weight_example, cache_example
-        arguments = (*tensors, *cache, self.heads, self.eps, *examples, *self.scales[layer])
+        heads = self.heads, self.heads + 2 * self.kv_heads
+        arguments = (*tensors, *cache, *heads, self.eps, *examples, *self.scales[layer])
         run(pointwise.norm_rope_store_rows, arguments, len(slot_mapping), qkv.numel())
         return qkv.view(len(qkv), -1, self.dim)
 
@@ -209,7 +210,7 @@ class NumbaAttention(PlainAttention):
         if step.work is not None:
             for prefix in step.prefixes:
                 self._attend_prefix(prefix, step.work.lse, layer, qkv[:, : self.heads], out)
-            tensors = (qkv.data_ptr(), len(qkv), out.data_ptr(), self.heads)
+            tensors = (qkv.data_ptr(), *qkv.shape[:2], out.data_ptr(), self.heads)
             work = (step.work, *self.examples, self.attend_groups, numba.get_num_threads())
             attend(*tensors, *self.kv_addresses[layer], self.shape, *work)
         _, v_scale = self.scales[layer]

@@ -21,6 +21,7 @@ from nanovllm.backends.cpu.kernels import (
     int4,
     int8,
     pointwise,
+    product,
     sampler,
 )
 from nanovllm.backends.int4 import HEAD
@@ -94,7 +95,7 @@ class CpuBackend(Backend):
 class CpuInt8Backend(CpuBackend):
     """The same with the weights of linear layers in int8."""
 
-    linear = staticmethod(int8.linear)
+    linear = staticmethod(product.linear)
 
     def make_weight(self, outputs: int, inputs: int, names: list[str]) -> Any:
         experts.check_sizes(outputs, names, int8.OUTPUTS)
@@ -103,14 +104,9 @@ class CpuInt8Backend(CpuBackend):
     def after_load(self, module: Linear) -> None:
         """Do nothing, because weights are packed when they are stored."""
 
-    def fuse_layers(self, model: Any, attention: Any) -> None:
-        """Return None, because fused layers read bfloat16."""
-
 
 class CpuInt4Backend(CpuInt8Backend):
     """The same with the weights of linear layers in int4."""
-
-    linear = staticmethod(int4.linear)
 
     def make_weight(self, outputs: int, inputs: int, names: list[str]) -> Any:
         if HEAD in names:

@@ -15,7 +15,15 @@ from numba import typeof
 from nanovllm.backends.cpu import jit
 from nanovllm.backends.cpu.jit import Kernel
 from nanovllm.backends.cpu.kernel_files import DIRECTORY, compilation_lock, marker
-from nanovllm.backends.cpu.kernels import fused_decode, int4, int8, parallel, pointwise, sampler
+from nanovllm.backends.cpu.kernels import (
+    fused_decode,
+    int4,
+    int8,
+    parallel,
+    pointwise,
+    product,
+    sampler,
+)
 from nanovllm.backends.cpu.kernels.parallel import Types
 from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE
 from nanovllm.backends.cpu.kernels.units.any import Unit, attend
@@ -33,7 +41,7 @@ def kernels_in_parts(unit: Unit, dtype: torch.dtype) -> list[Kernel]:
         pointwise.norm_rope_store_rows,
         sampler._draw_rows,
         sampler._logprobs_of_rows,
-        int8.quantize_rows,
+        product.quantize_rows,
         int8.product_blocks,
         int4.int4_blocks,
     ]
@@ -49,14 +57,14 @@ def calls(dtype: torch.dtype, unit: Unit, cache_dtype: torch.dtype) -> list[tupl
         (kernel, parallel.example_arguments(kernel, dtype, cache_dtype))
         for kernel in kernels_in_parts(unit, dtype)
     ]
-    step = fused_decode.example_step(example, example)
+    step, none = fused_decode.example_step(example, example), product.Product(0, 0)
     callers = [
         *((parallel.in_parts, (0, arguments, 1, 1)) for _, arguments in in_parts),
-        (attend, (*[0] * 6, step.shape, step.work, example, cached, 0, 1)),
-        (int8.product, ((0, 0), *[0] * 11, example, 1)),
+        (attend, (*[0] * 7, step.shape, step.attention, example, cached, 0, 1)),
+        (product.product, (none, *[0] * 9, example, 1)),
     ]
-    if unit.linear_dtype is dtype is cache_dtype:
-        layers = fused_decode.Code(*[0] * 6), step, np.empty((0, 0), np.int64)
+    if dtype is cache_dtype:
+        layers = fused_decode.Code(0, 0, 0, 0, none), step, np.empty((0, 0), np.int64)
         callers.append((fused_decode.decode_layers, layers))
     called = [(kernel, (*arguments, 0, 0)) for kernel, arguments in in_parts]
     return [(kernel, tuple(map(typeof, arguments))) for kernel, arguments in called + callers]

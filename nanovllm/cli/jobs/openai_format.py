@@ -7,22 +7,24 @@ is an error: ignoring it would change what the caller asked for.
 
 from __future__ import annotations
 
-import base64
 import itertools
 import math
 import time
+from base64 import b64encode
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanovllm.engine.request import Request
-from nanovllm.features.requests.embeddings.pooling import EmbeddingRequestOutput, PoolingParams
+from nanovllm.engine.chat_template import as_conversations
+from nanovllm.engine.request import Progress, Request
+from nanovllm.features.requests.embeddings.pooling import PoolingParams
 from nanovllm.inputs import Prompt, as_list
-from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, why_no_token
+from nanovllm.outputs import CompletionOutput, Logprob
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
-from nanovllm.utils.checks import check_scalar, unknown_name
+from nanovllm.utils.checks import check_scalar
+from nanovllm.utils.errors import why_no_token
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -30,24 +32,11 @@ if TYPE_CHECKING:
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 Fields = dict[str, Any]
 
-# Fields of SamplingParams that a body does not have, or has with another type or default.
-OTHER = {"max_tokens", "logprobs", "structured_outputs"}
-SAMPLING = {f.name for f in fields(SamplingParams)} - OTHER - {"detokenize", "logits_processors"}
-BOTH = SAMPLING | OTHER | {"response_format"}
-TEMPLATE = {"add_generation_prompt", "continue_final_message", "chat_template"}
-CHAT_ONLY = {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
-KNOWN = {
-    CHAT: BOTH | TEMPLATE | CHAT_ONLY,
-    COMPLETIONS: BOTH | {"prompt"},
-    EMBEDDINGS: {f.name for f in fields(PoolingParams)} | {"input", "encoding_format"},
-}
-# Fields with a value that changes nothing. Another value is an error.
-UNUSED = {"best_of": 1, "echo": False, "stream": False, "suffix": "", "tools": []}
-NO_EFFECT = {"metadata", "parallel_tool_calls", "service_tier", "store", "tool_choice", "user"}
-
-
-class UnknownModel(ValueError):
-    """Raised if a body asks for a model that is not loaded."""
+TEMPLATE = ("add_generation_prompt", "continue_final_message", "chat_template")
+# Fields that have no effect. Where a value is named, another value is an error.
+UNUSED = {"best_of": 1, "echo": False, "stream": False, "suffix": "", "tools": []} | dict.fromkeys(
+    ("metadata", "parallel_tool_calls", "service_tier", "store", "tool_choice", "user")
+)
 
 
 @dataclass(frozen=True)
@@ -58,18 +47,13 @@ class Job:
     model: str
     prompts: list[Prompt]
     params: SamplingParams | PoolingParams
-    num_top: int = 0  # log-probabilities of this many tokens are reported at each position
     encoding: str = "float"  # of embeddings: "float" or "base64"
 
     def submit(self, llm: LLM) -> list[Request]:
         """Queue all prompts. If one raises ValueError or TypeError, none is queued."""
-        requests: list[Request] = []
-        try:
-            for prompt in self.prompts:
-                requests.append(llm.engine.submit(prompt, self.params))
-        except BaseException:
-            llm.engine.abort(requests)
-            raise
+        pairs = [(prompt, self.params) for prompt in self.prompts]
+        requests = llm.engine.input_processor.check(pairs, Progress())
+        llm.engine.add(requests)
         return requests
 
     def response(self, name: str, requests: Iterable[Request]) -> Fields:
@@ -80,31 +64,26 @@ class Job:
         outputs = [checked_output(request) for request in requests]
         num_prompt = sum(len(out.prompt_token_ids) for out in outputs)
         body: Fields = {"id": name, "created": int(time.time()), "model": self.model}
-        if self.url == EMBEDDINGS:
-            data = [
-                {"object": "embedding", "index": i, "embedding": self._encode(out)}
-                for i, out in enumerate(outputs)
-            ]
+        if isinstance(self.params, PoolingParams):
+            vectors: list[Any] = [out.outputs.embedding for out in outputs]
+            if self.encoding == "base64":  # of little-endian float32 numbers
+                vectors = [b64encode(np.asarray(v, "<f4").tobytes()).decode() for v in vectors]
+            data = [Fields(object="embedding", index=i, embedding=v) for i, v in enumerate(vectors)]
             return body | {"object": "list", "data": data, "usage": token_counts(num_prompt, 0)}
-        chat = self.url == CHAT
+        chat, num_top = self.url == CHAT, self.params.logprobs or 0
         samples = [sample for out in outputs for sample in out.outputs]
-        choices = [choice(sample, i, chat, self.num_top) for i, sample in enumerate(samples)]
         body["object"] = "chat.completion" if chat else "text_completion"
-        body["choices"] = choices
+        body["choices"] = [choice(sample, i, chat, num_top) for i, sample in enumerate(samples)]
         body["usage"] = token_counts(num_prompt, sum(len(s.token_ids) for s in samples))
         if outputs[0].prompt_logprobs is not None:
             # As in vLLM, the first sample of each prompt has them.
-            owners = [body] if chat else choices[:: len(outputs[0].outputs)]
+            owners = [body] if chat else body["choices"][:: len(outputs[0].outputs)]
             for owner, out in zip(owners, outputs, strict=True):
-                owner["prompt_logprobs"] = prompt_logprobs(out)
+                owner["prompt_logprobs"] = [
+                    entry and {str(t): vars(e) | {"logprob": finite(e)} for t, e in entry.items()}
+                    for entry in out.prompt_logprobs
+                ]
         return body
-
-    def _encode(self, out: EmbeddingRequestOutput) -> list[float] | str:
-        """Return an embedding as numbers, or as the base64 of little-endian float32 numbers."""
-        embedding = out.outputs.embedding
-        if self.encoding == "float":
-            return embedding
-        return base64.b64encode(np.asarray(embedding, "<f4").tobytes()).decode()
 
 
 def parse(llm: LLM, url: Any, body: Any, model: str, trust_chat_templates: bool = False) -> Job:
@@ -113,29 +92,16 @@ def parse(llm: LLM, url: Any, body: Any, model: str, trust_chat_templates: bool 
     model: the name under which the model of `llm` is known.
     trust_chat_templates: whether the body may have a chat template, which is a program.
 
-    Raises UnknownModel, ValueError or TypeError, and ImportError for a missing package.
+    Raises ValueError or TypeError, and ImportError for a missing package.
     """
-    if not isinstance(url, str) or url not in KNOWN:
-        raise ValueError(f"url must be one of {', '.join(KNOWN)}, not {url!r:.80}")
+    check_scalar("url", url, str, (CHAT, COMPLETIONS, EMBEDDINGS))
     check_scalar("body", body, dict)
     given = {name: value for name, value in body.items() if value is not None}
     if (name := given.pop("model", model)) != model:
-        raise UnknownModel(f"the model {name!r:.80} does not exist; the name is {model!r}")
-    for name in sorted(given.keys() - KNOWN[url]):
-        value = given.pop(name)
-        if name in UNUSED and value != UNUSED[name]:
+        raise ValueError(f"the model {name!r:.80} does not exist; the name is {model!r}")
+    for name, only in UNUSED.items():
+        if (value := given.pop(name, only)) != only and only is not None:
             raise ValueError(f"{name}={value!r:.80} is not supported; leave it out")
-        if name not in UNUSED and name not in NO_EFFECT:
-            raise ValueError(unknown_name(f"field of {url}", name, sorted(KNOWN[url])))
-    if url != CHAT:
-        name = "prompt" if url == COMPLETIONS else "input"
-        prompts = as_list(given.pop(name, None), name)
-        if not prompts:
-            raise ValueError(f"{name} must have at least one prompt")
-    if url == EMBEDDINGS:
-        encoding = given.pop("encoding_format", "float")
-        check_scalar("encoding_format", encoding, str, ("float", "base64"))
-        return Job(url, model, prompts, PoolingParams(**given), encoding=encoding)
     if url == CHAT:
         more = given.get("chat_template_kwargs", {})
         check_scalar("chat_template_kwargs", more, dict)
@@ -146,17 +112,25 @@ def parse(llm: LLM, url: Any, body: Any, model: str, trust_chat_templates: bool 
                 "with --trust-chat-templates"
             )
         prompts = [chat_prompt(llm, given)]
+    else:
+        name = "prompt" if url == COMPLETIONS else "input"
+        prompts = as_list(given.pop(name, None), name)
+        if not prompts:
+            raise ValueError(f"{name} must have at least one prompt")
+    if url == EMBEDDINGS:
+        encoding = given.pop("encoding_format", "float")
+        check_scalar("encoding_format", encoding, str, ("float", "base64"))
+        return Job(url, model, prompts, PoolingParams(**given), encoding)
     params = sampling_params(given, llm.get_default_sampling_params(), url == CHAT)
-    return Job(url, model, prompts, params, params.logprobs or 0)
+    return Job(url, model, prompts, params)
 
 
 def chat_prompt(llm: LLM, given: Fields) -> Prompt:
-    messages = given.pop("messages", None)
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"messages must be a list of at least one message, not {messages!r:.80}")
-    more = given.pop("chat_template_kwargs", None)
+    """Return the prompt of a chat, and remove the fields that describe it from `given`."""
+    [messages] = as_conversations(given.pop("messages", None))
     variables: Fields = {"add_generation_prompt": True, "chat_template": None}
-    variables |= {name: given.pop(name) for name in TEMPLATE & given.keys()}
+    variables |= {name: given.pop(name) for name in TEMPLATE if name in given}
+    more = given.pop("chat_template_kwargs", None)
     return llm.engine.input_processor.chat_prompt(messages, variables, more)
 
 
@@ -166,28 +140,25 @@ def sampling_params(given: Fields, defaults: SamplingParams, chat: bool) -> Samp
     As in vLLM, max_tokens is an exception: by default a completion has at most 16 tokens, and a
     chat has as many as max_model_len leaves.
     """
-    fields = {name: value for name, value in given.items() if name in SAMPLING}
-    max_tokens = given.get("max_tokens", None if chat else 16)
-    fields["max_tokens"] = given.get("max_completion_tokens", max_tokens)
-    fields["logprobs"] = given.get("logprobs")
+    given = Fields(max_tokens=None if chat else 16, logprobs=None) | given
     if chat:
-        top, with_logprobs = given.get("top_logprobs", 0), given.get("logprobs", False)
+        given["max_tokens"] = given.pop("max_completion_tokens", given["max_tokens"])
+        top, with_logprobs = given.pop("top_logprobs", 0), given["logprobs"] or False
         check_scalar("logprobs", with_logprobs, bool)
         check_scalar("top_logprobs", top, int, (-1, math.inf))
         if top and not with_logprobs:
             raise ValueError(f"top_logprobs={top!r} needs logprobs=true")
-        fields["logprobs"] = top if with_logprobs else None
-    fields["structured_outputs"] = structured_outputs(given)
-    return replace(defaults, **fields)
+        given["logprobs"] = top if with_logprobs else None
+    grammar, form = given.pop("structured_outputs", {}), given.pop("response_format", {})
+    given["structured_outputs"] = structured_outputs(grammar, form)
+    return replace(defaults, **given)
 
 
-def structured_outputs(given: Fields) -> StructuredOutputsParams | None:
-    """Return the grammar that `structured_outputs` and `response_format` ask for."""
-    fields = given.get("structured_outputs", {})
-    form = given.get("response_format", {"type": "text"})
+def structured_outputs(fields: Fields, form: Fields) -> StructuredOutputsParams | None:
+    """Return the grammar that `structured_outputs` and `response_format` of a body ask for."""
     check_scalar("structured_outputs", fields, dict)
     check_scalar("response_format", form, dict)
-    kind, schema = form.get("type"), form.get("json_schema")
+    kind, schema = form.get("type", "text"), form.get("json_schema")
     check_scalar("the type of response_format", kind, str, ("text", "json_object", "json_schema"))
     if kind == "json_object":
         fields = fields | {"json_object": True}
@@ -205,11 +176,8 @@ def checked_output(request: Request) -> Any:
     """Return the output of a request that has ended. Raises an error if it has no result."""
     if request.error is not None:
         raise request.error
-    reasons = {sample.seq.finish_reason for sample in request.samples}
-    if "error" in reasons:
+    if any(sample.seq.finish_reason == "error" for sample in request.samples):
         raise RuntimeError(f"no token could be sampled: {why_no_token(request.params)}")
-    if "abort" in reasons:
-        raise RuntimeError("the request was aborted")
     return request.output
 
 
@@ -230,43 +198,38 @@ def choice(sample: CompletionOutput, index: int, chat: bool, num_top: int) -> Fi
 def chat_logprobs(sample: CompletionOutput, num_top: int) -> Fields | None:
     if sample.logprobs is None:
         return None
-
-    def shown(item: tuple[int, Logprob]) -> Fields:
-        text = token_text(*item)
-        return {"token": text, "logprob": finite(item[1]), "bytes": list(text.encode())}
-
     content = []
-    for entry in sample.logprobs:  # the sampled token is the first
-        best = sorted(entry.items(), key=lambda item: item[1].rank)
-        top = [shown(item) for item in best if num_top == -1 or item[1].rank <= num_top]
-        content.append(shown(next(iter(entry.items()))) | {"top_logprobs": top})
+    for entry in sample.logprobs:
+        shown = [
+            {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
+            for text, logprob in token_texts(entry)
+        ]
+        ranks = [logprob.rank for logprob in entry.values()]
+        best = sorted(range(len(ranks)), key=ranks.__getitem__)
+        top = [shown[i] for i in best if num_top == -1 or ranks[i] <= num_top]
+        content.append(shown[0] | {"top_logprobs": top})
     return {"content": content}
 
 
 def completion_logprobs(sample: CompletionOutput) -> Fields | None:
     if sample.logprobs is None:
         return None
-    top = [{token_text(*t): finite(t[1]) for t in entry.items()} for entry in sample.logprobs]
-    texts = [token_text(*next(iter(entry.items()))) for entry in sample.logprobs]
+    entries = [token_texts(entry) for entry in sample.logprobs]
+    texts = [text for (text, _), *_ in entries]
     return {
         "text_offset": [0, *itertools.accumulate(map(len, texts))][: len(texts)],
-        "token_logprobs": [finite(next(iter(entry.values()))) for entry in sample.logprobs],
+        "token_logprobs": [finite(logprob) for (_, logprob), *_ in entries],
         "tokens": texts,
-        "top_logprobs": top,
+        "top_logprobs": [{text: finite(logprob) for text, logprob in entry} for entry in entries],
     }
 
 
-def prompt_logprobs(out: RequestOutput) -> list[Fields | None]:
+def token_texts(entry: dict[int, Logprob]) -> list[tuple[str, Logprob]]:
+    """Return the texts of the tokens of one position, the sampled token first."""
     return [
-        None
-        if entry is None
-        else {str(t): vars(e) | {"logprob": finite(e)} for t, e in entry.items()}
-        for entry in out.prompt_logprobs or ()
+        (f"token_id:{token}" if logprob.decoded_token is None else logprob.decoded_token, logprob)
+        for token, logprob in entry.items()
     ]
-
-
-def token_text(token: int, entry: Logprob) -> str:
-    return f"token_id:{token}" if entry.decoded_token is None else entry.decoded_token
 
 
 def finite(entry: Logprob) -> float:
@@ -276,9 +239,6 @@ def finite(entry: Logprob) -> float:
 
 def error_body(error: Exception) -> Fields:
     """Return vLLM's description of an error, with the HTTP status as its code."""
-    kind, code = "InternalServerError", 500
-    if isinstance(error, UnknownModel):
-        kind, code = "NotFoundError", 404
-    elif isinstance(error, (TypeError, ValueError, ImportError)):
-        kind, code = "BadRequestError", 400
+    is_bad_request = isinstance(error, (TypeError, ValueError, ImportError))
+    kind, code = ("BadRequestError", 400) if is_bad_request else ("InternalServerError", 500)
     return {"error": {"message": str(error), "type": kind, "param": None, "code": code}}

@@ -16,9 +16,9 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from nanovllm.engine.request import Request, Sample, first_sequence, fork_sequence
+from nanovllm.engine import result_kinds
+from nanovllm.engine.request import Request, Sample, Task
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.task import Ending, Task
 from nanovllm.plan import LogitRules, ResultKind, RowResult
 from nanovllm.sampling_params import BeamSearchParams
 
@@ -88,31 +88,26 @@ class BeamSearch(Task):
                     "structured_outputs in a beam search needs an end-of-sequence token: set "
                     "ignore_eos to False, and use a checkpoint that has one"
                 )
-            stops = tuple(sorted(self.stops))
-            self.rules = LogitRules(
-                grammar=input_processor.compile_grammar(params.structured_outputs, stops)
-            )
+            stops = sorted(self.stops)
+            assert input_processor.grammars is not None, "make_engine sets it"
+            grammar = input_processor.grammars.compile(params.structured_outputs, stops)
+            self.rules = LogitRules(grammar=grammar)
         # Each end token occurs at most once per beam, so beam_width other candidates remain.
         self.num_candidates = max(2, 1 + len(self.stops)) * params.beam_width
 
-    def max_length(self, num_tokens: int) -> int:
-        return num_tokens + self.input_processor.room_for_output(num_tokens, self.params.max_tokens)
-
-    def start(self, request: Request, token_ids: list[int], max_length: int) -> Sequence:
-        first = first_sequence(request, token_ids, max_length)
+    def start(self, request: Request) -> None:
+        first = request.samples[0].seq
         first.num_candidates = min(self.num_candidates, self.input_processor.vocab_size)
         first.sampling = replace(first.sampling, rules=self.rules)
         request.state = Beams({first: 0.0})
-        return first
 
-    def receive(self, request: Request, seq: Sequence, result: RowResult) -> Ending | None:
+    def receive(self, request: Request, seq: Sequence, result: RowResult) -> None:
         """Record the candidates of a beam. When all beams have candidates, choose new beams."""
         if result.candidates:
             beams: Beams = request.state
             beams.candidates[seq] = result.candidates
             if len(beams.candidates) == len(beams.scores):
                 self._choose(request, beams)
-        return None
 
     def _choose(self, request: Request, beams: Beams) -> None:
         """Continue the best candidates of all beams, or finish if no better result is possible."""
@@ -175,7 +170,8 @@ class BeamSearch(Task):
             if parent in kept:
                 kept.remove(parent)
             else:
-                beam = fork_sequence(parent, [*parent.token_ids, token], parent.sampling, index)
+                token_ids = [*parent.token_ids, token]
+                beam = result_kinds.make_fork(parent, token_ids, parent.sampling, index)
                 self.scheduler.num_unfinished += 1
                 parent.parent = None  # else a beam would keep all its ancestors in memory
             beam.index = index
@@ -184,10 +180,10 @@ class BeamSearch(Task):
         # Fork before a token is appended to the parent, because the last block may be shared.
         for (_, parent, _), beam in zip(chosen, new, strict=True):
             if beam is not parent:
-                self.scheduler.fork(parent, beam, len(parent.token_ids))
+                result_kinds.fork(self.scheduler, parent, beam, len(parent.token_ids))
         for (_, parent, token), beam in zip(chosen, new, strict=True):
             if beam is parent:
-                self.scheduler.append(beam, token)
+                result_kinds.append(self.scheduler, beam, token)
         beams.scores = dict(zip(new, (score for score, *_ in chosen), strict=True))
         beams.candidates = {}
 

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nanovllm.engine.request import Request, first_sequence
+from nanovllm.engine.request import Request, Task
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.task import Ending, Task
 from nanovllm.inputs import Prompt, as_list, parse_prompt
 from nanovllm.plan import ResultKind, RowResult
 from nanovllm.utils.checks import located
@@ -111,22 +110,23 @@ class Scoring(Task):
         self.input_processor.check_length(num_tokens, self.input_processor.max_model_len + 1)
         return num_tokens - 1
 
-    def start(self, request: Request, token_ids: list[int], max_length: int) -> Sequence:
-        seq = first_sequence(request, token_ids[:-1], max_length)
-        seq.first_target = len(token_ids) - self.params.num_tokens
-        seq.targets = token_ids[seq.first_target :]
+    def start(self, request: Request) -> None:
+        seq = request.samples[0].seq
+        seq.first_target = seq.num_prompt - self.params.num_tokens
+        seq.targets = seq.token_ids[seq.first_target :]
+        seq.token_ids.pop()
+        seq.num_prompt -= 1
         request.state = {}  # position -> (token, log-probability, rank)
-        return seq
 
-    def receive(self, request: Request, seq: Sequence, result: RowResult) -> Ending | None:
+    def receive(self, request: Request, seq: Sequence, result: RowResult) -> None:
         # After a preemption all positions are computed and received again.
         for position, entry in enumerate(result.prompt_logprobs, result.first_position):
             request.state[position] = entry[0]  # the token itself comes first
         if not seq.awaits_token:
-            return None  # more chunks follow
+            return  # more chunks follow
         if any(math.isnan(logprob) for _, logprob, _ in request.state.values()):
             raise ArithmeticError("there is no log-likelihood: the model computed NaN")
-        return Ending("stop")
+        seq.finish_reason = "stop"
 
     def output(self, request: Request) -> LoglikelihoodOutput:
         seq = request.samples[0].seq

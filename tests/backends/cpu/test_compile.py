@@ -206,12 +206,12 @@ def test_kernels_compile_for_other_processors(tmp_path: Path) -> None:
     """
     code = """
 import numpy as np
-from numba import int64, typeof
+from numba import int64, typeof, uint16
 from nanovllm.backends.cpu.kernels import int8
 from nanovllm.backends.cpu.kernels.units import amx, avx512
 int8.amx_tile.compile((int64,) * 6)
 for unit in (amx, avx512):
-    unit.linear_blocks.compile((int64,) * 9)
+    unit.linear_blocks.compile((*[int64] * 8, uint16, int64, int64))
 qkv, cache = np.empty((0, 1, 32), np.uint16), np.empty((0, 1, 16, 32), np.uint16)
 ints, lse = np.empty((0, 1), np.int64), np.empty((0, 1), np.float32)
 groups = ints, ints, ints.astype(np.int32)

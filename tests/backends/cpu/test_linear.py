@@ -91,12 +91,14 @@ def test_the_kernel_reads_what_torch_packed(
 ) -> None:
     pytest.importorskip("numba")
     from nanovllm.backends.cpu.kernels import parallel
+    from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE
     from nanovllm.backends.cpu.kernels.units.unit import units
 
     unit = units(dtype)[0]
     if unit.linear_dtype is not dtype:
         pytest.skip("neither AMX nor AVX512-BF16 on this processor")
     linear_blocks = parallel.address_for(unit.linear_blocks, dtype, dtype)
+    example = DTYPE_EXAMPLE[dtype]
     torch.manual_seed(0)
     weight = weights(*shape, dtype=dtype)
     tiles, b = repacked(packed(weight)), weights(shape[0], dtype=dtype) if bias else None
@@ -104,8 +106,8 @@ def test_the_kernel_reads_what_torch_packed(
     for rows in (*range(1, 9), 12, 15, 16, 17, 20, 31, 32, 33, 40, 50, 63, 64, 65, 200):
         x, found = weights(rows, shape[1], dtype=dtype), torch.full((rows + 1, shape[0]), 7.0)
         found = found.to(dtype)
-        addresses = x.data_ptr(), address(tiles), 0 if b is None else b.data_ptr(), found.data_ptr()
-        arguments = (*addresses, rows, *shape[::-1])
+        addresses = x.data_ptr(), address(tiles), 0, 0 if b is None else b.data_ptr()
+        arguments = (*addresses, found.data_ptr(), rows, *shape[::-1], example)
         parallel.in_parts(linear_blocks, arguments, shape[0] // unit.width, 3)
         limit = (
             dict(atol=0.02, rtol=0.016) if dtype is torch.bfloat16 else dict(atol=1e-4, rtol=1e-5)

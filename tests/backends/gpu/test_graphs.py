@@ -25,7 +25,6 @@ from nanovllm.backends.gpu.profile import largest_plans
 from nanovllm.config import EngineConfig
 from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.loading.make_runner import make_runner
-from nanovllm.runner.single_rank import SingleRank
 
 
 def make_llm(path: Path, graphs: bool, **options: object) -> LLM:
@@ -201,7 +200,7 @@ def test_an_engine_with_graphs_is_freed_at_once(
     config = EngineConfig(dtype="float32", device="cpu", max_num_seqs=2, num_kv_cache_blocks=4)
     model_config = Checkpoint(path).model_config
     capture_with(monkeypatch, record)
-    runner = make_runner(config, model_config, {}, "random", 32, SingleRank())
+    runner = make_runner(config, model_config, {}, "random", 32)
     gone = weakref.ref(runner)
     gc.disable()
     try:
@@ -300,7 +299,7 @@ def test_profile_steps_are_the_largest_that_can_occur(
     )
     model_config = Checkpoint(path).model_config
     capture_with(monkeypatch, stand_in)
-    runner = make_runner(config, model_config, {}, "random", 32, SingleRank())
+    runner = make_runner(config, model_config, {}, "random", 32)
     runner.graphs, seen = None, []
     forward = runner.fused_model.forward
     runner.fused_model.forward = lambda batch, attention: (  # type: ignore[method-assign]

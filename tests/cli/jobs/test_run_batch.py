@@ -16,7 +16,7 @@ import pytest
 
 from nanovllm import LLM, PoolingParams, SamplingParams, StructuredOutputsParams
 from nanovllm.cli.jobs.openai_format import CHAT, COMPLETIONS, EMBEDDINGS, parse
-from nanovllm.cli.jobs.run_batch import BatchFiles, main, run_batch
+from nanovllm.cli.jobs.run_batch import BatchFiles, main, make_result, run_batch
 
 NAME = "qwen3-nano"
 
@@ -35,13 +35,13 @@ def save(path: Path, lines: list[Any]) -> Path:
     return path
 
 
-def run(llm: LLM, source: Path, target: Path, **options: Any) -> int:
-    with BatchFiles(source, target) as files:
-        num_errors = len(files.errors)
-        run_batch(llm, files, NAME, use_tqdm=False, **options)
-        assert len(files.done) == files.num_requests
+def run(llm: LLM, source: Path, target: Path, trust_chat_templates: bool = False) -> int:
+    files = BatchFiles(source, target)
+    num_errors = len(files.errors())
+    run_batch(llm, files, NAME, trust_chat_templates)
+    assert len(files.done) == files.num_requests
     assert not llm.engine.has_unfinished_requests()
-    return len(files.errors) - num_errors
+    return len(files.errors()) - num_errors
 
 
 def results(target: Path) -> dict[str, dict[str, Any]]:
@@ -238,25 +238,21 @@ def test_response_format(embedded: LLM, tmp_path: Path) -> None:
 WRONG: list[tuple[Any, str]] = [
     (b"nonsense", "not JSON"),
     (b"\xff\xfe\x00", "not JSON"),
-    (b"[" * 100_000, "not JSON"),
+    (b"[" * 100_000, "recursion"),
     (b"[1, 2]", "must be an object"),
     ({"method": "POST", "url": CHAT, "body": ask("Hi")}, "custom_id must be a string, not None"),
-    ({**line("x", CHAT), "method": "GET"}, "method must be 'POST', not 'GET'"),
     (line("x", "/v1/rerank"), "url must be one of /v1/chat/completions"),
     ({**line("x", CHAT), "body": "Hi"}, "body must be an object, not 'Hi'"),
     (line("x", CHAT, model="gpt", **ask("Hi")), "model 'gpt' does not exist"),
     (line("x", CHAT), "messages must be a list"),
-    (line("x", CHAT, messages=[]), "messages must be a list"),
+    (line("x", CHAT, messages=[]), "the conversation is empty"),
     (line("x", CHAT, messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "image_url"),
     (line("x", CHAT, **ask("Hi \ud800")), "UTF-8"),
     (line("x", CHAT, **ask("Hi " * 20_000)), "max_model_len"),
     (line("x", CHAT, **ask("Hi", tempratur=1)), "did you mean 'temperature'"),
     (line("x", CHAT, **ask("Hi", temperature="hot")), "temperature must be a number"),
     (line("x", CHAT, **ask("Hi", stream=True)), "stream=True is not supported"),
-    (
-        line("x", CHAT, **ask("Hi", guided_json={})),
-        "unknown field of /v1/chat/completions 'guided_json'",
-    ),
+    (line("x", CHAT, **ask("Hi", guided_json={})), "unknown field of SamplingParams 'guided_json'"),
     (line("x", CHAT, **ask("Hi", logprobs=True, top_logprobs=21)), "more than max_logprobs=20"),
     (line("x", COMPLETIONS, prompt="Hi", logprobs=21), "logprobs=21 is more than max_logprobs=20"),
     (line("x", CHAT, **ask("Hi", tools=[{"type": "function"}])), "tools="),
@@ -275,14 +271,23 @@ WRONG: list[tuple[Any, str]] = [
     (line("x", COMPLETIONS, prompt=["good", ""]), "the prompt is empty"),
     (line("x", COMPLETIONS, prompt=[10**6]), "the prompt has token id 1000000"),
     (line("x", COMPLETIONS, prompt="Hi", echo=True), "echo=True is not supported"),
-    (line("x", COMPLETIONS, prompt="Hi", messages=[]), "unknown field of /v1/completions"),
+    (
+        line("x", COMPLETIONS, prompt="Hi", messages=[]),
+        "unknown field of SamplingParams 'messages'",
+    ),
     (line("x", EMBEDDINGS), "input must be a string"),
     (line("x", EMBEDDINGS, input="a", dimensions=10**6), "dimensions=1000000 is more"),
-    (line("x", EMBEDDINGS, input="a", temperature=0), "unknown field of /v1/embeddings"),
+    (
+        line("x", EMBEDDINGS, input="a", temperature=0),
+        "unknown field of PoolingParams 'temperature'",
+    ),
 ]
 
 
-def test_wrong_lines_stop_nothing(embedded: LLM, tmp_path: Path) -> None:
+def test_wrong_lines_stop_nothing(
+    embedded: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded.engine.scheduler, "max_num_seqs", 1)
     lines: list[Any] = []
     for i, (wrong, _) in enumerate(WRONG):
         if isinstance(wrong, dict) and wrong.get("custom_id") == "x":
@@ -290,7 +295,7 @@ def test_wrong_lines_stop_nothing(embedded: LLM, tmp_path: Path) -> None:
         lines.append(wrong)
     lines.insert(20, line("good", CHAT, **ask("What is 12 + 30?")))
     source, target = save(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
-    assert run(embedded, source, target, max_concurrency=2) == len(WRONG)
+    assert run(embedded, source, target) == len(WRONG)
     read = [json.loads(text) for text in target.read_text().splitlines()]
     by_number = {int(one["id"].rpartition("-")[2]): one for one in read}
     assert sorted(by_number) == list(range(1, len(lines) + 1))
@@ -298,7 +303,7 @@ def test_wrong_lines_stop_nothing(embedded: LLM, tmp_path: Path) -> None:
     assert body(good)["choices"][0]["message"]["content"] == "12 + 30 = 42"
     for (wrong, message), number in zip(WRONG, sorted(by_number), strict=True):
         one = by_number[number]
-        code = 404 if "does not exist" in message else 400
+        code = 500 if message == "recursion" else 400
         assert message in one["error"]["error"]["message"], (wrong, one)
         assert one["error"]["error"]["code"] == one["response"]["status_code"] == code, one
         assert one["response"]["body"] is None
@@ -315,7 +320,7 @@ def test_chat_templates_of_lines(embedded: LLM, tmp_path: Path) -> None:
     source = save(tmp_path / "in.jsonl", lines)
     for trusted in (False, True):
         target = tmp_path / f"{trusted}.jsonl"
-        failed = run(embedded, source, target, trust_chat_templates=trusted)
+        failed = run(embedded, source, target, trusted)
         assert failed == (0 if trusted else 2)
         for one in results(target).values():
             assert trusted or "--trust-chat-templates" in one["error"]["error"]["message"]
@@ -339,12 +344,15 @@ def test_a_request_that_fails_while_it_runs(embedded: LLM, tmp_path: Path) -> No
 
 def finish(source: Path, target: Path) -> int:
     """Write the results that are missing. Returns how many were there."""
-    with BatchFiles(source, target) as files:
-        num_done = len(files.done)
+    files = BatchFiles(source, target)
+    num_done = len(files.done)
+    with target.open("ab") as output:
         for number, custom_id, _ in files.requests():
             if number not in files.done:
-                files.write(number, custom_id, ValueError("wrong " * 9), [])
-        assert len(files.done) == files.num_requests
+                result = make_result(number, custom_id, ValueError("wrong " * 9), [])
+                output.write(json.dumps(result).encode() + b"\n")
+                files.mark_done(result)
+    assert len(files.done) == files.num_requests
     return num_done
 
 
@@ -360,7 +368,8 @@ def test_a_kill_after_every_byte(tmp_path: Path) -> None:
 
 
 def test_stops_of_a_run(embedded: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C and a failing step: the requests are aborted, and the next run does the rest."""
+    """After Ctrl-C and a failing step, the next run does the rest."""
+    monkeypatch.setattr(embedded.engine.scheduler, "max_num_seqs", 1)
     source, target = save(tmp_path / "in.jsonl", few()), tmp_path / "out.jsonl"
     run(embedded, source, tmp_path / "whole.jsonl")
     step, count = embedded.engine.run_step, 0
@@ -373,11 +382,10 @@ def test_stops_of_a_run(embedded: LLM, tmp_path: Path, monkeypatch: pytest.Monke
                 raise error
             step()
 
-        monkeypatch.setattr(embedded.engine, "run_step", stop)
-        with BatchFiles(source, target) as files, pytest.raises(error):
-            run_batch(embedded, files, max_concurrency=2, use_tqdm=False)
-        monkeypatch.undo()
-        assert not embedded.engine.has_unfinished_requests()
+        with monkeypatch.context() as patch, pytest.raises(error):
+            patch.setattr(embedded.engine, "run_step", stop)
+            run_batch(embedded, BatchFiles(source, target))
+        embedded.shutdown()
         assert 0 < len(results(target)) < 7
     run(embedded, source, target)
 
@@ -410,10 +418,7 @@ def test_ctrl_c_and_kill_9(embedded: LLM, tmp_path: Path) -> None:
         ended = process.wait()
         if number == signal.SIGINT:
             assert ended.returncode == 130
-            kept = len(results(target))
-            said = (
-                f"interrupted; {kept} of 30 lines are done: start the same command again to resume"
-            )
+            said = "interrupted: start the same command again to resume"
             assert ended.stderr.splitlines()[-1] == said
         assert target.read_bytes().count(b"\n") < 30
     run(embedded, source, target)

@@ -114,7 +114,7 @@ def test_a_disconnected_client_aborts_its_request(served: tuple[Any, LLM]) -> No
 def test_errors(served: tuple[Any, LLM], stream: bool) -> None:
     client, llm = served
     create = client.chat.completions.create
-    with pytest.raises(openai.NotFoundError, match="'gpt' does not exist"):
+    with pytest.raises(openai.BadRequestError, match="'gpt' does not exist"):
         create(**ask("Hi", stream=stream) | {"model": "gpt"})
     with pytest.raises(openai.BadRequestError, match="max_model_len"):
         create(**ask("Hi " * 20_000, stream=stream))

@@ -395,20 +395,23 @@ def test_names_and_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine_config({"kv_offloading_size": 2.5}).swap_space == 2.5
     assert engine_config({"kv_offloading_size": None}).swap_space == 0
     config = EngineConfig(swap_space=4)
-    gpu = torch.device("cuda", 0), 1
     monkeypatch.setattr(host_pool, "available_host_memory", lambda: 3 * GIB)
     with pytest.raises(ValueError, match="takes 4,294,967,296 bytes .* 3,221,225,472 are free;"):
-        _ = memory.MemoryBudget(config, *gpu, 5 * GIB, 1000).num_host_blocks
+        host_pool.num_host_blocks(config, 1000, None)  # on a GPU
     monkeypatch.setattr(host_pool, "available_host_memory", lambda: 5 * GIB)
-    assert memory.MemoryBudget(config, *gpu, 5 * GIB, 1000).num_host_blocks == 4 * GIB // 1000
-    # Weights and KV cache of a CPU take the same memory.
-    cpu = torch.device("cpu"), 5 * GIB
+    assert host_pool.num_host_blocks(config, 1000, None) == 4 * GIB // 1000
+
+
+def test_weights_and_kv_cache_of_a_cpu_take_the_same_memory(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "available_host_memory", lambda: GIB)
     with pytest.raises(ValueError, match="next to weights and KV cache"):
-        _ = memory.MemoryBudget(config, *cpu, GIB, 1000).num_host_blocks
-    small_cache = EngineConfig(swap_space=4, num_kv_cache_blocks=10**6)
+        random_llm(path, swap_space=1)
+    options = dict(num_kv_cache_blocks=None, kv_cache_memory_bytes=GIB // 2)
     with pytest.raises(ValueError, match="next to weights and KV cache"):
-        _ = memory.MemoryBudget(small_cache, *cpu, GIB // 4, 1000).num_host_blocks
-    assert memory.MemoryBudget(config, *cpu, GIB // 4, 1000).num_host_blocks == 4 * GIB // 1000
+        random_llm(path, swap_space=0.6, **options)
+    assert random_llm(path, swap_space=0.1, **options).engine.runner.host_pool is not None
 
 
 def test_memory_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

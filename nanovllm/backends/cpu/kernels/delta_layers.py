@@ -6,7 +6,6 @@ first half.
 
 from typing import Any, NamedTuple
 
-import numpy as np
 from numba import typeof
 from torch import Tensor
 
@@ -14,28 +13,26 @@ from nanovllm.backends.cpu.attention import NumbaAttention
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels import delta_rule
 from nanovllm.backends.cpu.kernels.fused_decode import (
+    DOWN,
     INPUT_NORM,
     OUTPUT,
-    OUTPUT_BIAS,
-    QKV,
+    PROJECTION,
     FusedLayers,
+    Pointers,
     Step,
     attention,
     example_step,
     feed_forward,
     linear,
     norm,
-    pointer,
-    second_half,
 )
 from nanovllm.backends.cpu.kernels.parallel import address_for, in_parts
 from nanovllm.backends.cpu.kernels.primitives import array, exp, f32, from_float32, to_float32
-from nanovllm.backends.cpu.linear import address
 from nanovllm.models.batch import ForwardBatch
 
-# The columns of the addresses that follow the 12 of decode_layers. LAYER counts only the layers of
+# The columns of the addresses that follow those of decode_layers. LAYER counts only the layers of
 # linear attention. CONV1D is 0 for a layer of attention.
-GATE, GATE_BIAS, LAYER, CONV1D, A_LOG, DT_BIAS, NORM = range(12, 19)
+LAYER, CONV1D, A_LOG, DT_BIAS, NORM = range(DOWN + 3, DOWN + 8)
 
 
 class States(NamedTuple):
@@ -51,14 +48,15 @@ class States(NamedTuple):
     value_heads: int
     key_dim: int
     value_dim: int
+    itemsize: int  # of the model's dtype
     decode_heads: int  # the address of delta_rule.decode_heads
     gate: int  # the address of `gate_rows`
 
 
 @compiled()
-def gate_rows(x_ptr, gate_ptr, rows, size, example, start, stop):
-    """Compute x *= sigmoid(gate), both [rows, size]."""
-    x, gate = array(x_ptr, (rows, size), example), array(gate_ptr, (rows, size), example)
+def gate_rows(x_ptr, gate_ptr, rows, size, stride, example, start, stop):
+    """Compute x *= sigmoid(gate), both [rows, size]. Rows of gate are `stride` numbers apart."""
+    x, gate = array(x_ptr, (rows, size), example), array(gate_ptr, (rows, stride), example)
     for i in range(start, stop):
         for c in range(size):
             sigmoid = from_float32(f32(1) / (f32(1) + exp(-to_float32(gate[i, c]))), example)
@@ -69,65 +67,67 @@ def gate_rows(x_ptr, gate_ptr, rows, size, example, start, stop):
 def decode_hybrid_layers(code, step, addresses, states):
     """Compute all layers of a decode step, as `HybridLayer.forward` does, in one dtype.
 
-    addresses [layers, 19]. x, residual and the states change in place, as in decode_layers.
+    addresses [layers, 23]. x, residual and the states change in place, as in decode_layers.
     """
     rows, size, example, parts = step.rows, step.size, step.example, step.parts
     key_heads, value_heads = states.key_heads, states.value_heads
     key_dim, value_dim = states.key_dim, states.value_dim
     rule_size, attn_size = value_heads * value_dim, step.num_heads * step.shape[3]
-    # The packed projections of linear attention are padded to whole blocks.
-    width = 2 * (key_heads * key_dim + rule_size + value_heads)
-    width = (width + code.width - 1) // code.width * code.width
-    wide = max(width, attn_size + 2 * step.shape[1] * step.shape[3])
-    projected, gate = np.full((rows, wide), example), np.full((rows, attn_size), example)
-    mixed = np.full((rows, max(attn_size, rule_size)), example)
-    gate_up = np.full((rows, 2 * step.intermediate_size), example)
-    activated = np.full((rows, step.intermediate_size), example)
+    width, stride = (
+        2 * (key_heads * key_dim + rule_size + value_heads), step.row_heads * step.shape[3])
     for i in range(len(addresses)):
         at = addresses[i]
-        projected_ptr, gate_ptr = np.int64(projected.ctypes.data), np.int64(gate.ctypes.data)
-        gate_up_ptr, activated_ptr = np.int64(gate_up.ctypes.data), np.int64(activated.ctypes.data)
-        mixed_ptr = np.int64(mixed.ctypes.data)
         norm(code, step, at[INPUT_NORM])
         if at[CONV1D] != 0:
             mixed_size = rule_size
-            linear(code, step.x, at[QKV], np.int64(0), projected_ptr, rows, size, width, parts)
-            arguments = (projected_ptr, at[CONV1D], at[A_LOG], at[DT_BIAS], at[NORM],
+            linear(code, step, at, PROJECTION, step.x, step.projected, size, width)
+            arguments = (step.projected, at[CONV1D], at[A_LOG], at[DT_BIAS], at[NORM],
                          states.conv + at[LAYER] * states.conv_bytes,
-                         states.rule + at[LAYER] * states.rule_bytes, states.rows, mixed_ptr, rows,
+                         states.rule + at[LAYER] * states.rule_bytes, states.rows, step.mixed, rows,
                          width, states.num_states, key_heads, value_heads, key_dim,
                          value_dim, step.eps, example)
             in_parts(states.decode_heads, arguments, rows * key_heads, parts)
         else:
             mixed_size = attn_size
-            linear(code, step.x, at[GATE], at[GATE_BIAS], gate_ptr, rows, size, attn_size, parts)
-            attention(code, step, at, projected_ptr, mixed_ptr)
-            in_parts(states.gate, (mixed_ptr, gate_ptr, rows, attn_size, example), rows, parts)
-        linear(code, mixed_ptr, at[OUTPUT], at[OUTPUT_BIAS], step.x, rows, mixed_size, size, parts)
-        feed_forward(code, step, at, gate_up_ptr, activated_ptr)
+            attention(code, step, at)
+            gate = step.projected + (stride - attn_size) * states.itemsize
+            in_parts(states.gate, (step.mixed, gate, rows, attn_size, stride, example), rows, parts)
+        linear(code, step, at, OUTPUT, step.mixed, step.x, mixed_size, size)
+        feed_forward(code, step, at)
 
 
 class HybridLayers(FusedLayers):
     """Computes the layers of Qwen3.5 from the addresses of its weights and states."""
 
-    @staticmethod
-    def is_whole(layer: Any, width: int) -> bool:
-        """Return the same. Queries and gate are two products. Linear attention may be padded."""
-        attn, (projection, *others) = layer.self_attn, layer.linears()
-        sizes = [len(module.weight) for module in others]
-        if not is_linear(attn):
-            sizes += [len(projection.weight), attn.q_size]
-        return all(size % width == 0 for size in sizes)
+    config: Any
 
-    def all_addresses(self, attention: NumbaAttention) -> np.ndarray:
-        return np.array([addresses(layer, attention) for layer in self.model.layers], np.int64)
+    @property
+    def row_heads(self) -> int:
+        """The gate follows the queries, keys and values."""
+        return 2 * (self.config.num_heads + self.config.num_kv_heads)
+
+    def buffer_sizes(self) -> tuple[int, int]:
+        projected, mixed = super().buffer_sizes()
+        size, heads = self.config.value_size, self.config.linear_num_value_heads
+        linear = self.config.conv_size + size + 2 * heads
+        return max(projected, linear), max(mixed, size)
+
+    def layer_addresses(self, layer: Any, attention: NumbaAttention, find: Pointers) -> list[int]:
+        attn = layer.self_attn
+        if not hasattr(attn, "conv1d"):
+            return [*super().layer_addresses(layer, attention, find), *[0] * 5]
+        norms = layer.input_layernorm, layer.post_attention_layernorm
+        products = (address for module in layer.linears() for address in find(module))
+        heads = attn.conv1d, attn.a_log, attn.dt_bias, attn.norm
+        before = *(weight.data_ptr() for weight in norms), *[0] * 4, *products
+        return [*before, attn.layer, *(weight.data_ptr() for weight in heads)]
 
     def compile(self) -> None:
         dtype = self.model.backend.dtype
         kernels = delta_rule.decode_heads, gate_rows
         self.kernels = [address_for(kernel, dtype, dtype) for kernel in kernels]
         step = example_step(self.example, self.weight_example)
-        arguments = self.code, step, self.addresses, States._make([0] * 12)
+        arguments = self.code, step, self.addresses, States._make([0] * 13)
         decode_hybrid_layers.compile(tuple(map(typeof, arguments)))
 
     def forward(self, batch: ForwardBatch, attention: NumbaAttention) -> Tensor:
@@ -146,32 +146,6 @@ class HybridLayers(FusedLayers):
             *(conv[0].nbytes, rule[0].nbytes, conv.shape[1]),
             *(config.linear_num_key_heads, config.linear_num_value_heads),
             *(config.linear_key_head_dim, config.linear_value_head_dim),
-            *self.kernels,
+            *(conv.itemsize, *self.kernels),
         )
         decode_hybrid_layers(self.code, step, self.addresses, States._make(states))
-
-
-def is_linear(attn: Any) -> bool:
-    """Return whether a layer's attention is features.models.hybrid.qwen3_5.LinearAttention."""
-    return hasattr(attn, "conv1d")
-
-
-def addresses(layer: Any, attention: NumbaAttention) -> list[int]:
-    """Return the addresses of a layer for `decode_hybrid_layers`."""
-    attn, first = layer.self_attn, pointer(layer.input_layernorm)
-    if is_linear(attn):
-        heads = attn.conv1d, attn.a_log, attn.dt_bias, attn.norm
-        qkv, output = address(attn.in_proj.weight), address(attn.out_proj.weight)
-        shared = [first, qkv, 0, 0, 0, output, 0, *second_half(layer), 0, 0]
-        return [*shared, 0, 0, attn.layer, *(t.data_ptr() for t in heads)]
-    proj, output = attn.qkv_gate_proj, attn.o_proj
-    outputs, inputs = proj.weight.shape
-    qkv, bias, before = address(proj.weight), pointer(proj.bias), outputs - attn.q_size
-    # The gate is the last of the packed projections. Their blocks are in order.
-    itemsize = proj.weight.itemsize
-    gate = qkv + before * inputs * itemsize, bias and bias + before * itemsize
-    return [
-        *(first, qkv, bias, *(pointer(weight) for weight in attn.norms)),
-        *(address(output.weight), pointer(output.bias), *second_half(layer)),
-        *(*attention.kv_addresses[attn.layer], *gate, 0, 0, 0, 0, 0),
-    ]

@@ -6,6 +6,7 @@ weights the calls of torch that sorted, gathered and added rows took 3 of the 56
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels import pointwise
-from nanovllm.backends.cpu.kernels.experts import codes, described, product
-from nanovllm.backends.cpu.kernels.parallel import in_parts
+from nanovllm.backends.cpu.kernels.experts import described, expert_blocks, product
+from nanovllm.backends.cpu.kernels.parallel import address_for, in_parts
 from nanovllm.backends.cpu.kernels.primitives import (
     DTYPE_EXAMPLE,
     array,
@@ -53,8 +54,9 @@ def sum_rows(rows_ptr, weight_ptr, places, out_ptr, size, example, start, stop):
 
 
 class Code(NamedTuple):
-    """The addresses of the kernels between the products."""
+    """The addresses of the kernels of a mixture."""
 
+    experts: int  # expert_blocks
     gather: int
     activation: int
     add: int
@@ -65,7 +67,8 @@ def mlp(gate_up, down, code, x_ptr, weight_ptr, choices, buffers, out_ptr, num_e
         example, parts):
     """Compute out [T, E] as features/models/moe/experts.py does.
 
-    `buffers` are the addresses of scratch memory [N, E], [N, 2F] and [N, F] in the dtype of x.
+    `buffers` are the addresses of scratch memory [N, E], [N, 2F] and [N, F] in the dtype of x, and
+    of memory for N quantized rows.
     """
     size, num_rows = gate_up.inputs, choices.size
     ends, next_row = np.zeros(num_experts, np.int64), np.zeros(num_experts, np.int64)
@@ -81,13 +84,22 @@ def mlp(gate_up, down, code, x_ptr, weight_ptr, choices, buffers, out_ptr, num_e
             row = next_row[choices[t, k]]
             next_row[choices[t, k]] += 1
             places[t, k], tokens[row] = row, t
-    rows_ptr, both_ptr, activated_ptr = buffers
+    rows_ptr, both_ptr, activated_ptr, work_ptr = buffers
     in_parts(code.gather, (x_ptr, tokens, rows_ptr, size, example), num_rows, parts)
-    product(gate_up, rows_ptr, both_ptr, hits, ends, itemsize, example, parts)
+    product(gate_up, code.experts, rows_ptr, both_ptr, work_ptr, hits, ends, itemsize, example,
+            parts)
     activation = both_ptr, activated_ptr, num_rows, down.inputs, example
     in_parts(code.activation, activation, num_rows, parts)
-    product(down, activated_ptr, rows_ptr, hits, ends, itemsize, example, parts)
+    product(down, code.experts, activated_ptr, rows_ptr, work_ptr, hits, ends, itemsize, example,
+            parts)
     in_parts(code.add, (rows_ptr, weight_ptr, places, out_ptr, size, example), len(choices), parts)
+
+
+@cache
+def code_for(dtype: torch.dtype) -> Code:
+    """Return the kernels in the dtype of a model."""
+    kernels = expert_blocks, gather_rows, pointwise.silu_and_mul_rows, sum_rows
+    return Code(*(address_for(kernel, dtype, dtype) for kernel in kernels))
 
 
 def expert_mlp(
@@ -101,9 +113,10 @@ def expert_mlp(
     both, activated = (described(m, num_experts, x.dtype) for m in (gate_up, down))
     sizes = both.inputs, both.outputs, activated.inputs
     buffers = [x.new_empty(choices.numel(), size) for size in sizes]
-    code = Code(*codes((gather_rows, pointwise.silu_and_mul_rows, sum_rows), x.dtype))
+    row_bytes = max(w.code.row_bytes(w.inputs) for w in (both, activated))
+    buffers.append(x.new_empty(choices.numel() * row_bytes, dtype=torch.uint8))
     x, weights = x.contiguous(), weights.contiguous()
-    mlp(both, activated, code, x.data_ptr(), weights.data_ptr(), choices.numpy(),
+    mlp(both, activated, code_for(x.dtype), x.data_ptr(), weights.data_ptr(), choices.numpy(),
         tuple(buffer.data_ptr() for buffer in buffers), out.data_ptr(), num_experts, x.itemsize,
         DTYPE_EXAMPLE[x.dtype], get_num_threads())
     return out

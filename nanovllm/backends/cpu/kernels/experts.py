@@ -2,27 +2,24 @@
 
 Few rows of a step belong to the same expert, so a product takes as long as reading the weights of
 the experts that have rows. One parallel loop computes all of them, because a loop for each expert
-would wait for its threads each time. Its items are blocks of outputs of these experts. The kernels
-of other products compute the blocks: units/ for float32 and bfloat16, int8.py and int4.py for
-quantized weights.
+would wait for its threads each time. Its items are blocks of outputs of these experts, which the
+kernels of other products compute.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba.extending import overload
 from torch import Tensor
 
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels import int4, int8
-from nanovllm.backends.cpu.kernels.parallel import address_for, call_at, code_at, in_parts
-from nanovllm.backends.cpu.kernels.units.unit import units
-from nanovllm.backends.int4 import GROUP
+from nanovllm.backends.cpu.kernels.parallel import call_at, code_at, in_parts
+from nanovllm.backends.cpu.kernels.product import Product, quantized, quantized_bytes
+from nanovllm.backends.cpu.kernels.units.unit import product_of, units
 from nanovllm.models.backend import num_experts
 from nanovllm.models.layers import Linear
 
@@ -78,113 +75,60 @@ def is_packed(module: Linear) -> bool:
     return isinstance(module.weight, (PackedExperts, int8.PackedWeight, int4.PackedInt4))
 
 
-@compiled()
-def expert_blocks(code, x_ptr, weight_ptr, out_ptr, hits, ends, inputs, outputs, width, itemsize,
-                  start, stop):
-    """Compute blocks of out [N, outputs] from x [N, inputs], all in one dtype.
+class ExpertWeights(NamedTuple):
+    """The weights of all experts; addresses and sizes."""
 
-    `code` is the address of a unit's linear_blocks. Block b of expert hits[h] is item
-    h * outputs / width + b.
-    """
-    blocks = outputs // width
-    for hit in range(start // blocks, (stop + blocks - 1) // blocks):
-        expert, part = hits[hit], (max(start - hit * blocks, 0), min(stop - hit * blocks, blocks))
-        weight = weight_ptr + itemsize * inputs * outputs * expert
-        for first in range(ends[expert - 1] if expert > 0 else 0, ends[expert], ROWS):
-            rows = min(ROWS, ends[expert] - first)
-            arguments = (x_ptr + itemsize * inputs * first, weight, np.int64(0),
-                         out_ptr + itemsize * outputs * first, rows, inputs, outputs)
-            call_at(code_at(code, arguments), (*arguments, *part))
-
-
-@compiled()
-def quantized_blocks(code, values, token_scale, starts, weight_ptr, scale_ptr, out_ptr, hits, ends,
-                     outputs, width, weight_bytes, scale_bytes, out_bytes, example, start, stop):
-    """Compute blocks of out [N, outputs] from quantized rows; see int8.quantize_tokens.
-
-    `code` is the address of int8.product_blocks or int4.int4_blocks. The weights of an expert take
-    `weight_bytes`, their scales `scale_bytes`, and a row of `out` takes `out_bytes`.
-    """
-    blocks = outputs // width
-    for hit in range(start // blocks, (stop + blocks - 1) // blocks):
-        expert, part = hits[hit], (max(start - hit * blocks, 0), min(stop - hit * blocks, blocks))
-        first, last = ends[expert - 1] if expert > 0 else 0, ends[expert]
-        arguments = (values[first:last], token_scale[first:last], starts[first:last],
-                     weight_ptr + weight_bytes * expert, scale_ptr + scale_bytes * expert,
-                     np.int64(0), out_ptr + out_bytes * first, outputs, example)
-        call_at(code_at(code, arguments), (*arguments, *part))
-
-
-class Packed(NamedTuple):
-    """The weights of all experts in the dtype of x, for `product`; addresses and sizes."""
-
-    kernel: int  # expert_blocks
-    code: int  # linear_blocks of a unit
-    weight_ptr: int
-    inputs: int
-    outputs: int  # of an expert
-    width: int
-
-
-class Quantized(NamedTuple):
-    """The weights of all experts in int8 or int4, for `product`; addresses and sizes."""
-
-    kernel: int  # quantized_blocks
-    quantize: int  # int8.quantize_rows
-    code: int  # int8.product_blocks or int4.int4_blocks
+    code: Product
     weight_ptr: int
     scale_ptr: int
     inputs: int
     outputs: int  # of an expert
-    width: int
-    group: int  # inputs that share a scale
-    offset: int  # of the stored values
     weight_bytes: int  # of an expert
     scale_bytes: int
 
 
-def product(weight, x_ptr, out_ptr, hits, ends, itemsize, example, parts):
-    """Multiply the sorted rows x [N, inputs] by the weights of their experts."""
-    raise NotImplementedError("compiled code only")
+@compiled()
+def expert_blocks(code, x_ptr, weight_ptr, scale_ptr, out_ptr, hits, ends, inputs, outputs, width,
+                  x_bytes, weight_bytes, scale_bytes, out_bytes, example, start, stop):
+    """Compute blocks of out [N, outputs] from rows x of `x_bytes`, sorted by expert.
+
+    `code` is the address of a kernel of blocks. Block b of expert hits[h] is item
+    h * outputs / width + b. The weights of an expert take `weight_bytes`, its scales `scale_bytes`.
+    """
+    blocks = outputs // width
+    for hit in range(start // blocks, (stop + blocks - 1) // blocks):
+        expert, part = hits[hit], (max(start - hit * blocks, 0), min(stop - hit * blocks, blocks))
+        for first in range(ends[expert - 1] if expert > 0 else 0, ends[expert], ROWS):
+            arguments = (x_ptr + x_bytes * first, weight_ptr + weight_bytes * expert,
+                         scale_ptr + scale_bytes * expert, np.int64(0), out_ptr + out_bytes * first,
+                         min(ROWS, ends[expert] - first), inputs, outputs, example)
+            call_at(code_at(code, arguments), (*arguments, *part))
 
 
-@overload(product)
-def _product(weight, x_ptr, out_ptr, hits, ends, itemsize, example, parts):
-    def of_packed(weight, x_ptr, out_ptr, hits, ends, itemsize, example, parts):
-        arguments = (weight.code, x_ptr, weight.weight_ptr, out_ptr, hits, ends, weight.inputs,
-                     weight.outputs, weight.width, itemsize)
-        in_parts(weight.kernel, arguments, len(hits) * (weight.outputs // weight.width), parts)
+@compiled()
+def product(weights, blocks, x_ptr, out_ptr, work_ptr, hits, ends, itemsize, example, parts):
+    """Multiply the sorted rows x [N, inputs] by the weights of their experts.
 
-    def of_quantized(weight, x_ptr, out_ptr, hits, ends, itemsize, example, parts):
-        rows = int8.quantize_tokens(weight.quantize, x_ptr, ends[-1], weight.inputs, weight.group,
-                                    weight.offset, example, parts)
-        arguments = (weight.code, *rows, weight.weight_ptr, weight.scale_ptr, out_ptr, hits, ends,
-                     weight.outputs, weight.width, weight.weight_bytes, weight.scale_bytes,
-                     itemsize * weight.outputs, example)
-        in_parts(weight.kernel, arguments, len(hits) * (weight.outputs // weight.width), parts)
-
-    return of_packed if weight.instance_class is Packed else of_quantized
+    `blocks` is the address of expert_blocks, and `work` has quantized rows.
+    """
+    code, inputs, outputs = weights.code, weights.inputs, weights.outputs
+    x_ptr = quantized(code, x_ptr, ends[-1], inputs, work_ptr, example, parts)
+    x_bytes = itemsize * inputs if code.quantize == 0 else quantized_bytes(inputs, code.group)
+    arguments = (code.blocks, x_ptr, weights.weight_ptr, weights.scale_ptr, out_ptr, hits, ends,
+                 inputs, outputs, code.width, x_bytes, weights.weight_bytes, weights.scale_bytes,
+                 itemsize * outputs, example)
+    in_parts(blocks, arguments, len(hits) * (outputs // code.width), parts)
 
 
-@cache
-def codes(kernels: tuple[Any, ...], dtype: torch.dtype) -> tuple[int, ...]:
-    """Return the addresses of kernels in the dtype of a model."""
-    return tuple(address_for(kernel, dtype, dtype) for kernel in kernels)
-
-
-def described(module: Linear, num_experts: int, dtype: torch.dtype) -> Packed | Quantized:
+def described(module: Linear, num_experts: int, dtype: torch.dtype) -> ExpertWeights:
     """Return the weights of a Linear as arguments of `product`. `dtype` is the dtype of x."""
     weight = module.weight
     outputs, inputs = weight.shape[0] // num_experts, weight.shape[1]
     if isinstance(weight, PackedExperts):
-        code = codes((expert_blocks, units(dtype)[0].linear_blocks), dtype)
-        address = weight.values.data_ptr()
-        return Packed._make((*code, address, inputs, outputs, weight.width))
-    kind: Any = int8
-    group, offset, width = -(-inputs // 4) * 4, 128, int8.OUTPUTS
-    if isinstance(weight, int4.PackedInt4):
-        kind, group, offset, width = int4, GROUP, 8, int4.OUTPUTS
-    parts = weight.values, weight.scale
-    code = *codes((quantized_blocks,), dtype), *kind.code(dtype)
-    addresses = *(part.data_ptr() for part in parts), inputs, outputs, width, group, offset
-    return Quantized._make((*code, *addresses, *(part.nbytes // num_experts for part in parts)))
+        code, scale, scale_bytes = product_of(units(dtype)[0]), 0, 0
+    else:
+        code = weight.product()
+        scale, scale_bytes = weight.scale.data_ptr(), weight.scale.nbytes // num_experts
+    weight_bytes = weight.values.nbytes // num_experts
+    addresses = weight.values.data_ptr(), scale
+    return ExpertWeights(code, *addresses, inputs, outputs, weight_bytes, scale_bytes)

@@ -1,39 +1,44 @@
 """Computes the layers of a decode step in one call, which on a GPU is the task of a CUDA graph.
 
 Between two calls from Python only one thread works and the memory is idle. A product with few rows
-takes as long as reading its weights, and the units read them faster than oneDNN does. With AMX and
-16 sequences at Qwen3-0.6B's shape a step took 88 ms layer by layer and 72 ms in one call. All is in
-the dtype of the model: float32, or bfloat16 with AMX or AVX512-BF16. The rules and shapes are in
-backends/cpu/kernels/pointwise.py.
+takes as long as reading its weights, and the kernels of blocks read them faster than oneDNN does.
+With AMX and 16 sequences at Qwen3-0.6B's shape a step took 88 ms layer by layer and 72 ms in one
+call. Weights are in the dtype of the model (float32, or bfloat16 with AMX or AVX512-BF16), in int8
+or in int4. The rules and shapes are in backends/cpu/kernels/pointwise.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numba
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels import pointwise
 from nanovllm.backends.cpu.kernels.parallel import address_for, in_parts
 from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE
+from nanovllm.backends.cpu.kernels.product import Product, multiply, pointers, product
 from nanovllm.backends.cpu.kernels.units.any import AttentionWork, QueryGroups, Unit, attend
+from nanovllm.backends.cpu.kernels.units.unit import product_of
 from nanovllm.backends.cpu.linear import PACKED_FOR, address, is_packed_by, repacked
 from nanovllm.backends.cpu.linear import linear as linear_by_torch
 from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.layers import Linear
-from nanovllm.models.qwen3 import DecoderLayer, Qwen3
+from nanovllm.models.qwen3 import Qwen3
 
 if TYPE_CHECKING:
     from nanovllm.backends.cpu.attention import NumbaAttention
 
-# The columns of decode_layers' addresses; 0 means that the layer has no such weight.
-(INPUT_NORM, QKV, QKV_BIAS, Q_NORM, K_NORM, OUTPUT, OUTPUT_BIAS, POST_ATTENTION_NORM, GATE_UP,
- DOWN, K_CACHE, V_CACHE) = range(12)
+# Returns the addresses of the weight, the scale and the bias of a Linear; 0 for what it lacks.
+Pointers = Callable[[Linear], tuple[int, int, int]]
+# The columns of decode_layers' addresses; 0 means that the layer has no such weight. A product has
+# three columns: weight, scale and bias.
+INPUT_NORM, POST_ATTENTION_NORM, Q_NORM, K_NORM, K_CACHE, V_CACHE = range(6)
+PROJECTION, OUTPUT, GATE_UP, DOWN = range(6, 18, 3)
 
 
 class Code(NamedTuple):
@@ -42,26 +47,31 @@ class Code(NamedTuple):
     norm: int  # pointwise.add_rms_norm_rows
     store: int  # pointwise.norm_rope_store_rows
     attend_groups: int  # of the unit
-    linear: int  # linear_blocks of the unit
-    width: int  # the outputs of a block of `linear`
     activation: int  # pointwise.silu_and_mul_rows
+    product: Product
 
 
 class Step(NamedTuple):
-    """Arguments that all layers of a decode step share. The first four are addresses."""
+    """Arguments that all layers of a decode step share. The first nine are addresses."""
 
     x: int  # [rows, size], the input and the output of each part of a layer
     residual: int  # [rows, size]
     cos: int  # [rows, D]
     sin: int
+    projected: int  # [rows, row_heads D], the queries, keys and values
+    mixed: int  # [rows, H D], the result of attention
+    gate_up: int  # [rows, 2F]
+    activated: int  # [rows, F]
+    work: int  # quantized rows
     rows: int
     size: int
     intermediate_size: int
     num_heads: int
+    row_heads: int  # H + 2K or more
     eps: float
     shape: tuple[int, int, int, int]  # of the K cache
     slot_mapping: np.ndarray  # [rows] int64
-    work: AttentionWork
+    attention: AttentionWork
     example: Any  # of the dtype
     weight_example: Any  # of the dtype of the norms' weights
     parts: int
@@ -73,13 +83,13 @@ def example_step(example: Any, weight_example: Any) -> Step:
     groups = QueryGroups(none, none, none.astype(np.int32))
     work = AttentionWork(groups, groups, none.astype(np.float32))
     values = 0.0, (1,) * 4, none.ravel(), work, example, weight_example, 1
-    return Step._make((*[0] * 8, *values))
+    return Step._make((*[0] * 14, *values))
 
 
 @compiled()
-def linear(code, x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, parts):
-    arguments = (x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs)
-    in_parts(code.linear, arguments, outputs // code.width, parts)
+def linear(code, step, at, column, x_ptr, out_ptr, inputs, outputs):
+    product(code.product, x_ptr, at[column], at[column + 1], at[column + 2], out_ptr, step.rows,
+            inputs, outputs, step.work, step.example, step.parts)
 
 
 @compiled()
@@ -90,87 +100,87 @@ def norm(code, step, weight_ptr):
 
 
 @compiled()
-def attention(code, step, at, qkv_ptr, attn_ptr):
-    """Compute attn [rows, H D] from the normed x, through qkv [rows, (H + 2K) D]."""
+def attention(code, step, at):
+    """Compute `mixed` from the normed x, through `projected`."""
     num_blocks, num_kv_heads, block_size, dim = step.shape
-    qkv_size = (step.num_heads + 2 * num_kv_heads) * dim
-    linear(code, step.x, at[QKV], at[QKV_BIAS], qkv_ptr, step.rows, step.size, qkv_size,
-           step.parts)
-    store = (qkv_ptr, at[Q_NORM], at[K_NORM], step.cos, step.sin, at[K_CACHE], at[V_CACHE],
+    linear(code, step, at, PROJECTION, step.x, step.projected, step.size, step.row_heads * dim)
+    store = (step.projected, at[Q_NORM], at[K_NORM], step.cos, step.sin, at[K_CACHE], at[V_CACHE],
              step.slot_mapping, num_blocks, num_kv_heads, block_size, dim, step.num_heads,
-             step.eps, step.example, step.weight_example, step.example, 1.0, 1.0)
+             step.row_heads, step.eps, step.example, step.weight_example, step.example, 1.0, 1.0)
     in_parts(code.store, store, step.rows, step.parts)
-    attend(qkv_ptr, step.rows, attn_ptr, step.num_heads, at[K_CACHE], at[V_CACHE], step.shape,
-           step.work, step.example, step.example, code.attend_groups, step.parts)
+    attend(step.projected, step.rows, step.row_heads, step.mixed, step.num_heads, at[K_CACHE],
+           at[V_CACHE], step.shape, step.attention, step.example, step.example, code.attend_groups,
+           step.parts)
 
 
 @compiled()
-def feed_forward(code, step, at, gate_up_ptr, activated_ptr):
-    """Compute the second half of a layer, through gate_up [rows, 2F] and activated [rows, F]."""
-    rows, size, wide, no_bias = step.rows, step.size, step.intermediate_size, np.int64(0)
+def feed_forward(code, step, at):
+    """Compute the second half of a layer."""
+    size, wide = step.size, step.intermediate_size
     norm(code, step, at[POST_ATTENTION_NORM])
-    linear(code, step.x, at[GATE_UP], no_bias, gate_up_ptr, rows, size, 2 * wide, step.parts)
-    activation = (gate_up_ptr, activated_ptr, rows, wide, step.example)
-    in_parts(code.activation, activation, rows, step.parts)
-    linear(code, activated_ptr, at[DOWN], no_bias, step.x, rows, wide, size, step.parts)
+    linear(code, step, at, GATE_UP, step.x, step.gate_up, size, 2 * wide)
+    activation = (step.gate_up, step.activated, step.rows, wide, step.example)
+    in_parts(code.activation, activation, step.rows, step.parts)
+    linear(code, step, at, DOWN, step.activated, step.x, wide, size)
 
 
 @compiled()
 def decode_layers(code, step, addresses):
     """Compute all layers of a decode step as models.qwen3.DecoderLayer does, in one dtype.
 
-    addresses [layers, 12]. x and residual change in place: their sum is the embedding at first and
+    addresses [layers, 18]. x and residual change in place: their sum is the embedding at first and
     the input of the final norm at the end.
     """
-    rows, dim = step.rows, step.shape[3]
-    attn_size = step.num_heads * dim
-    qkv = np.full((rows, attn_size + 2 * step.shape[1] * dim), step.example)
-    attn = np.full((rows, attn_size), step.example)
-    gate_up = np.full((rows, 2 * step.intermediate_size), step.example)
-    activated = np.full((rows, step.intermediate_size), step.example)
     for i in range(len(addresses)):
         at = addresses[i]
-        # The addresses are read in the loop (see primitives.array). Without the cast from unsigned,
-        # Numba would compile every kernel again for a second type of address.
-        qkv_ptr, attn_ptr = np.int64(qkv.ctypes.data), np.int64(attn.ctypes.data)
-        gate_up_ptr, activated_ptr = np.int64(gate_up.ctypes.data), np.int64(activated.ctypes.data)
         norm(code, step, at[INPUT_NORM])
-        attention(code, step, at, qkv_ptr, attn_ptr)
-        linear(code, attn_ptr, at[OUTPUT], at[OUTPUT_BIAS], step.x, rows, attn_size, step.size,
-               step.parts)
-        feed_forward(code, step, at, gate_up_ptr, activated_ptr)
+        attention(code, step, at)
+        attn_size = step.num_heads * step.shape[3]
+        linear(code, step, at, OUTPUT, step.mixed, step.x, attn_size, step.size)
+        feed_forward(code, step, at)
 
 
 class FusedLayers:
     """Computes the layers of a model from the addresses of its weights."""
 
-    def __init__(self, model: Qwen3, attention: NumbaAttention) -> None:
+    def __init__(
+        self, model: Qwen3, attention: NumbaAttention, product: Product, find: Pointers
+    ) -> None:
         self.model, self.config = model, model.config
-        unit, dtype = attention.unit, model.backend.dtype
+        dtype = model.backend.dtype
         dtypes, self.example = (dtype, dtype), DTYPE_EXAMPLE[dtype]
         self.weight_example = DTYPE_EXAMPLE[model.norm.dtype]
         self.code = Code(
             norm=address_for(pointwise.add_rms_norm_rows, *dtypes, model.norm.dtype),
             store=address_for(pointwise.norm_rope_store_rows, *dtypes, model.norm.dtype),
             attend_groups=attention.attend_groups,
-            linear=address_for(unit.linear_blocks, *dtypes),
-            width=unit.width,
             activation=address_for(pointwise.silu_and_mul_rows, *dtypes),
+            product=product,
         )
-        self.addresses = self.all_addresses(attention)
+        layers = [self.layer_addresses(layer, attention, find) for layer in model.layers]
+        self.addresses = np.array(layers, np.int64)
         self.compile()
-
-    @staticmethod
-    def is_whole(layer: DecoderLayer, width: int) -> bool:
-        """Return whether the outputs of the products are whole blocks of `width`."""
-        return all(len(module.weight) % width == 0 for module in layer.linears())
 
     def compile(self) -> None:
         """Compile the kernels that backends/cpu/compile.py does not compile for every model."""
 
-    def all_addresses(self, attention: NumbaAttention) -> np.ndarray:
-        layers = zip(self.model.layers, attention.kv_addresses, strict=True)
-        return np.array([(*addresses(layer), *kv) for layer, kv in layers], np.int64)
+    @property
+    def row_heads(self) -> int:
+        return self.config.num_heads + 2 * self.config.num_kv_heads
+
+    def buffer_sizes(self) -> tuple[int, int]:
+        """Return the numbers per row of the buffers `projected` and `mixed` of a step."""
+        return self.row_heads * self.config.head_dim, self.config.num_heads * self.config.head_dim
+
+    def layer_addresses(self, layer: Any, attention: NumbaAttention, find: Pointers) -> list[int]:
+        """Return the addresses of a layer for decode_layers."""
+        attn = layer.self_attn
+        norms = layer.input_layernorm, layer.post_attention_layernorm, *(attn.norms or (None, None))
+        addresses = [0 if weight is None else weight.data_ptr() for weight in norms]
+        addresses += attention.kv_addresses[attn.layer]
+        for module in layer.linears():
+            addresses += find(module)
+        return addresses
 
     def forward(self, batch: ForwardBatch, attention: NumbaAttention) -> Tensor:
         """Compute Qwen3.forward. Large steps and steps with torch's attention are left to it."""
@@ -179,16 +189,26 @@ class FusedLayers:
         by_torch = plan.chunks or plan.prefixes
         if by_torch or len(batch.input_ids) > PACKED_FOR:
             return model.forward(batch, attention)
-        x = F.embedding(batch.input_ids, model.embed_tokens)
-        residual = torch.zeros_like(x)
-        cos, sin = model.rotary.at(batch.positions)
-        tensors = (tensor.data_ptr() for tensor in (x, residual, cos, sin))
-        sizes = *x.shape, config.intermediate_size, config.num_heads
-        examples = self.example, self.weight_example
-        step = (*tensors, *sizes, config.rms_norm_eps, attention.shape, plan.slot_mapping,
-                plan.work, *examples, numba.get_num_threads())
-        self.decode(Step._make(step), batch)
-        return pointwise.add_rms_norm(x, residual, model.norm, config.rms_norm_eps)[0]
+        x = model.embed_tokens[batch.input_ids]
+        (rows, size), wide = x.shape, config.intermediate_size
+        projected, mixed = self.buffer_sizes()
+        row_bytes = self.code.product.row_bytes(max(size, mixed, wide))
+        buffers = [
+            torch.zeros_like(x),
+            *model.rotary.at(batch.positions),
+            *(x.new_empty(rows, number) for number in (projected, mixed, 2 * wide, wide)),
+            x.new_empty(rows * row_bytes, dtype=torch.uint8),
+        ]
+        sizes = rows, size, wide, config.num_heads, self.row_heads
+        work = plan.slot_mapping, plan.work, self.example, self.weight_example
+        step = Step._make(
+            (
+                *(tensor.data_ptr() for tensor in (x, *buffers)),
+                *(*sizes, config.rms_norm_eps, attention.shape, *work, numba.get_num_threads()),
+            )
+        )
+        self.decode(step, batch)
+        return pointwise.add_rms_norm(x, buffers[0], model.norm, config.rms_norm_eps)[0]
 
     def decode(self, step: Step, batch: ForwardBatch) -> None:
         decode_layers(self.code, step, self.addresses)
@@ -202,16 +222,13 @@ class UnitLinear:
     """Linear layers by the kernel of a unit, which reads the weights faster than oneDNN does."""
 
     def __init__(self, model: Qwen3, unit: Unit) -> None:
-        self.code = address_for(unit.linear_blocks, unit.linear_dtype, unit.linear_dtype)
-        self.width = unit.width
+        self.product = product_of(unit)
         fits: dict[Any, bool] = {}  # by shape, because confirming a layout takes a product
         # The keys are ids of modules. Modules as keys would form a cycle of references, which keeps
         # the weights in memory: they refer to the backend, and the backend to this object.
-        self.addresses: dict[int, int] = {}
+        self.addresses: dict[int, tuple[int, int, int]] = {}
         for module in model.linears():
-            # A bias is not padded.
-            whole = module.bias is None or len(module.weight) % unit.width == 0
-            if not isinstance(module.weight, Tensor) or not whole:
+            if not isinstance(module.weight, Tensor):
                 continue
             for pack in (None, repacked):
                 weight = pack(module.weight) if pack else module.weight
@@ -220,20 +237,18 @@ class UnitLinear:
                     fits[key] = is_packed_by(unit.width, weight)
                 if fits[key]:
                     module.weight = weight
-                    self.addresses[id(module)] = address(weight)
+                    bias = 0 if module.bias is None else module.bias.data_ptr()
+                    self.addresses[id(module)] = address(weight), 0, bias
                     break
 
+    def pointers(self, module: Linear) -> tuple[int, int, int]:
+        return self.addresses[id(module)]
+
     def __call__(self, x: Tensor, module: Linear) -> Tensor:
-        weight = self.addresses.get(id(module))
-        if weight is None or len(x) > PACKED_FOR:
+        found = self.addresses.get(id(module))
+        if found is None or len(x) > PACKED_FOR:
             return linear_by_torch(x, module)
-        x, bias = x.contiguous(), 0 if module.bias is None else module.bias.data_ptr()
-        outputs = len(module.weight)
-        blocks = -(-outputs // self.width)
-        out = x.new_empty((len(x), blocks * self.width))
-        arguments = x.data_ptr(), weight, bias, out.data_ptr(), *x.shape, out.shape[1]
-        in_parts(self.code, arguments, blocks, numba.get_num_threads())
-        return out[:, :outputs].contiguous()  # a copy if the last block is padded
+        return multiply(self.product, x, found, len(module.weight))
 
 
 def fuse_layers(
@@ -244,39 +259,17 @@ def fuse_layers(
     Outside fused layers, the unit computes all products of few rows whose weights it reads.
     """
     unit, dtype = attention.unit, model.backend.dtype
-    if unit.linear_dtype is not dtype:
+    modules = [module for layer in model.layers for module in layer.linears()]
+    find: Pointers = pointers
+    if not isinstance(modules[0].weight, Tensor) and hasattr(modules[0].weight, "product"):
+        product = modules[0].weight.product()
+    elif unit.linear_dtype is dtype:
+        model.backend.linear = linear = UnitLinear(model, unit)
+        if any(id(module) not in linear.addresses for module in modules):
+            return None
+        product, find = linear.product, linear.pointers
+    else:
         return None
-    model.backend.linear = linear = UnitLinear(model, unit)
     if layers is None or attention.cache.dtype is not dtype:
         return None
-    fits = all(id(m) in linear.addresses for layer in model.layers for m in layer.linears())
-    fits = fits and all(layers.is_whole(layer, unit.width) for layer in model.layers)
-    return layers(model, attention) if fits else None
-
-
-def pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def addresses(layer: DecoderLayer) -> list[int]:
-    """Return the first ten addresses of a layer for decode_layers, with 0 for a missing weight."""
-    attn = layer.self_attn
-    return [
-        pointer(layer.input_layernorm),
-        address(attn.qkv_proj.weight),
-        pointer(attn.qkv_proj.bias),
-        *(pointer(weight) for weight in attn.norms or (None, None)),
-        address(attn.o_proj.weight),
-        pointer(attn.o_proj.bias),
-        *second_half(layer),
-    ]
-
-
-def second_half(layer: DecoderLayer) -> list[int]:
-    """Return the addresses for `feed_forward`."""
-    mlp = layer.mlp
-    return [
-        pointer(layer.post_attention_layernorm),
-        address(mlp.gate_up_proj.weight),
-        address(mlp.down_proj.weight),
-    ]
+    return layers(model, attention, product, find)

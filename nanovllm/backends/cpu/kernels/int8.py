@@ -23,20 +23,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import get_num_threads
 from torch import Tensor
 from torch.nn import functional as F
 
 from nanovllm.backends.cpu.jit import compiled, has_feature
 from nanovllm.backends.cpu.kernels.llvm.dot import INT8, dot_pairs, dot_rows
-from nanovllm.backends.cpu.kernels.parallel import (
-    SERIAL_ELEMENTS,
-    address_for,
-    call_at,
-    code_at,
-    in_parts,
+from nanovllm.backends.cpu.kernels.parallel import address_for
+from nanovllm.backends.cpu.kernels.primitives import array, load_bias
+from nanovllm.backends.cpu.kernels.product import (
+    Product,
+    finish,
+    padded_inputs,
+    quantize_rows,
+    quantized_bytes,
 )
-from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE, array, from_float32, to_float32
 from nanovllm.backends.cpu.kernels.units import amx
 from nanovllm.backends.cpu.kernels.units.amx import (
     tile_config,
@@ -45,8 +45,7 @@ from nanovllm.backends.cpu.kernels.units.amx import (
     tile_release,
     tile_store,
 )
-from nanovllm.backends.int8 import INT8_MAX, MIN_ABSMAX, Int8Weight
-from nanovllm.models.layers import Linear
+from nanovllm.backends.int8 import Int8Weight
 
 f32, int32 = np.float32, np.int32
 OUTPUTS = 64  # of a block of weights
@@ -76,6 +75,9 @@ class PackedWeight(Int8Weight):
     @property
     def shape(self) -> torch.Size:
         return torch.Size((len(self.rows), self.inputs))
+
+    def product(self) -> Product:
+        return int8_product(self.dtype)
 
     def split(self, sizes: list[int]) -> Sequence[PackedWeight]:
         ends = np.cumsum(sizes).tolist()
@@ -184,113 +186,31 @@ tile: Any = (
     amx_tile if HAS_AMX else vnni_tile if HAS_VNNI else avx2_tile if HAS_AVX2 else plain_tile)
 
 
-@compiled(exact=True)
-def quantize_rows(x_ptr, values, scale, starts, size, group, offset, example, start, stop):
-    """Quantize rows [start, stop) of x [T, size] to values [T, I] int8, padded with zeros.
-
-    Set starts [T, ceil(size / group)] to -offset times the sum of the values of each group.
-    """
-    x = array(x_ptr, (len(scale), size), example)
-    for i in range(start, stop):
-        # As integers, the bits of magnitudes are in the same order, and the bits of NaN last.
-        bits = f32(MIN_ABSMAX).view(np.int32)
-        for c in range(size):
-            number = np.float32(to_float32(x[i, c])).view(np.int32)
-            bits = max(bits, int32(number & int32(0x7FFFFFFF)))
-        largest = int32(bits).view(np.float32)
-        inverse = f32(INT8_MAX) / largest
-        for g in range(starts.shape[1]):
-            total = int32(0)
-            for c in range(g * group, min(size, (g + 1) * group)):
-                value = int32(np.rint(to_float32(x[i, c]) * inverse))
-                values[i, c] = np.int8(value)
-                total = int32(total + value)
-            starts[i, g] = int32(-offset * total)
-        values[i, size:] = 0
-        scale[i] = largest * f32(1 / INT8_MAX)
-
-
-@compiled(exact=True)
-def scale_dequantized(sums, token_scale, scale, addend, out):
-    """Compute out [N] = sums * token_scale * scale + addend."""
-    for c in range(len(out)):
-        out[c] = from_float32(f32(sums[c]) * token_scale * scale[c] + addend[c], out[c])
-
-
-@compiled(exact=True)
-def product_blocks(values, token_scale, starts, weight_ptr, scale_ptr, bias_ptr, out_ptr,
-                   outputs, example, start, stop):
-    """Compute blocks [start, stop) of 64 outputs: values [T, I] int8 -> out [T, outputs]."""
-    tokens, size = values.shape
-    scale, out = array(scale_ptr, (outputs,), f32(0)), array(out_ptr, (tokens, outputs), example)
-    bias = array(bias_ptr, (outputs,), example)
+@compiled()
+def product_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, outputs, example,
+                   start, stop):
+    """Compute blocks of 64 outputs, as product.py describes."""
+    size, stride = padded_inputs(inputs, 0), quantized_bytes(inputs, 0)
+    scale, out = array(scale_ptr, (outputs,), f32(0)), array(out_ptr, (rows, outputs), example)
     sums, addend = np.empty((TOKENS, OUTPUTS), np.int32), np.zeros(OUTPUTS, f32)
-    for first in range(0, tokens, TOKEN_BLOCK):
-        last = min(first + TOKEN_BLOCK, tokens)
+    for first in range(0, rows, TOKEN_BLOCK):
+        last = min(first + TOKEN_BLOCK, rows)
         for block in range(start, stop):
             weight, o = weight_ptr + block * OUTPUTS * size, block * OUTPUTS
-            if bias_ptr != 0:
-                for c in range(min(OUTPUTS, outputs - o)):
-                    addend[c] = to_float32(bias[o + c])
+            count = min(OUTPUTS, outputs - o)
+            load_bias(bias_ptr, o, addend[:count], example)
             for t in range(first, last, TOKENS):
-                rows = min(TOKENS, last - t)
-                for i in range(rows):
-                    sums[i] = starts[t + i, 0]
-                sums_ptr, x = np.int64(sums.ctypes.data), np.int64(values.ctypes.data) + t * size
-                tile(sums_ptr, x, weight, size // 4, size, rows)
-                for i in range(rows):
-                    scale_dequantized(
-                        sums[i], token_scale[t + i], scale[o:], addend,
-                        out[t + i, o : o + OUTPUTS])
-
-
-@compiled()
-def quantize_tokens(code, x_ptr, tokens, size, group, offset, example, parts):
-    """Return (values, scale, starts) of x [tokens, size]. `code`: the address of quantize_rows.
-
-    `group` inputs of a weight share a scale, or all; it is a multiple of 4. `offset` is what makes
-    values unsigned.
-    """
-    groups = (size + group - 1) // group
-    values = np.empty((tokens, groups * group), np.int8)
-    token_scale, starts = np.empty(tokens, f32), np.empty((tokens, groups), np.int32)
-    rows = (x_ptr, values, token_scale, starts, size, group, offset, example)
-    if tokens * size <= SERIAL_ELEMENTS:
-        call_at(code_at(code, rows), (*rows, np.int64(0), tokens))
-    else:
-        in_parts(code, rows, tokens, parts)
-    return values, token_scale, starts
-
-
-@compiled()
-def product(code, x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, tokens, size, outputs, group,
-            offset, width, example, parts):
-    """Compute out [tokens, outputs] in blocks of `width` outputs. See also quantize_tokens.
-
-    `code` has the addresses of quantize_rows and of a kernel like product_blocks.
-    """
-    quantize, blocks = code
-    values, token_scale, starts = quantize_tokens(quantize, x_ptr, tokens, size, group, offset,
-                                                  example, parts)
-    arguments = (values, token_scale, starts, weight_ptr, scale_ptr, bias_ptr, out_ptr, outputs,
-                 example)
-    in_parts(blocks, arguments, (outputs + width - 1) // width, parts)
+                x, tokens = x_ptr + t * stride, min(TOKENS, last - t)
+                for i in range(tokens):
+                    sums[i] = array(x + i * stride + size + 4, (1,), int32(0))[0]
+                tile(np.int64(sums.ctypes.data), x, weight, size // 4, stride, tokens)
+                for i in range(tokens):
+                    token_scale = array(x + i * stride + size, (1,), f32(0))[0]
+                    finish(sums[i], token_scale, scale[o:], addend, out[t + i, o : o + count])
 
 
 @cache
-def code(dtype: torch.dtype) -> tuple[int, ...]:
-    """Return the addresses of the kernels that `product` calls."""
-    return tuple(address_for(kernel, dtype, dtype) for kernel in (quantize_rows, product_blocks))
-
-
-def linear(x: Tensor, module: Linear) -> Tensor:
-    """Return x [T, I] in float32 or bfloat16 times the weight: [T, O]."""
-    weight, bias = module.weight, module.bias
-    outputs, inputs = weight.shape
-    out = x.new_empty((len(x), outputs))
-    addresses = (x.data_ptr(), weight.values.data_ptr(), weight.scale.data_ptr(),
-                 0 if bias is None else bias.data_ptr(), out.data_ptr())
-    group = -(-inputs // 4) * 4  # one scale for all inputs
-    sizes = len(x), inputs, outputs, group, 128, OUTPUTS
-    product(code(x.dtype), *addresses, *sizes, DTYPE_EXAMPLE[x.dtype], get_num_threads())
-    return out
+def int8_product(dtype: torch.dtype) -> Product:
+    """Return how weights of this file are multiplied with rows of a dtype."""
+    quantize, blocks = (address_for(k, dtype, dtype) for k in (quantize_rows, product_blocks))
+    return Product(blocks, OUTPUTS, quantize, group=0, offset=128)

@@ -17,6 +17,7 @@ D head size, B slots per block, E hidden size, F intermediate size, R rows of lo
 """
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from nanovllm.backends.cpu.jit import compiled
@@ -31,7 +32,6 @@ from nanovllm.backends.cpu.kernels.primitives import (
     to_float32,
 )
 from nanovllm.backends.cpu.linear import new_padded
-from nanovllm.models.layers import add_rms_norm as plain_add_rms_norm
 
 
 @compiled()
@@ -65,12 +65,9 @@ def silu_and_mul_rows(x_ptr, out_ptr, rows, size, example, start, stop):
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor,
                  eps: float) -> tuple[Tensor, Tensor]:
-    """Return (RMSNorm(x + residual) * weight, x + residual), in place if residual is given.
-
-    x, residual [T, E].
-    """
+    """Return (RMSNorm(x + residual) * weight, x + residual), in place. x, residual [T, E]."""
     if residual is None:
-        return plain_add_rms_norm(x, residual, weight, eps)
+        residual = torch.zeros_like(x)
     rows, size = x.shape
     addresses = x.data_ptr(), residual.data_ptr(), weight.data_ptr()
     examples = DTYPE_EXAMPLE[x.dtype], DTYPE_EXAMPLE[weight.dtype]
@@ -90,9 +87,12 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 @compiled()
 def norm_rope_store_rows(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr,
-                         slot_mapping, num_blocks, num_kv_heads, block_size, dim, num_heads, eps,
-                         example, weight_example, cache_example, k_scale, v_scale, start, stop):
-    """Normalize and rotate q and k of qkv [T, H + 2K, D] in place, and store k and v in the cache.
+                         slot_mapping, num_blocks, num_kv_heads, block_size, dim, num_heads,
+                         row_heads, eps, example, weight_example, cache_example, k_scale, v_scale,
+                         start, stop):
+    """Normalize and rotate q and k of qkv in place, and store k and v in the cache.
+
+    qkv [T, row_heads, D] has H heads of q, K of k, K of v, and maybe more.
 
     q_norm, k_norm [D], or 0 without a norm; cos, sin [T, D] of RotaryEmbedding; slot_mapping [T];
     k and v [num_blocks, K, B, D] are caches. The scales are 1 unless the caches are in fp8. With
@@ -100,7 +100,7 @@ def norm_rope_store_rows(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_pt
     become what the cache holds.
     """
     shape, half, tokens = (num_blocks, num_kv_heads, block_size, dim), dim // 2, len(slot_mapping)
-    qkv = array(qkv_ptr, (tokens, num_heads + 2 * num_kv_heads, dim), example)
+    qkv = array(qkv_ptr, (tokens, row_heads, dim), example)
     cos, sin = array(cos_ptr, (tokens, dim), example), array(sin_ptr, (tokens, dim), example)
     k_cache, v_cache = array(k_ptr, shape, cache_example), array(v_ptr, shape, cache_example)
     row = np.empty(dim, f32)

@@ -41,7 +41,6 @@ from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.weights import CheckpointTensor
 from nanovllm.plan import Runner, StepOutput, StepPlan
-from nanovllm.runner.single_rank import SingleRank
 from nanovllm.utils.log import logger
 
 # If a rank is idle for this long, the others fail. If it fails or is killed, they fail at once.
@@ -49,7 +48,7 @@ TIMEOUT = timedelta(minutes=5)
 DOWNLOAD_TIMEOUT = timedelta(days=1)  # for ranks that wait while rank 0 downloads
 
 
-class Ranks(SingleRank):
+class Ranks:
     """The connections of this rank to the others: `host` between CPUs, `device` between devices."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -98,14 +97,17 @@ class Ranks(SingleRank):
         return int(smallest)
 
     def config_of_rank(self, full_config: ModelConfig) -> ModelConfig:
+        """Return the config of this rank's part of the model."""
         return config_of_rank(full_config, self.size)
 
     def tensors_of_rank(
         self, tensors: Iterable[CheckpointTensor], full_config: ModelConfig
-    ) -> Iterable[CheckpointTensor]:
+    ) -> Iterator[CheckpointTensor]:
+        """Return the tensors of this rank's part, with the slices of the checkpoint to load."""
         return tensors_of_rank(tensors, full_config, self.rank, self.size)
 
     def agreeing(self, runner: Runner) -> Runner:
+        """Return a runner that launches a step only if all ranks have planned the same step."""
         return AgreeingRunner(runner, self)
 
     def agree(self, what: str, text: str) -> None:

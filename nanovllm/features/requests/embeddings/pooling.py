@@ -11,19 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from nanovllm.engine.request import Request, first_sequence
+from nanovllm.engine.request import Request, Task
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.task import Ending, Task
 from nanovllm.outputs import RequestMetrics
 from nanovllm.plan import ResultKind, RowResult
-from nanovllm.utils.checks import Positive, check_scalars
+from nanovllm.utils.checks import KnownFields, Positive, check_scalars
 
 if TYPE_CHECKING:
     from nanovllm.engine.input_processor import InputProcessor
 
 
 @dataclass(slots=True)
-class PoolingParams:
+class PoolingParams(KnownFields):
     """Parameters of an embedding. None uses the setting of the checkpoint, or else the default.
 
     Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value. The fields
@@ -137,23 +136,17 @@ class Embedding(Task):
         self.input_processor.check_length(num_tokens, self.input_processor.max_model_len)
         return num_tokens
 
-    def start(self, request: Request, token_ids: list[int], max_length: int) -> Sequence:
-        request.state = []  # the embedding
-        return first_sequence(request, token_ids, max_length)
-
-    def receive(self, request: Request, seq: Sequence, result: RowResult) -> Ending | None:
+    def receive(self, request: Request, seq: Sequence, result: RowResult) -> None:
         if result.hidden_state:
             request.state = self.params.pool(result.hidden_state)
-            return Ending("stop")
-        return None
+            seq.finish_reason = "stop"
 
     def output(self, request: Request) -> EmbeddingRequestOutput:
         seq = request.samples[0].seq
-        request.metrics.num_preemptions = seq.preemptions
         return EmbeddingRequestOutput(
             request.request_id,
             seq.token_ids,
-            EmbeddingOutput(request.state),
+            EmbeddingOutput(request.state or []),
             True,
             seq.num_cached_tokens,
             request.metrics,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.plan import LogitRules
 from nanovllm.sampling_params import SamplingParams
@@ -17,9 +15,10 @@ def make_rules(
     input_processor.check_vocabulary("logit_bias has", bias)
     input_processor.check_vocabulary("allowed_token_ids has", params.allowed_token_ids)
     stops = tuple(sorted(stop_token_ids))
-    grammar: Any = None
+    grammar = None
     if params.structured_outputs is not None:
-        grammar = input_processor.compile_grammar(params.structured_outputs, stops)
+        assert input_processor.grammars is not None, "make_engine sets it"
+        grammar = input_processor.grammars.compile(params.structured_outputs, list(stops))
     allowed = params.allowed_token_ids
     rules = LogitRules(
         presence_penalty=params.presence_penalty,
@@ -30,7 +29,7 @@ def make_rules(
         bad_words=bad_words(params, input_processor),
         min_tokens=min(params.min_tokens, input_processor.max_model_len),
         stops=stops if params.min_tokens else (),
-        logprobs=input_processor.num_logprobs("logprobs", params.logprobs),
+        logprobs=num_logprobs(input_processor, "logprobs", params.logprobs),
         logits_processors=tuple(params.logits_processors or ()),
         grammar=grammar,
     )
@@ -53,3 +52,18 @@ def bad_words(
             input_processor.check_vocabulary(what, ids)
             phrases.add(tuple(ids))
     return tuple(sorted(phrases))
+
+
+def num_logprobs(input_processor: InputProcessor, name: str, value: int | None) -> int | None:
+    """Return how many log-probabilities a field requests. Raises ValueError for too many."""
+    if value is None:
+        return None
+    size, limit = input_processor.vocab_size, input_processor.max_logprobs
+    limit = size if limit == -1 else min(size, limit)
+    num = size if value == -1 else value
+    if num > limit:
+        raise ValueError(
+            f"{name}={value} is more than max_logprobs={limit}; ask for fewer (-1 is the whole "
+            f"vocabulary of {size}), or give LLM() a larger max_logprobs (-1: no limit)"
+        )
+    return num

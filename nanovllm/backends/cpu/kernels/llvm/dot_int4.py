@@ -21,11 +21,11 @@ OUTPUTS, GROUP = 16, 32
 
 
 @intrinsic(prefer_literal=True)
-def int4_rows(typing, lanes, rows, x, starts, weight, scale, groups, out):
+def int4_rows(typing, lanes, rows, x, stride, weight, scale, groups, out):
     """out [rows, 16] float32 = sum over groups of scale * (start + x values).
 
-    lanes and rows are literals, all others addresses or sizes: x [rows, groups, 32] int8, starts
-    [rows, groups] int32, weight [groups, 4, 16] int32, scale [groups, 16] float16. With 16 lanes
+    lanes and rows are literals, all others addresses or sizes: x has the rows of `quantize_rows`,
+    `stride` bytes apart, weight [groups, 4, 16] int32, scale [groups, 16] float16. With 16 lanes
     the instruction is vpdpbusd (VNNI). With 8 lanes it is vpmaddubsw (AVX2), whose sums of 16 bits
     hold the 16 products of a group that belong to them: 16 * 15 * 127 < 2^15.
     """
@@ -54,7 +54,7 @@ def int4_rows(typing, lanes, rows, x, starts, weight, scale, groups, out):
         ones = ir.Constant(words, [1] * 2 * num_lanes)
         return builder.add(start, call(builder, "x86.avx2.pmadd.wd", numbers, total, ones))
 
-    def emit(builder, _lanes, _rows, x, starts, weight, scale, groups, out):
+    def emit(builder, _lanes, _rows, x, stride, weight, scale, groups, out):
         mask = ir.Constant(numbers, [0x0F0F0F0F] * num_lanes)
         four = ir.Constant(numbers, [4] * num_lanes)
         for part in range(OUTPUTS // num_lanes):
@@ -75,13 +75,15 @@ def int4_rows(typing, lanes, rows, x, starts, weight, scale, groups, out):
                 stored = builder.load(element(builder, scale, number, 2, halves), align=2)
                 group_scale = builder.fpext(stored, floats)
                 for row, total in enumerate(totals):
-                    index = builder.add(builder.mul(INT(row), groups), loop.index)
-                    number = builder.load(element(builder, starts, index, 4, INT32), align=4)
+                    values = builder.add(x, builder.mul(INT(row), stride))
+                    starts = builder.add(builder.mul(groups, INT(GROUP)), INT(4))
+                    starts = builder.add(values, starts)  # after the values and their scale
+                    number = builder.load(element(builder, starts, loop.index, 4, INT32), align=4)
                     start = splat(builder, number)
                     pairs = []
                     for p, w in enumerate(low + high):
-                        at = builder.add(builder.mul(index, INT(GROUP // 4)), INT(p))
-                        four_numbers = builder.load(element(builder, x, at, 4, INT32), align=4)
+                        at = builder.add(builder.mul(loop.index, INT(GROUP // 4)), INT(p))
+                        four_numbers = builder.load(element(builder, values, at, 4, INT32), align=4)
                         pairs.append((w, splat(builder, four_numbers)))
                     exact = builder.sitofp(integer_sum(builder, start, pairs), floats)
                     suffix = f"fma.v{num_lanes}f32"
@@ -91,5 +93,5 @@ def int4_rows(typing, lanes, rows, x, starts, weight, scale, groups, out):
                 place = element(builder, out, INT(row * OUTPUTS + offset), 4, floats)
                 builder.store(builder.load(total), place, align=4)
 
-    signature = types.void(lanes, rows, x, starts, weight, scale, groups, out)
+    signature = types.void(lanes, rows, x, stride, weight, scale, groups, out)
     return signature, without_result(emit)

@@ -25,9 +25,9 @@ from nanovllm.backends.cpu.kernels.primitives import (
     exp,
     f32,
     from_float32,
+    load_bias,
     maximum,
     prefetch_range,
-    to_float32,
 )
 from nanovllm.backends.cpu.kernels.units.any import (
     MAX_ROWS,
@@ -244,10 +244,9 @@ def attend_groups(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_
 
 
 @compiled()
-def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, start, stop):
-    """Compute blocks [start, stop) of 32 outputs of out = x W^T + bias by AMX.
-
-    x [rows, inputs], out [rows, outputs].
+def linear_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, outputs, example,
+                  start, stop):
+    """Compute blocks of 32 outputs by AMX, as kernels/product.py describes.
 
     oneDNN packs W as [outputs / 32, inputs / 2, 32, 2], which puts two tiles B side by side:
 
@@ -261,7 +260,7 @@ def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, s
     computed at a time: each tile of x serves both, and memory is read at two places, which is
     faster than at one. Tiles 0 to 3 accumulate.
     """
-    out = array(out_ptr, (rows, outputs // 32, 32), BFLOAT16)
+    out = array(out_ptr, (rows, outputs), BFLOAT16)
     panels = (rows + 2 * TILE_ROWS - 1) // (2 * TILE_ROWS)
     two_sets = rows > TILE_ROWS
     height = (rows + 2 * panels - 1) // (2 * panels) if two_sets else rows
@@ -308,12 +307,12 @@ def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, s
             tile_store(3, acc_ptr + half_bytes + 64, 128)
             for half in range(2):
                 begin, column = (second, other_block) if half else (first, block)
-                if bias_ptr != 0:
-                    for c in range(32):
-                        bias[c] = to_float32(array(bias_ptr, (outputs,), BFLOAT16)[32 * column + c])
+                o = WIDTH * column
+                count = min(WIDTH, outputs - o)
+                load_bias(bias_ptr, o, bias[:count], BFLOAT16)
                 for i in range(height):
-                    total, row = acc[half, i], out[begin + i, column]
-                    for c in range(32):
+                    total, row = acc[half, i], out[begin + i, o : o + count]
+                    for c in range(count):
                         row[c] = from_float32(total[c] + bias[c], BFLOAT16)
     tile_release()
 

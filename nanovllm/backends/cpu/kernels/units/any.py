@@ -20,6 +20,7 @@ from nanovllm.backends.cpu.kernels.primitives import (
     exp,
     f32,
     from_float32,
+    load_bias,
     maximum,
     to_float32,
 )
@@ -187,10 +188,9 @@ def attend_groups(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_
 
 
 @compiled()
-def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, start, stop):
-    """Compute blocks [start, stop) of 64 outputs of out = x W^T + bias in float32.
-
-    x [rows, inputs], out [rows, outputs].
+def linear_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, outputs, example,
+                  start, stop):
+    """Compute blocks of 64 outputs in float32, as kernels/product.py describes.
 
     oneDNN packs W as [outputs / 64, inputs, 64]. The sums of up to 6 rows and 16 outputs fit into
     the 16 registers of AVX2. The rows of x are divided into panels of the same height, and the last
@@ -201,7 +201,7 @@ def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, s
     together prefetch the next ones, one line in each step, to keep memory busy meanwhile. For one
     row the processor's own prefetching is faster.
     """
-    out = array(out_ptr, (rows, outputs // WIDTH, WIDTH), f32(0))
+    out = array(out_ptr, (rows, outputs), f32(0))
     height = 1 if rows == 1 else 4 if rows <= 4 or 7 <= rows <= 8 else 6
     panels = (rows + height - 1) // height
     columns = 64 if height == 1 else 16  # outputs at a time
@@ -214,9 +214,9 @@ def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, s
                 packed[panel, i, r] = x[row, i]
     acc, bias = np.empty((panels * height, WIDTH), f32), np.zeros(WIDTH, f32)
     for block in range(start, stop):
-        if bias_ptr != 0:
-            for c in range(WIDTH):
-                bias[c] = array(bias_ptr, (outputs,), f32(0))[WIDTH * block + c]
+        o = WIDTH * block
+        count = min(WIDTH, outputs - o)
+        load_bias(bias_ptr, o, bias[:count], f32(0))
         for r in range(panels * height):
             for c in range(WIDTH):
                 acc[r, c] = bias[c]
@@ -237,20 +237,19 @@ def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, s
                         dot_rows(FLOAT32, 1, 4, 1, x_panel, w, steps, to, (0, 0, 0))
                     ahead += stride * steps
         for row in range(rows):
-            result = out[row, block]
-            for c in range(WIDTH):
-                result[c] = acc[row, c]
+            for c in range(count):
+                out[row, o + c] = acc[row, c]
 
 
 @compiled()
-def attend(qkv_ptr, rows, out_ptr, num_heads, k_ptr, v_ptr, shape, work, example, cache_example,
-           attend_groups_at, parts):
-    """Compute the AttentionWork `work`: qkv [rows, H + 2K, D] -> out [rows, H, D].
+def attend(qkv_ptr, rows, row_heads, out_ptr, num_heads, k_ptr, v_ptr, shape, work, example,
+           cache_example, attend_groups_at, parts):
+    """Compute the AttentionWork `work`: qkv [rows, row_heads, D] -> out [rows, H, D].
 
     attend_groups_at is the address of a unit's attend_groups.
     """
     num_kv_heads, dim = shape[1], shape[3]
-    qkv = array(qkv_ptr, (rows, num_heads + 2 * num_kv_heads, dim), example)
+    qkv = array(qkv_ptr, (rows, row_heads, dim), example)
     out = array(out_ptr, (rows, num_heads, dim), example)
     k_cache, v_cache = array(k_ptr, shape, cache_example), array(v_ptr, shape, cache_example)
     for is_prefix in (True, False):

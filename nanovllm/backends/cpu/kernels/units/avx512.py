@@ -18,6 +18,7 @@ from nanovllm.backends.cpu.kernels.primitives import (
     exp,
     f32,
     from_float32,
+    load_bias,
     to_float32,
 )
 from nanovllm.backends.cpu.kernels.units.any import Unit, count_queries, kv_address
@@ -36,10 +37,9 @@ MIN_ROWS = 8
 
 
 @compiled()
-def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, start, stop):
-    """Compute blocks [start, stop) of 64 outputs of out = x W^T + bias.
-
-    x [rows, inputs], out [rows, outputs].
+def linear_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, outputs, example,
+                  start, stop):
+    """Compute blocks of 64 outputs, as kernels/product.py describes.
 
     oneDNN packs W as [outputs / 64, inputs / 2, 64, 2]. The rows of x are divided into panels of
     the same height, so the last panel may start early and compute some rows again.
@@ -48,16 +48,16 @@ def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, s
     from the cache. To keep memory busy meanwhile, the panels share the prefetch of the next 8 kB:
     two or three take half each, four and more a quarter each.
     """
-    out = array(out_ptr, (rows, outputs // WIDTH, WIDTH), BFLOAT16)
+    out = array(out_ptr, (rows, outputs), BFLOAT16)
     height = 1 if rows < 2 else 2 if rows < 4 else 4 if rows == 5 or rows % 4 == 0 else 6
     panels = (rows + height - 1) // height
     span = inputs if panels == 1 else INPUTS
     lines = (panels + 3) // panels  # of the four cache lines of a step, what a panel prefetches
     acc, bias = np.empty((panels * height, WIDTH), f32), np.zeros(WIDTH, f32)
     for block in range(start, stop):
-        if bias_ptr != 0:
-            for c in range(WIDTH):
-                bias[c] = to_float32(array(bias_ptr, (outputs,), BFLOAT16)[WIDTH * block + c])
+        o = WIDTH * block
+        count = min(WIDTH, outputs - o)
+        load_bias(bias_ptr, o, bias[:count], BFLOAT16)
         # The error message of `acc[:] = bias` would take seconds to compile.
         for i in range(panels * height):
             for c in range(WIDTH):
@@ -84,8 +84,8 @@ def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, s
         for panel in range(panels):
             row = min(panel * height, rows - height)
             for i in range(height):
-                result = out[row + i, block]
-                for c in range(WIDTH):
+                result = out[row + i, o : o + count]
+                for c in range(count):
                     result[c] = from_float32(acc[panel * height + i, c], BFLOAT16)
 
 

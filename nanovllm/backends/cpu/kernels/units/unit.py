@@ -1,7 +1,9 @@
-"""Selects the unit of this processor from any.py, avx512.py and amx.py."""
+"""Selects the unit of this processor from any.py, avx512.py and amx.py, and its product."""
 
 import torch
 
+from nanovllm.backends.cpu.kernels.parallel import address_for
+from nanovllm.backends.cpu.kernels.product import Product
 from nanovllm.backends.cpu.kernels.units.amx import AMX
 from nanovllm.backends.cpu.kernels.units.any import ANY, Unit
 from nanovllm.backends.cpu.kernels.units.avx512 import AVX512
@@ -20,3 +22,9 @@ def select_unit(cache_dtype: torch.dtype, group_size: int, block_size: int, head
     """Return the first unit that fits."""
     fitting = (unit for unit in units(cache_dtype) if unit.fits(group_size, block_size, head_dim))
     return next(fitting)
+
+
+def product_of(unit: Unit) -> Product:
+    """Return how the unit multiplies packed weights."""
+    dtype = unit.linear_dtype
+    return Product(address_for(unit.linear_blocks, dtype, dtype), unit.width)

@@ -10,9 +10,9 @@ from tokenizers import Tokenizer, decoders, models
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.engine.input_processor import InputProcessor
-from nanovllm.engine.request import Progress, Request
-from nanovllm.engine.sampling import Sampling, read_stream
-from nanovllm.outputs import RequestMetrics
+from nanovllm.engine.request import Progress, Request, Sample
+from nanovllm.engine.sampling import Sampling
+from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import RowResult
 
 
@@ -113,17 +113,17 @@ def test_stop_strings_in_one_token(stop: list[str], text: str, reason: str) -> N
             inputs = InputProcessor(tokenizer, 99, 99, frozenset(), SamplingParams(), 0)
             params = SamplingParams(stop=stop, include_stop_str_in_output=include)
             task = Sampling(inputs, params)
-            request = Request("0", 0, task, None, RequestMetrics(0.0), False, True, Progress())
-            seq = task.start(request, [0], 99)
-            streamed, found = "", None
+            seq = Sequence("0", 0, [0], 1, 99)
+            request = Request(task, None, Progress(), stream=True, samples=[Sample(seq)])
+            task.start(request)
+            streamed = ""
             for token in range(len(pieces)):
                 seq.token_ids.append(token)
-                if (ending := task.receive(request, seq, RowResult())) is not None:
-                    seq.finish_reason, found = ending
-                streamed += "".join(new.text for new in read_stream(request, 0))
-                if found:
+                task.receive(request, seq, RowResult())
+                streamed += "".join(new.text for new in task.read_stream(request))
+                if seq.finish_reason is not None:
                     break
-            assert found == reason
+            assert (seq.finish_reason, seq.stop_reason) == ("stop", reason)
             assert streamed == request.samples[0].text == text + reason * include
 
 

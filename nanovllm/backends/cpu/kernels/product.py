@@ -1,0 +1,144 @@
+"""Products of rows with packed weights. All kernels of blocks, one per kind of weight, are alike:
+
+    (x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, outputs, example, start, stop)
+
+computes blocks [start, stop) of out [rows, outputs] = x W^T + bias. scale_ptr and bias_ptr may
+be 0. In float32 and bfloat16 the kernel is `linear_blocks` of a unit, and x is [rows, inputs]. The
+kernels of int8.py and int4.py read the rows that `quantize_rows` makes of x.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numba import get_num_threads
+from torch import Tensor
+
+from nanovllm.backends.cpu.jit import compiled
+from nanovllm.backends.cpu.kernels.parallel import call_at, code_at, in_parts
+from nanovllm.backends.cpu.kernels.primitives import (
+    DTYPE_EXAMPLE,
+    array,
+    f32,
+    from_float32,
+    int32,
+    to_float32,
+)
+from nanovllm.backends.int8 import INT8_MAX, MIN_ABSMAX
+from nanovllm.models.layers import Linear
+
+# The calling thread quantizes up to this many numbers alone.
+SERIAL_ELEMENTS = 1 << 15
+
+
+class Product(NamedTuple):
+    """How packed weights of one kind are multiplied."""
+
+    blocks: int  # the address of the kernel of blocks
+    width: int  # outputs of a block
+    quantize: int = 0  # the address of quantize_rows, or 0
+    group: int = 0  # inputs whose weights share a scale, a multiple of 4; 0 for all inputs
+    offset: int = 0  # what makes the stored weights unsigned
+
+    def row_bytes(self, inputs: int) -> int:
+        """Return the bytes of a quantized row, or 0 if rows are not quantized."""
+        return quantized_bytes(inputs, self.group) if self.quantize else 0
+
+
+@compiled()
+def padded_inputs(inputs, group):
+    """Return the number of values of a quantized row."""
+    group = group if group > 0 else 4
+    return (inputs + group - 1) // group * group
+
+
+@compiled()
+def quantized_bytes(inputs, group):
+    """Return the bytes of a quantized row: its values, its scale and `starts`, in cache lines."""
+    size = padded_inputs(inputs, group)
+    return (size + 4 + 4 * (size // group if group > 0 else 1) + 63) // 64 * 64
+
+
+@compiled(exact=True)
+def quantize_rows(x_ptr, out_ptr, rows, inputs, group, offset, example, start, stop):
+    """Quantize rows [start, stop) of x [rows, inputs].
+
+    A row of the result has the values [I] int8, padded with zeros, their scale in float32, and
+    `starts` [I / group] int32: -offset times the sum of the values of each group.
+    """
+    size, stride = padded_inputs(inputs, group), quantized_bytes(inputs, group)
+    group = group if group > 0 else size
+    x = array(x_ptr, (rows, inputs), example)
+    for i in range(start, stop):
+        values = array(out_ptr + i * stride, (size,), np.int8(0))
+        scale = array(out_ptr + i * stride + size, (1,), f32(0))
+        starts = array(out_ptr + i * stride + size + 4, (size // group,), int32(0))
+        # As integers, the bits of magnitudes are in the same order, and the bits of NaN last.
+        bits = f32(MIN_ABSMAX).view(np.int32)
+        for c in range(inputs):
+            number = np.float32(to_float32(x[i, c])).view(np.int32)
+            bits = max(bits, int32(number & int32(0x7FFFFFFF)))
+        largest = int32(bits).view(np.float32)
+        inverse = f32(INT8_MAX) / largest
+        for g in range(len(starts)):
+            total = int32(0)
+            for c in range(g * group, min(inputs, (g + 1) * group)):
+                value = int32(np.rint(to_float32(x[i, c]) * inverse))
+                values[c] = np.int8(value)
+                total = int32(total + value)
+            starts[g] = int32(-offset * total)
+        values[inputs:] = 0
+        scale[0] = largest * f32(1 / INT8_MAX)
+
+
+@compiled()
+def quantized(code, x_ptr, rows, inputs, work_ptr, example, parts):
+    """Return the address of the rows that code.blocks reads: x itself, or quantized at `work`."""
+    if code.quantize == 0:
+        return x_ptr
+    arguments = (x_ptr, work_ptr, rows, inputs, code.group, code.offset, example)
+    if rows * inputs <= SERIAL_ELEMENTS:
+        call_at(code_at(code.quantize, arguments), (*arguments, np.int64(0), rows))
+    else:
+        in_parts(code.quantize, arguments, rows, parts)
+    return work_ptr
+
+
+@compiled()
+def product(code, x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, outputs, work_ptr,
+            example, parts):
+    """Compute out [rows, outputs] = x W^T + bias of x [rows, inputs]. `work` has quantized rows."""
+    x_ptr = quantized(code, x_ptr, rows, inputs, work_ptr, example, parts)
+    arguments = (x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, outputs, example)
+    in_parts(code.blocks, arguments, (outputs + code.width - 1) // code.width, parts)
+
+
+@compiled(exact=True)
+def finish(sums, token_scale, scale, addend, out):
+    """Compute out [N] = sums * token_scale * scale + addend."""
+    for c in range(len(out)):
+        out[c] = from_float32(f32(sums[c]) * token_scale * scale[c] + addend[c], out[c])
+
+
+def multiply(code: Product, x: Tensor, pointers: tuple[int, int, int], outputs: int) -> Tensor:
+    """Return x [T, I] times a weight: [T, O]. `pointers`: to the weight, its scale and the bias."""
+    x = x.contiguous()
+    rows, inputs = x.shape
+    out = x.new_empty((rows, outputs))
+    work = torch.empty(rows * code.row_bytes(inputs), dtype=torch.uint8)
+    sizes = rows, inputs, outputs, work.data_ptr()
+    product(code, x.data_ptr(), *pointers, out.data_ptr(), *sizes, DTYPE_EXAMPLE[x.dtype],
+            get_num_threads())
+    return out
+
+
+def linear(x: Tensor, module: Linear) -> Tensor:
+    """Return x [T, I] in float32 or bfloat16 times a weight in int8 or int4: [T, O]."""
+    return multiply(module.weight.product(), x, pointers(module), len(module.weight.rows))
+
+
+def pointers(module: Linear) -> tuple[int, int, int]:
+    """Return the addresses of a weight in int8 or int4, its scale and the bias."""
+    weight, bias = module.weight, module.bias
+    addresses = weight.values.data_ptr(), weight.scale.data_ptr()
+    return *addresses, 0 if bias is None else bias.data_ptr()

@@ -1,0 +1,96 @@
+"""The calls of LLM that do not generate text by sampling: beams, embeddings, log-likelihoods."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.request import Request
+from nanovllm.features.requests.beam_search import BeamSearchOutput
+from nanovllm.features.requests.embeddings.pooling import EmbeddingRequestOutput, PoolingParams
+from nanovllm.features.requests.loglikelihood import LoglikelihoodOutput, tokenize_pairs
+from nanovllm.inputs import Prompt, ShowProgress, pair_up
+from nanovllm.sampling_params import BeamSearchParams
+
+
+class OptionalCalls(ABC):
+    """The base class of LLM."""
+
+    engine: LLMEngine
+
+    @abstractmethod
+    def _run(
+        self, pairs: list[tuple[Prompt, Any]], use_tqdm: ShowProgress, what: str
+    ) -> list[Request]: ...
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams],
+        use_tqdm: ShowProgress = True,
+    ) -> list[BeamSearchOutput]:
+        """Search for the most likely outputs of the prompts; see beam_search.py.
+
+        params: one for all prompts, or one for each.
+
+        Returns one result per prompt. Its `sequences` are sorted, the best first. Prompts, errors
+        and Ctrl-C are as in `generate`.
+        """
+        pairs = pair_up(prompts, params, BeamSearchParams, "params", optional=False)
+        requests = self._run(pairs, use_tqdm, "Searching")
+        for request in requests:
+            if request.error is not None:
+                raise request.error
+        return [request.output for request in requests]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: ShowProgress = True,
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        prompt_name: str | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the embedding of each prompt: the last token's final hidden state, normalized.
+
+        prompts: as in `generate`; each may have up to max_model_len tokens.
+        pooling_params: one for all prompts, or one for each. The next three arguments are its
+            fields and can be passed instead. None uses the setting of the checkpoint.
+
+        Raises ArithmeticError if the model computed NaN. Other errors are as in `generate`.
+        """
+        fields = PoolingParams(dimensions, normalize, prompt_name)
+        if pooling_params is None:
+            pooling_params = fields
+        elif fields != PoolingParams():
+            raise TypeError("pass either pooling_params or its fields, not both")
+        pairs = pair_up(prompts, pooling_params, PoolingParams, "pooling_params")
+        return unaborted(self._run(pairs, use_tqdm, "Embedding"))
+
+    def loglikelihood(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: Prompt | Sequence[Prompt],
+        use_tqdm: ShowProgress = True,
+    ) -> list[LoglikelihoodOutput]:
+        """Return the log-likelihood of each continuation after its prompt.
+
+        prompts: as in `generate`, one for each continuation, or one for all.
+        continuations: strings, which are encoded together with their prompts, or token ids.
+
+        A prefix that several pairs share is computed once, except for its last partial block. A
+        pair may have up to max_model_len + 1 tokens. Errors are as in `embed`.
+        """
+        pairs = tokenize_pairs(self.engine.input_processor, prompts, continuations)
+        return unaborted(self._run(pairs, use_tqdm, "Scoring"))
+
+
+def unaborted(requests: list[Request]) -> list[Any]:
+    """Return the outputs. Raises RuntimeError for an aborted request, which has no output."""
+    if any(request.samples[0].seq.finish_reason == "abort" for request in requests):
+        raise RuntimeError("another thread has aborted the requests of this call")
+    return [request.output for request in requests]
