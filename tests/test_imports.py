@@ -23,7 +23,7 @@ IMPORTING = {
     "loading.check": "delta_rule expert_mlp",
     "loading.checkpoint": "config_class find_checkpoint find_weight_format read_config",
     "loading.make_engine": "all_tasks load_engine make_engine",
-    "loading.make_runner": "make_backend make_cache make_eager_runner make_runner",
+    "loading.make_runner": "load_model make_backend make_cache make_eager_runner make_runner",
     "loading.memory": "plan_memory",
     "loading.select_backend": "pick_backend",
     "loading.tokenizer": "load_tokenizer",

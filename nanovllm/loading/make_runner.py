@@ -23,7 +23,7 @@ from nanovllm.models.backend import Backend
 from nanovllm.models.fp8 import Scales
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.models.weights import load_weights, random_weights
+from nanovllm.models.weights import load_weights
 from nanovllm.runner.device_rows import DeviceRows
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.rows import Rows
@@ -107,6 +107,8 @@ def load_model(
     if files:
         load_weights(tensors, files)
     else:
+        from nanovllm.features.formats.dummy_weights import random_weights
+
         random_weights(tensors, config.seed, model.norm.device)
     for linear in model.linears():  # one at a time, to save memory
         model.backend.after_load(linear)

@@ -135,7 +135,7 @@ def is_pinned(x: Any) -> bool:
 def spoil(*tensors: Tensor) -> None:
     """Write what uninitialized memory may hold."""
     for x in tensors:
-        whole = True if x.dtype == torch.bool else 107 if x.dtype == torch.int8 else 10**6 + 7
+        whole = True if x.dtype == torch.bool else 107 if x.itemsize == 1 else 10**6 + 7
         x.fill_(float("nan") if x.is_floating_point() else whole)
 
 
@@ -578,12 +578,14 @@ def replace_device() -> None:
         **dict.fromkeys(("reset_peak_memory_stats", "graph_pool_handle"), GPU.reset_peak),
         **dict.fromkeys(zero, lambda *_: 0),
         memory_allocated=lambda: GPU.allocated,
+        memory_reserved=lambda: GPU.allocated + GPU.pool,
         max_memory_allocated=lambda: GPU.peak,
         is_available=lambda: True,
-        get_device_capability=lambda _: (9, 0),
+        get_device_capability=lambda *_: (9, 0),
         get_device_properties=lambda _: properties,
-        mem_get_info=lambda _: (GPU.memory - GPU.allocated - GPU.pool, GPU.memory),
+        mem_get_info=lambda *_: (GPU.memory - GPU.allocated - GPU.pool, GPU.memory),
         synchronize=GPU.synchronize,
+        set_sync_debug_mode=lambda mode: setattr(GPU, "strict", mode == "error"),
         graph=capturing,
         CUDAGraph=Graph,
         Event=Event,

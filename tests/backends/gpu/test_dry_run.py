@@ -1,7 +1,12 @@
 """The CUDA path without a GPU: what dry_run.py finds out in processes of its own."""
 
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,3 +111,30 @@ def test_the_profile_reserves_what_later_steps_need(found: Callable[[str], Any])
         assert most <= reserved["memory"], what
     assert max(reserved["read"]) == 512  # tokens, as many as a request can have
     assert max(nothing["most"].values()) > nothing["memory"]
+
+
+# The most variants of kernels that a part of `pytest -m gpu` compiles: each takes 1 to 2 s.
+PARTS = {"kernels": 160, "engines": 60}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", PARTS)
+def test_the_tests_for_a_gpu_pass_on_the_model_of_one(part: str) -> None:
+    """Without the sizes at which the plain references take minutes."""
+    slow = ("151936", "sampler", "bits", "2_31", "48", "full_pool", "512", "100", "margin", "cache")
+    left_out = " and ".join(f"not {name}" for name in slow)
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "dry_run_plugin", "-m", "gpu"]
+    command += [f"tests/backends/gpu/test_gpu_{part}.py", "-k", left_out]
+    without_interpreter = {k: x for k, x in os.environ.items() if k != "TRITON_INTERPRET"}
+    places = os.pathsep.join(["tests/helpers", ".ci", "."])
+    done = subprocess.run(
+        command,
+        env=without_interpreter | {"PYTHONPATH": places},
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    number = re.search(rf"test_gpu_{part}.py: (\d+) variants", done.stdout)
+    assert number is not None
+    assert 30 < int(number[1]) <= PARTS[part]
