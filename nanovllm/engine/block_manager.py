@@ -1,9 +1,7 @@
 """BlockManager: records the owners and the content of each block of the KV cache.
 
 It owns the pool of blocks and the prefix cache, and updates the block fields of sequences. It
-copies no data. The time of an operation is proportional to the number of blocks that it reads or
-changes.
-Paging and copy-on-write follow PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
+copies no data. Paging and copy-on-write follow PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
 
 From a token to its memory, with a block size of 4:
 
@@ -22,9 +20,7 @@ therefore cached under a hash of both, as in vLLM and nano-vllm:
 
     block_hash = xxh3_128(block_hash of the block before it, its token ids)
 
-Two prompts with a common prefix have the same hashes up to the first block that differs:
-
-    [ a b ] hash 51.. <--+-- [ c d ] hash 0e..
+    [ a b ] hash 51.. <--+-- [ c d ] hash 0e..     two prompts with a common prefix
                          +-- [ x y ] hash 9f..
 
 If the block of [ a b ] is evicted, no prompt matches its children, although they are still cached.
@@ -101,16 +97,14 @@ class BlockManager:
         return matched
 
     def block_hash(self, seq: Sequence, i: int) -> bytes:
-        """Return the hash of logical block `i` of `seq`, whose tokens are all known.
-
-        The hashes of a sequence are computed once, and kept in `seq.block_hashes`.
-        """
-        for j in range(len(seq.block_hashes), i + 1):
+        """Return the hash of logical block `i` of `seq`, whose tokens are all known."""
+        hashes = seq.block_hashes  # each is computed once
+        for j in range(len(hashes), i + 1):
             # Whatever else the KV of a sequence depends on, such as an adapter, has to be in the
             # parent hash of its first block.
-            parent_block_hash = seq.block_hashes[-1] if seq.block_hashes else b""
-            seq.block_hashes.append(self.hash_block(parent_block_hash, self._token_ids(seq, j)))
-        return seq.block_hashes[i]
+            parent_block_hash = hashes[-1] if hashes else b""
+            hashes.append(self.hash_block(parent_block_hash, self._token_ids(seq, j)))
+        return hashes[i]
 
     def hash_block(self, parent_block_hash: bytes, token_ids: list[int]) -> bytes:
         """Return the hash of a full block: 16 bytes."""
@@ -140,9 +134,9 @@ class BlockManager:
         "Computed" includes the plan being made, because each layer stores K and V of the whole
         step before any query attends. Sequences of the same step can therefore share a block.
         """
-        full = min(seq.num_computed, len(seq.token_ids)) // self.block_size
         if not self.enable_prefix_caching:
             return
+        full = min(seq.num_computed, len(seq.token_ids)) // self.block_size
         for i in range(seq.num_cached_blocks, full):
             block_hash = self.block_hash(seq, i)
             if block_hash not in self.hash_to_block:

@@ -1,7 +1,7 @@
-"""InputProcessor: converts the prompts of a caller to checked token ids.
+"""InputProcessor: checks the prompts of a caller, encodes them, and makes their requests.
 
-Prompts are checked here before they are queued. An invalid prompt raises TypeError or ValueError,
-whose message names the value and says what to do instead.
+An invalid prompt raises TypeError or ValueError, whose message names the value and says what to do
+instead.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import contextlib
 from collections import abc
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.engine.chat_template import Message, render, template_variables
+from nanovllm.engine.chat_template import Message, render
 from nanovllm.engine.detokenizer import Tokenizer
-from nanovllm.engine.request import Task, TaskFactory
+from nanovllm.engine.request import Progress, Request, Sample, Task, TaskFactory
 from nanovllm.engine.sampling import Sampling
+from nanovllm.engine.sequence import Sequence
 from nanovllm.inputs import Prompt, parse_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import located
@@ -23,15 +24,6 @@ from nanovllm.utils.log import logger
 
 if TYPE_CHECKING:
     from nanovllm.features.requests.structured import GrammarCompiler
-
-
-class CheckedPrompt(NamedTuple):
-    """A prompt that has passed all checks."""
-
-    text: str | None
-    token_ids: list[int]
-    max_length: int  # of prompt and output together
-    task: Task
 
 
 @dataclass(eq=False)
@@ -51,8 +43,10 @@ class InputProcessor:
     )
     warned_of_length: bool = False
 
-    def check(self, pairs: abc.Sequence[tuple[Prompt, Any]]) -> list[CheckedPrompt]:
-        """Check prompts and their parameters, and tokenize the prompts.
+    def check(
+        self, pairs: abc.Sequence[tuple[Prompt, Any]], progress: Progress, stream: bool = False
+    ) -> list[Request]:
+        """Check prompts and their parameters, tokenize the prompts, and make their requests.
 
         Raises ValueError or TypeError if a request can never run. The message names the prompt if
         there are several. Does not hold the engine's lock, because the compilation of a grammar can
@@ -60,7 +54,7 @@ class InputProcessor:
         """
         tasks: dict[int, Task] = {}  # by the id() of parameters, which `pairs` keeps alive
         parsed: list[tuple[Task, str | None, list[int] | None]] = []
-        checked: list[CheckedPrompt] = []
+        requests: list[Request] = []
         i = 0
         try:
             for i in range(len(pairs)):
@@ -73,12 +67,14 @@ class InputProcessor:
                 task, text, ids = parsed[i]
                 token_ids = next(encoded) if ids is None else ids
                 self.check_tokens(token_ids)
-                max_length = task.max_length(len(token_ids))
-                checked.append(CheckedPrompt(text, token_ids, max_length, task))
+                length = len(token_ids)
+                seq = Sequence("", 0, token_ids, length, task.max_length(length))
+                seq.result_kind = task.result_kind
+                requests.append(Request(task, text, progress, stream, i, samples=[Sample(seq)]))
         except (TypeError, ValueError):
             with located(f"prompts[{i}]: " * (len(pairs) > 1)):
                 raise
-        return checked
+        return requests
 
     def make_task(self, params: Any) -> Task:
         """Check `params` and return their task. None: the checkpoint's sampling parameters."""
@@ -133,30 +129,11 @@ class InputProcessor:
                 end = self.vocab_size - 1
                 raise ValueError(f"{what} token id {token}; the vocabulary is 0 to {end}")
 
-    def num_logprobs(self, name: str, value: int | None) -> int | None:
-        """Return how many log-probabilities a field requests. Raises ValueError for too many."""
-        if value is None:
-            return None
-        size = self.vocab_size
-        limit = size if self.max_logprobs == -1 else min(size, self.max_logprobs)
-        num = size if value == -1 else value
-        if num > limit:
-            raise ValueError(
-                f"{name}={value} is more than max_logprobs={limit}; ask for fewer (-1 is the whole "
-                f"vocabulary of {size}), or give LLM() a larger max_logprobs (-1: no limit)"
-            )
-        return num
-
     def chat_prompt(
         self, conversation: Iterable[Message], variables: dict[str, Any], more: Any = None
     ) -> Prompt:
-        """Return the prompt of a conversation.
-
-        variables: the chat template and its variables.
-        more: the chat_template_kwargs of a caller, which override `variables`.
-        """
-        variables = template_variables(variables, more)
-        text = render(conversation, self.get_tokenizer(), variables)
+        """Return the prompt of a conversation; see `render` for the arguments."""
+        text = render(conversation, self.get_tokenizer(), variables, more)
         return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens=False)}
 
     def get_tokenizer(self) -> Tokenizer:

@@ -13,7 +13,6 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import TaskFactory
-from nanovllm.engine.sampling import Sampling
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint, match_head
 from nanovllm.loading.make_runner import make_runner
@@ -126,11 +125,11 @@ def all_tasks(scheduler: Scheduler, pooling: PoolingSettings) -> dict[type, Task
     """Return the functions that make the task of a request, by the class of its parameters."""
     from nanovllm.features.requests.beam_search import BeamSearch
     from nanovllm.features.requests.embeddings.pooling import Embedding, PoolingParams
-    from nanovllm.features.requests.logit_rules.params import make_rules
+    from nanovllm.features.requests.logit_rules.sampling import RuledSampling
     from nanovllm.features.requests.loglikelihood import Scoring, ScoringParams
 
     return {
-        SamplingParams: partial(Sampling, make_rules=make_rules),
+        SamplingParams: RuledSampling,
         BeamSearchParams: partial(BeamSearch, scheduler=scheduler),
         PoolingParams: partial(Embedding, settings=pooling),
         ScoringParams: Scoring,

@@ -72,7 +72,7 @@ class BeamHistory(History):
             check_head=lambda: None, vocab_size=ALPHABET, eos_token_ids=stops, tokenizer=None
         )
         task: Any = BeamSearch(inputs, params, self.scheduler)
-        request = Request("", task, None, Progress())
+        request = Request(task, None, Progress())
         seq = Sequence("", self.arrivals, list(prompt), len(prompt), longest)
         seq.request, seq.result_kind = request, task.result_kind
         request.samples = [Sample(seq)]

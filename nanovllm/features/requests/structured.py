@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.detokenizer import Tokenizer
-from nanovllm.outputs import GrammarError
 from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.utils.errors import GrammarError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
