@@ -118,10 +118,7 @@ class BlockManager:
         return self.hash_to_block.get(block_hash)
 
     def is_ready(self, matched: list[Block]) -> bool:
-        """Return whether a sequence that is admitted now can continue after `matched`.
-
-        A subclass may have to wait for the step that is being planned.
-        """
+        """Return whether a sequence that is admitted now can continue after `matched`."""
         return True
 
     def cache_blocks(self, seq: Sequence, start: int) -> None:
@@ -149,19 +146,13 @@ class BlockManager:
         self.hash_to_block[block_hash] = block
 
     def revert(self, seqs: Iterable[Sequence]) -> None:
-        """Free all blocks after a failure, whatever their state, and clear the fields of `seqs`.
-
-        The prefix cache is cleared too, because a failed step may have left any content in blocks.
-        """
+        """Free all blocks after a failure, whatever their state, and clear the fields of `seqs`."""
         self._free_all()
         for seq in seqs:
             self._forget_blocks(seq)
 
     def reset_prefix_cache(self) -> bool:
-        """Remove every block from the prefix cache.
-
-        Returns False, and changes nothing, if a sequence owns a block.
-        """
+        """Empty the prefix cache. Returns False and changes nothing if a sequence owns a block."""
         if self.num_available < self.num_blocks:
             return False
         self._free_all()
@@ -189,10 +180,7 @@ class BlockManager:
         return True
 
     def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
-        """Share the blocks of the first `num_computed` tokens of `parent` with `child`.
-
-        The sequence that first writes to the last of these blocks copies it.
-        """
+        """Share the blocks of the first `num_computed` tokens of `parent` with `child`."""
         child.block_table = parent.block_table[: -(-num_computed // self.block_size)]
         for block_id in child.block_table:
             self.blocks[block_id].ref_count += 1
@@ -203,15 +191,12 @@ class BlockManager:
         child.needs_copy_on_write = parent.needs_copy_on_write = True
 
     def _shared_block(self, seq: Sequence) -> Block | None:
-        """Return the block that `seq` writes next if it must be copied first, else None.
-
-        A cached block counts as shared even if no other sequence owns it, because its content must
-        not differ from its hash.
-        """
+        """Return the block that `seq` writes next if it must be copied first, else None."""
         i = seq.num_computed // self.block_size
         if not seq.needs_copy_on_write or i >= len(seq.block_table):
             return None
         block = self.blocks[seq.block_table[i]]
+        # A cached block counts as shared, because its content must not differ from its hash.
         return None if block.ref_count == 1 and not block.is_cached else block
 
     def copy_on_write(self, seq: Sequence) -> int | None:

@@ -47,9 +47,8 @@ class InputProcessor:
     ) -> list[Request]:
         """Check prompts and their parameters, tokenize the prompts, and make their requests.
 
-        Raises ValueError or TypeError if a request can never run. The message names the prompt if
-        there are several. Does not hold the engine's lock, because the compilation of a grammar can
-        take seconds.
+        Raises ValueError or TypeError if a request can never run. Does not hold the engine's lock,
+        because the compilation of a grammar can take seconds.
         """
         tasks: dict[int, Task] = {}  # by the id() of parameters, which `pairs` keeps alive
         parsed: list[tuple[Task, ParsedPrompt]] = []
