@@ -222,9 +222,13 @@ def variants(
 
 
 def launch_layer(
-    gpu: GpuInfo, dtype: torch.dtype, head_dim: int, cache_dtype: torch.dtype, heads: int,
+    gpu: GpuInfo,
+    dtype: torch.dtype,
+    head_dim: int,
+    cache_dtype: torch.dtype,
+    heads: int,
     kv_heads: int,
-) -> None:  # fmt: skip
+) -> None:
     """The kernels between the projections: of 32 sequences and of one, with and without norms."""
     cache = torch.empty((4, kv_heads, 16, head_dim), dtype=cache_dtype)
     wide = prefill_tile(gpu, head_dim, dtype)
