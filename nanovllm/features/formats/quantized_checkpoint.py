@@ -119,11 +119,14 @@ class WeightFormat:
     zero_offset: int  # GPTQ subtracts 1 from each of the packed zero points
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], path: Path) -> WeightFormat:
+    def from_config(cls, config: Mapping[str, Any], path: Path) -> WeightFormat | None:
         """Return the format that the quantization_config of the config.json at `path` names.
 
-        Raises ValueError, with the supported values, for a format that is not supported.
+        None means that only the KV cache is quantized. Raises ValueError, with the supported
+        values, for a format that is not supported.
         """
+        if config.get("kv_cache_scheme") and not config.get("config_groups"):
+            return None
         method = config.get("quant_method")
         if method not in CHOICES:
             raise ValueError(
