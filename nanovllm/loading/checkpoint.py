@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -19,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from nanovllm.config import EMBEDDED
-from nanovllm.models.model_config import ModelConfig, find_family, with_text_config
+from nanovllm.models.model_config import ModelConfig, find_family
 from nanovllm.models.weights import EMBEDDINGS, HEAD
 from nanovllm.plan import FILTERS
 from nanovllm.sampling_params import SamplingParams
@@ -45,7 +44,7 @@ def find_checkpoint(
 
     Raises ValueError with a remedy. Weights are fetched from the hub only if `weights` is true.
     """
-    from nanovllm.features.formats.gguf.named import find_named
+    from nanovllm.features.formats.gguf.named import convert_command, find_named
     from nanovllm.features.formats.hub import download
 
     if not isinstance(model, str | os.PathLike):
@@ -73,11 +72,6 @@ def find_checkpoint(
         near = similar(name, [EMBEDDED, "smollm2-135m"])
         raise ValueError(f"there is no directory {name!r}; {near or remedy}")
     return download(name, revision, [w for w in WANTED if weights or "tensors" not in w])
-
-
-def convert_command(gguf: Path) -> str:
-    name, target = shlex.quote(str(gguf)), shlex.quote(gguf.stem)
-    return f"convert {gguf.name}: pip install gguf && nanovllm convert {name} {target}"
 
 
 def config_class(architectures: Any) -> type[ModelConfig]:
@@ -108,7 +102,12 @@ class Checkpoint:
         self.config = read_config(directory, overrides or {})
         config_type = config_class(self.config.get("architectures"))
         self.model_config = config_type.from_json(self.config, self.config_path)
-        self.weight_format = find_weight_format(self.config, self.config_path)
+        self.weight_format: WeightFormat | None = None  # of quantized weights
+        # MLX has `quantization`, and in new versions also the same as quantization_config.
+        if fields := self.config.get("quantization_config") or self.config.get("quantization"):
+            from nanovllm.features.formats.quantized_checkpoint import WeightFormat
+
+            self.weight_format = WeightFormat.from_config(fields, self.config_path)
 
     def generation_defaults(self) -> tuple[frozenset[int], SamplingParams]:
         """Return the end-of-sequence tokens and the sampling parameters of generation_config.json.
@@ -165,27 +164,16 @@ def read_config(directory: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
         )
     if not path.is_file():
         raise ValueError(f"{directory} has no config.json: it is not in Hugging Face layout")
-    raw = with_text_config(read_json(path))
+    raw = read_json(path)
+    if isinstance(raw.get("text_config"), dict):
+        from nanovllm.features.models.hybrid.hybrid_config import with_text_config
+
+        raw = with_text_config(raw)
     if overrides:
         from nanovllm.features.formats.hf_overrides import override
 
         raw = override(raw, overrides)
     return raw
-
-
-def find_weight_format(config: Mapping[str, Any], path: Path) -> WeightFormat | None:
-    """Return the format of quantized weights, or None.
-
-    Raises ValueError if the weights are quantized in a format that is not supported.
-    """
-    # MLX has `quantization`, and in new versions also the same as quantization_config.
-    fields = config.get("quantization_config") or config.get("quantization") or {}
-    # If only the KV cache has a scheme, the weights are not quantized.
-    if not fields or (fields.get("kv_cache_scheme") and not fields.get("config_groups")):
-        return None
-    from nanovllm.features.formats.quantized_checkpoint import WeightFormat
-
-    return WeightFormat.from_config(fields, path)
 
 
 def match_head(config: ModelConfig, files: Mapping[Path, Any]) -> tuple[ModelConfig, bool]:

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, cast
 from nanovllm.cli.trace import show
 from nanovllm.cli.trace.events import Event as Event
 from nanovllm.cli.trace.events import State as State
-from nanovllm.engine.detokenizer import decode_token
 from nanovllm.engine.observer import NO_OBSERVER, Observer
 from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.features.requests.logit_rules.sampling import decode_token
 from nanovllm.plan import ResultKind, StepOutput
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from fresh import dry_run
+from fresh import dry_run, on_model
 from moe_checkpoints import make_moe_checkpoint
 from safetensors.torch import load_file, save_file
 
@@ -111,6 +111,63 @@ def test_the_profile_reserves_what_later_steps_need(found: Callable[[str], Any])
         assert most <= reserved["memory"], what
     assert max(reserved["read"]) == 512  # tokens, as many as a request can have
     assert max(nothing["most"].values()) > nothing["memory"]
+
+
+# Fault -> (words of the only warning, whether decodes and chunks are captured, plain attention)
+FALLBACKS = {
+    "none": ("", True, True, False),
+    "no check": ("", True, True, False),
+    "T4": ("", True, True, False),
+    "V100": ("need compute capability 7.5 or higher", False, False, True),
+    "compilation": ("computes silu_and_mul: .*PassManager::run failed", True, True, False),
+    "resources": ("computes attend: .*OutOfResources: .*300000", False, False, True),
+    "wrong norm": ("computes add_rms_norm: .*the result for the norm has", True, True, False),
+    "wrong store": ("computes norm_rope_store: .*the result for q has", True, True, False),
+    "wrong attention": ("computes attend: .*the result for decodes", False, False, True),
+    "wrong tokens": ("computes sample: ", False, False, False),
+    "no C compiler": ("computes everything: .*'/nonexistent'", False, False, True),
+    "decodes": ("decodes for 0 of 3 sizes.*not permitted when", False, False, False),
+    "chunks": ("chunks for 0 of 16 sizes.*not permitted when", True, False, False),
+    "memory of chunks": ("chunks for 0 of 16 sizes.*out of memory", True, False, False),
+    "replay": ("without CUDA graphs, .*decodes in a CUDA graph has", False, False, False),
+}
+
+
+@pytest.fixture(scope="module")
+def fallbacks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = tmp_path_factory.mktemp("fallbacks")
+    make_checkpoint(path)
+    return on_model([sys.executable, "tests/helpers/fallbacks.py", str(path)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FALLBACKS)
+def test_kernels_and_graphs_that_fail_are_replaced(fallbacks: Any, fault: str) -> None:
+    """The answers stay the same, and there is one warning."""
+    words, *wanted = FALLBACKS[fault]
+    found = fallbacks[fault]
+    assert found["tokens"] == fallbacks["none"]["tokens"]
+    assert len(found["warnings"]) == bool(words)
+    assert all(re.search(words, text) for text in found["warnings"])
+    if "computes" in words:
+        system = r"model of a GPU \(compute capability 9.0\) with torch 2.*, triton 3"
+        assert re.search(f"{system}.*`nanovllm check`", found["warnings"][0])
+    assert [found[key] for key in ("decodes", "chunks", "plain attention")] == wanted
+
+
+@pytest.mark.slow
+def test_the_check_compiles_no_other_kernels(fallbacks: Any) -> None:
+    assert fallbacks["none"]["variants"] == fallbacks["no check"]["variants"]
+    assert "check_kernels=False" in fallbacks["no check"]["log"]
+
+
+@pytest.mark.slow
+def test_kernels_that_fail_may_not_be_replaced(fallbacks: Any) -> None:
+    """An option that names the backend is kept, and after an illegal access nothing can run."""
+    error = fallbacks["explicit"]["error"]
+    assert re.search("the kernel silu_and_mul fails.*PassManager.*'auto'.*'sdpa'", error)
+    lost = fallbacks["illegal access"]["error"]
+    assert re.search("unusable for this process: .*illegal memory.*'sdpa'", lost)
 
 
 # The most variants of kernels that a part of `pytest -m gpu` compiles: each takes 1 to 2 s.
