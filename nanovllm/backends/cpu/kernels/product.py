@@ -54,7 +54,7 @@ def padded_inputs(inputs, group):
 
 @compiled()
 def quantized_bytes(inputs, group):
-    """Return the bytes of a quantized row: its values, its scale and `starts`, in cache lines."""
+    """Return the bytes of a quantized row, whose parts begin at multiples of 4 bytes."""
     size = padded_inputs(inputs, group)
     return (size + 4 + 4 * (size // group if group > 0 else 1) + 63) // 64 * 64
 
@@ -114,10 +114,15 @@ def product(code, x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs,
 
 
 @compiled(exact=True)
-def finish(sums, token_scale, scale, addend, out):
-    """Compute out [N] = sums * token_scale * scale + addend."""
-    for c in range(len(out)):
-        out[c] = from_float32(f32(sums[c]) * token_scale * scale[c] + addend[c], out[c])
+def finish(sums_ptr, token_scale, scale_ptr, bias_ptr, out_ptr, count, sum_example, example):
+    """Compute out [count] = sums * token_scale * scale + bias. scale_ptr and bias_ptr may be 0."""
+    sums, scale = array(sums_ptr, (count,), sum_example), array(scale_ptr, (count,), f32(0))
+    bias, out = array(bias_ptr, (count,), example), array(out_ptr, (count,), example)
+    for c in range(count):
+        total = f32(sums[c]) * token_scale
+        total = total * scale[c] if scale_ptr != 0 else total
+        total = total + to_float32(bias[c]) if bias_ptr != 0 else total
+        out[c] = from_float32(total, example)
 
 
 def multiply(code: Product, x: Tensor, pointers: tuple[int, int, int], outputs: int) -> Tensor:
