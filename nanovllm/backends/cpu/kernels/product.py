@@ -15,7 +15,7 @@ from numba import get_num_threads
 from torch import Tensor
 
 from nanovllm.backends.cpu.jit import compiled
-from nanovllm.backends.cpu.kernels.parallel import call_at, code_at, in_parts
+from nanovllm.backends.cpu.kernels.parallel import in_parts, parts_for
 from nanovllm.backends.cpu.kernels.primitives import (
     DTYPE_EXAMPLE,
     array,
@@ -26,9 +26,6 @@ from nanovllm.backends.cpu.kernels.primitives import (
 )
 from nanovllm.backends.int8 import INT8_MAX, MIN_ABSMAX
 from nanovllm.models.layers import Linear
-
-# The calling thread quantizes up to this many numbers alone.
-SERIAL_ELEMENTS = 1 << 15
 
 
 class Product(NamedTuple):
@@ -97,10 +94,7 @@ def quantized(code, x_ptr, rows, inputs, work_ptr, example, parts):
     if code.quantize == 0:
         return x_ptr
     arguments = (x_ptr, work_ptr, rows, inputs, code.group, code.offset, example)
-    if rows * inputs <= SERIAL_ELEMENTS:
-        call_at(code_at(code.quantize, arguments), (*arguments, np.int64(0), rows))
-    else:
-        in_parts(code.quantize, arguments, rows, parts)
+    in_parts(code.quantize, arguments, rows, parts_for(rows * inputs, parts))
     return work_ptr
 
 
