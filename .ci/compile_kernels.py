@@ -222,9 +222,13 @@ def variants(
 
 
 def launch_layer(
-    gpu: GpuInfo, dtype: torch.dtype, head_dim: int, cache_dtype: torch.dtype, heads: int,
+    gpu: GpuInfo,
+    dtype: torch.dtype,
+    head_dim: int,
+    cache_dtype: torch.dtype,
+    heads: int,
     kv_heads: int,
-) -> None:  # fmt: skip
+) -> None:
     """The kernels between the projections: of 32 sequences and of one, with and without norms."""
     cache = torch.empty((4, kv_heads, 16, head_dim), dtype=cache_dtype)
     wide = prefill_tile(gpu, head_dim, dtype)
@@ -258,7 +262,8 @@ def launch_quantized(dtype: torch.dtype, all_tiles: bool, odd: bool) -> None:
                 module = SimpleNamespace(weight=weight, bias=bias)
                 kernels.linear(empty(1, inputs), module)
                 if all_tiles and outputs == 4096 and bias is not None:
-                    int8.compile_for(module, kernels.linear)
+                    for rows in int8.FLOAT32 if dtype == torch.float32 else int8.HALF:
+                        kernels.linear(empty(rows, inputs), module)
 
 
 def launch_experts(dtype: torch.dtype) -> None:

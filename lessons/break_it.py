@@ -228,7 +228,7 @@ def run(which: str | None, answers: list[str] | None) -> None:
         Question(
             "Which of these is the first that was found not to hold?",
             str(theme.invariants.index(error.name) + 1),
-            f"{error}.",
+            f"{str(error).rstrip('.')}.",
             "Look at the last step of the trace and at the state after it. The theme is "
             f"{theme.name}.",
         ),

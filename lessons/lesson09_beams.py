@@ -76,7 +76,7 @@ def run() -> None:
     say(f"The best beam is {factor:.2f} times as likely as the greedy output.")
     show_source(
         link(BeamSearch._choose, "ranked = sorted"),
-        link(BeamSearch._continue, "fork(self.scheduler"),
+        link(BeamSearch._continue, "result_kinds.fork"),
         link(fork, "block_manager.fork"),
     )
 

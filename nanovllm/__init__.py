@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from nanovllm.inputs import TokensPrompt as TokensPrompt
     from nanovllm.llm import LLM as LLM
     from nanovllm.outputs import CompletionOutput as CompletionOutput
-    from nanovllm.outputs import GenerationError as GenerationError
     from nanovllm.outputs import Logprob as Logprob
     from nanovllm.outputs import RequestMetrics as RequestMetrics
     from nanovllm.outputs import RequestOutput as RequestOutput
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from nanovllm.sampling_params import BeamSearchParams as BeamSearchParams
     from nanovllm.sampling_params import SamplingParams as SamplingParams
     from nanovllm.sampling_params import StructuredOutputsParams as StructuredOutputsParams
+    from nanovllm.utils.errors import GenerationError as GenerationError
 
 __version__ = "0.1.0"
 # The public names and their modules.
@@ -42,7 +42,7 @@ MODULES = {
     "CompletionOutput": "nanovllm.outputs",
     "EmbeddingOutput": "nanovllm.features.requests.embeddings.pooling",
     "EmbeddingRequestOutput": "nanovllm.features.requests.embeddings.pooling",
-    "GenerationError": "nanovllm.outputs",
+    "GenerationError": "nanovllm.utils.errors",
     "LLM": "nanovllm.llm",
     "Logprob": "nanovllm.outputs",
     "LoglikelihoodOutput": "nanovllm.features.requests.loglikelihood",

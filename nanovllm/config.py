@@ -99,6 +99,9 @@ class EngineConfig:
     enforce_eager: bool = False  # no CUDA graphs
     # "triton" on a GPU, "numba" on a CPU; "sdpa" anywhere
     attention_backend: Annotated[str, "auto", "triton", "numba", "sdpa"] = "auto"
+    # Whether each kernel is compared with plain torch at the start. On a CPU only the first start
+    # after the kernels were compiled does that.
+    check_kernels: bool = True
     # Largest `logprobs` of a request. -1: no limit.
     max_logprobs: Annotated[int, -1, math.inf] = 20
     # "auto" and "safetensors": the same. "dummy": random weights; needs config.json only.

@@ -12,12 +12,12 @@ from tqdm import tqdm
 
 from nanovllm.config import EMBEDDED, EngineConfig, engine_config, with_parameters_of
 from nanovllm.engine.chat_template import Message, as_conversations
-from nanovllm.engine.input_processor import CheckedPrompt
 from nanovllm.engine.request import Progress, Request
 from nanovllm.features.requests.calls import OptionalCalls
 from nanovllm.inputs import Prompt, ShowProgress, pair_up
-from nanovllm.outputs import GenerationError, RequestOutput, StreamOutput, why_no_token
+from nanovllm.outputs import RequestOutput, StreamOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.errors import GenerationError, why_failed
 from nanovllm.utils.log import show_log
 
 if TYPE_CHECKING:
@@ -80,10 +80,7 @@ class LLM(OptionalCalls):
         return self.engine.stats()
 
     def reset_prefix_cache(self) -> bool:
-        """Remove every block from the prefix cache, also from host memory.
-
-        Returns False, and changes nothing, while a request runs, as vLLM does.
-        """
+        """Empty the prefix cache. Returns False, and changes nothing, while a request runs."""
         return self.engine.reset_prefix_cache()
 
     def generate(
@@ -111,12 +108,7 @@ class LLM(OptionalCalls):
         pairs = pair_up(prompts, sampling_params, SamplingParams, "sampling_params")
         requests = self._run(pairs, use_tqdm)
         outputs: list[RequestOutput] = [request.output for request in requests]
-        reasons = {
-            i: str(request.error or why_no_token(request.params))
-            for i, request in enumerate(requests)
-            if any(sample.finish_reason == "error" for sample in request.output.outputs)
-        }
-        if reasons:
+        if reasons := why_failed(requests):
             raise GenerationError(outputs, reasons)
         return outputs
 
@@ -124,11 +116,10 @@ class LLM(OptionalCalls):
         self, pairs: list[tuple[Prompt, Any]], use_tqdm: ShowProgress, what: str = "Generating"
     ) -> list[Request]:
         """Check the prompts, queue their requests, and run steps until these have ended."""
-        prompts = self.engine.input_processor.check(pairs)
-        requests: list[Request] = []
         progress = Progress()
+        requests = self.engine.input_processor.check(pairs, progress)
         try:
-            self.engine.add(prompts, requests, progress)
+            self.engine.add(requests)
             start = last_shown = time.monotonic()
             # A program without a console has no stderr.
             is_shown = use_tqdm and sys.stderr is not None and self._config.rank == 0 and requests
@@ -143,7 +134,7 @@ class LLM(OptionalCalls):
                 show_progress(bar, progress, time.monotonic() - start)
         except BaseException as error:  # also Ctrl-C
             self.engine.abort(requests, wait=True)
-            outputs = [request.output for request in requests]
+            outputs = [request.output for request in requests if request.ended]
             if any(output is not None for output in outputs):
                 error.outputs = outputs  # type: ignore[attr-defined]
                 error.add_note("The attribute `outputs` of this error has the results so far.")
@@ -164,19 +155,20 @@ class LLM(OptionalCalls):
         call, unless `shutdown` aborts them. Invalid prompts raise an error before the loop.
         """
         pairs = pair_up(prompts, sampling_params, SamplingParams, "sampling_params")
-        return self._stream(self.engine.input_processor.check(pairs))
-
-    def _stream(self, checked: list[CheckedPrompt]) -> Generator[StreamOutput, None, None]:
-        requests: list[Request] = []
         progress = Progress()
+        requests = self.engine.input_processor.check(pairs, progress, stream=True)
+        return self._stream(requests, progress)
+
+    def _stream(
+        self, requests: list[Request], progress: Progress
+    ) -> Generator[StreamOutput, None, None]:
         try:
-            self.engine.add(checked, requests, progress, stream=True)
-            numbers = {request: i for i, request in enumerate(requests)}
+            self.engine.add(requests)
             for _ in self.engine.run(requests):
                 with self.engine.lock:
-                    changed = sorted(progress.changed, key=numbers.__getitem__)
+                    changed = sorted(progress.changed, key=lambda request: request.number)
                     progress.changed.clear()
-                    new = [out for r in changed for out in r.task.read_stream(r, numbers[r])]
+                    new = [part for each in changed for part in each.task.read_stream(each)]
                 yield from new
                 if progress.error is not None:
                     raise progress.error

@@ -28,13 +28,13 @@ class StepPlan:
 
     # ---- optional features ----
 
-    # Before it computes anything, the runner executes all saves, then all block_copies, then all
-    # loads. It reads all sources of block_copies before it writes. Host blocks start at 0.
+    # The runner executes all saves, then all block_copies, then all loads, and then computes. It
+    # reads all sources of block_copies before it writes. Host blocks start at 0.
     saves: list[BlockCopy] = field(default_factory=list)  # from the device to host memory
     block_copies: list[BlockCopy] = field(default_factory=list)  # copy-on-write
     loads: list[BlockCopy] = field(default_factory=list)  # from host memory to the device
-    # Models with linear attention have copies of states: state_copies (source, target) are made
-    # before anything is computed, state_saves by the step. See features/models/hybrid/states.py.
+    # Copies of states of linear attention: state_copies (source, target) are made before anything
+    # is computed, state_saves by the step. See features/models/hybrid/states.py.
     state_copies: list[tuple[int, int]] = field(default_factory=list)
     state_saves: list[StateSave] = field(default_factory=list)
 
@@ -90,8 +90,7 @@ COMPLETE = -2  # the row's grammar is complete
 class StepOutput:
     """The results of the rows of one step."""
 
-    # A token id, NO_TOKEN or COMPLETE for each row that yields a token, in plan order. Most rows
-    # have no other result, and a list is faster than a dict.
+    # A token id, NO_TOKEN or COMPLETE for each row that yields a token, in plan order.
     token_ids: list[int]
 
     # ---- optional features ----
@@ -106,9 +105,7 @@ class StepOutput:
         return self.results.setdefault(row, RowResult())
 
 
-# The sampler's filters in the order in which they apply, each with the value that disables it. A
-# new filter needs a field of SamplingParams, an entry here and a function in models/sampler.py. On
-# a GPU it also needs changes to `_threshold` and `_draw` in backends/gpu/kernels/sampler.py.
+# The sampler's filters in the order in which they apply, each with the value that disables it.
 FILTERS: dict[str, int | float] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 

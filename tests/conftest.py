@@ -1,8 +1,10 @@
 """What tests share: the environment, the order in which they run, and LLMs that are made once."""
 
+import gc
 import os
 import re
 import signal
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduler(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
+            if "/test_gpu_kernels.py::" in nodeid:
+                return nodeid  # each case compiles other kernels
             groups = (name for name, pattern in GROUPS.items() if re.search(pattern, nodeid))
             return next(groups, nodeid.partition("[")[0])
 
@@ -141,6 +145,15 @@ def share_compilation() -> None:
             lock = FileLock(kernel_files.DIRECTORY / f"tests-{number}.lock")
             with suppress(Timeout), lock.acquire(timeout=-1 if wait else 0):
                 kernel.compile(types)
+
+
+@pytest.fixture(autouse=True)
+def _gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The next test may need the memory of a GPU that this one has taken."""
+    yield
+    if request.node.get_closest_marker("gpu"):
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)

@@ -21,9 +21,9 @@ GROUPS = [[set(group.split(", ")) for group in rank.split(" | ")] for rank in RU
 IMPORTING = {
     "llm": "",  # at its head
     "loading.check": "delta_rule expert_mlp",
-    "loading.checkpoint": "config_class find_checkpoint find_weight_format read_config",
+    "loading.checkpoint": "__init__ config_class find_checkpoint read_config",
     "loading.make_engine": "all_tasks load_engine make_engine",
-    "loading.make_runner": "make_backend make_cache make_eager_runner make_runner",
+    "loading.make_runner": "load_model make_backend make_cache make_eager_runner make_runner",
     "loading.memory": "plan_memory",
     "loading.select_backend": "pick_backend",
     "loading.tokenizer": "load_tokenizer",

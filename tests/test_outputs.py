@@ -10,7 +10,7 @@ from checkpoints import random_llm
 
 from lessons.oracle.oracle import InvariantError
 from nanovllm import LLM, GenerationError, SamplingParams
-from nanovllm.outputs import GrammarError
+from nanovllm.utils.errors import GrammarError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 

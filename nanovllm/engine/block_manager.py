@@ -1,9 +1,7 @@
 """BlockManager: records the owners and the content of each block of the KV cache.
 
 It owns the pool of blocks and the prefix cache, and updates the block fields of sequences. It
-copies no data. The time of an operation is proportional to the number of blocks that it reads or
-changes.
-Paging and copy-on-write follow PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
+copies no data. Paging and copy-on-write follow PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
 
 From a token to its memory, with a block size of 4:
 
@@ -22,9 +20,7 @@ therefore cached under a hash of both, as in vLLM and nano-vllm:
 
     block_hash = xxh3_128(block_hash of the block before it, its token ids)
 
-Two prompts with a common prefix have the same hashes up to the first block that differs:
-
-    [ a b ] hash 51.. <--+-- [ c d ] hash 0e..
+    [ a b ] hash 51.. <--+-- [ c d ] hash 0e..     two prompts with a common prefix
                          +-- [ x y ] hash 9f..
 
 If the block of [ a b ] is evicted, no prompt matches its children, although they are still cached.
@@ -101,16 +97,14 @@ class BlockManager:
         return matched
 
     def block_hash(self, seq: Sequence, i: int) -> bytes:
-        """Return the hash of logical block `i` of `seq`, whose tokens are all known.
-
-        The hashes of a sequence are computed once, and kept in `seq.block_hashes`.
-        """
-        for j in range(len(seq.block_hashes), i + 1):
+        """Return the hash of logical block `i` of `seq`, whose tokens are all known."""
+        hashes = seq.block_hashes  # each is computed once
+        for j in range(len(hashes), i + 1):
             # Whatever else the KV of a sequence depends on, such as an adapter, has to be in the
             # parent hash of its first block.
-            parent_block_hash = seq.block_hashes[-1] if seq.block_hashes else b""
-            seq.block_hashes.append(self.hash_block(parent_block_hash, self._token_ids(seq, j)))
-        return seq.block_hashes[i]
+            parent_block_hash = hashes[-1] if hashes else b""
+            hashes.append(self.hash_block(parent_block_hash, self._token_ids(seq, j)))
+        return hashes[i]
 
     def hash_block(self, parent_block_hash: bytes, token_ids: list[int]) -> bytes:
         """Return the hash of a full block: 16 bytes."""
@@ -123,26 +117,15 @@ class BlockManager:
         """Return the cached block with this hash, if any."""
         return self.hash_to_block.get(block_hash)
 
-    def is_ready(self, matched: list[Block]) -> bool:
-        """Return whether a sequence that is admitted now can continue after `matched`.
-
-        A subclass may have to wait for the step that is being planned.
-        """
-        return True
-
-    def cache_blocks(self, seq: Sequence, start: int) -> None:
-        """Cache the blocks of `seq` that the plan fills, from `start` to `seq.num_computed`."""
-        self.cache_full_blocks(seq)
-
     def cache_full_blocks(self, seq: Sequence) -> None:
         """Cache every full block of `seq` whose tokens are known and whose KV is computed.
 
         "Computed" includes the plan being made, because each layer stores K and V of the whole
         step before any query attends. Sequences of the same step can therefore share a block.
         """
-        full = min(seq.num_computed, len(seq.token_ids)) // self.block_size
         if not self.enable_prefix_caching:
             return
+        full = min(seq.num_computed, len(seq.token_ids)) // self.block_size
         for i in range(seq.num_cached_blocks, full):
             block_hash = self.block_hash(seq, i)
             if block_hash not in self.hash_to_block:
@@ -153,25 +136,6 @@ class BlockManager:
     def _cache(self, block: Block, block_hash: bytes, token_ids: list[int]) -> None:
         block.block_hash, block.token_ids = block_hash, token_ids
         self.hash_to_block[block_hash] = block
-
-    def revert(self, seqs: Iterable[Sequence]) -> None:
-        """Free all blocks after a failure, whatever their state, and clear the fields of `seqs`.
-
-        The prefix cache is cleared too, because a failed step may have left any content in blocks.
-        """
-        self._free_all()
-        for seq in seqs:
-            self._forget_blocks(seq)
-
-    def reset_prefix_cache(self) -> bool:
-        """Remove every block from the prefix cache.
-
-        Returns False, and changes nothing, if a sequence owns a block.
-        """
-        if self.num_available < self.num_blocks:
-            return False
-        self._free_all()
-        return True
 
     # ---- ownership ----
 
@@ -190,48 +154,6 @@ class BlockManager:
         seq.num_cached_blocks = len(matched)
         seq.num_computed = len(matched) * self.block_size
 
-    def can_fork(self, parent: Sequence, num_computed: int) -> bool:
-        """Return whether `fork` is possible. If not, the child is admitted like a new sequence."""
-        return True
-
-    def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
-        """Share the blocks of the first `num_computed` tokens of `parent` with `child`.
-
-        The sequence that first writes to the last of these blocks copies it.
-        """
-        child.block_table = parent.block_table[: -(-num_computed // self.block_size)]
-        for block_id in child.block_table:
-            self.blocks[block_id].ref_count += 1
-        child.num_computed = num_computed
-        full = num_computed // self.block_size
-        child.block_hashes = parent.block_hashes[:full]
-        child.num_cached_blocks = min(parent.num_cached_blocks, full)
-        child.needs_copy_on_write = parent.needs_copy_on_write = True
-
-    def _shared_block(self, seq: Sequence) -> Block | None:
-        """Return the block that `seq` writes next if it must be copied first, else None.
-
-        A cached block counts as shared even if no other sequence owns it, because its content must
-        not differ from its hash.
-        """
-        i = seq.num_computed // self.block_size
-        if not seq.needs_copy_on_write or i >= len(seq.block_table):
-            return None
-        block = self.blocks[seq.block_table[i]]
-        return None if block.ref_count == 1 and not block.is_cached else block
-
-    def copy_on_write(self, seq: Sequence) -> int | None:
-        """Copy the block that `seq` writes next if it is shared. Returns the copy, or None."""
-        shared = self._shared_block(seq)
-        seq.needs_copy_on_write = False
-        if shared is None:
-            return None
-        self._release_block(shared)
-        copy = self._take_block()
-        self._copies.append(BlockCopy(shared.block_id, copy))
-        seq.block_table[seq.num_computed // self.block_size] = copy
-        return copy
-
     def append_block(self, seq: Sequence) -> int:
         """Append a block to the block table of `seq` and return it."""
         seq.block_table.append(self._take_block())
@@ -240,10 +162,6 @@ class BlockManager:
     def choose_victim(self) -> int:
         """Return the block that `_take_block` evicts next: the least recently used one."""
         return next(iter(self.evictable))
-
-    def stats(self) -> dict[str, int]:
-        """Return the counters that a subclass adds to `LLMEngine.stats`."""
-        return {}
 
     def _take_block(self) -> int:
         """Return a block with one owner. Evicts a cached block if none is free."""
@@ -286,3 +204,66 @@ class BlockManager:
         seq.block_table = []
         seq.needs_copy_on_write = False
         seq.num_computed = seq.num_cached_blocks = 0
+
+    def revert(self, seqs: Iterable[Sequence]) -> None:
+        """Free all blocks after a failure, whatever their state, and clear the fields of `seqs`."""
+        self._free_all()
+        for seq in seqs:
+            self._forget_blocks(seq)
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache. Returns False and changes nothing if a sequence owns a block."""
+        if self.num_available < self.num_blocks:
+            return False
+        self._free_all()
+        return True
+
+    # ---- forks, and what subclasses change ----
+
+    def can_fork(self, parent: Sequence, num_computed: int) -> bool:
+        """Return whether `fork` is possible. If not, the child is admitted like a new sequence."""
+        return True
+
+    def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
+        """Share the blocks of the first `num_computed` tokens of `parent` with `child`."""
+        child.block_table = parent.block_table[: -(-num_computed // self.block_size)]
+        for block_id in child.block_table:
+            self.blocks[block_id].ref_count += 1
+        child.num_computed = num_computed
+        full = num_computed // self.block_size
+        child.block_hashes = parent.block_hashes[:full]
+        child.num_cached_blocks = min(parent.num_cached_blocks, full)
+        child.needs_copy_on_write = parent.needs_copy_on_write = True
+
+    def _shared_block(self, seq: Sequence) -> Block | None:
+        """Return the block that `seq` writes next if it must be copied first, else None."""
+        i = seq.num_computed // self.block_size
+        if not seq.needs_copy_on_write or i >= len(seq.block_table):
+            return None
+        block = self.blocks[seq.block_table[i]]
+        # A cached block counts as shared, because its content must not differ from its hash.
+        return None if block.ref_count == 1 and not block.is_cached else block
+
+    def copy_on_write(self, seq: Sequence) -> int | None:
+        """Copy the block that `seq` writes next if it is shared. Returns the copy, or None."""
+        shared = self._shared_block(seq)
+        seq.needs_copy_on_write = False
+        if shared is None:
+            return None
+        self._release_block(shared)
+        copy = self._take_block()
+        self._copies.append(BlockCopy(shared.block_id, copy))
+        seq.block_table[seq.num_computed // self.block_size] = copy
+        return copy
+
+    def is_ready(self, matched: list[Block]) -> bool:
+        """Return whether a sequence that is admitted now can continue after `matched`."""
+        return True
+
+    def cache_blocks(self, seq: Sequence, start: int) -> None:
+        """Cache the blocks of `seq` that the plan fills, from `start` to `seq.num_computed`."""
+        self.cache_full_blocks(seq)
+
+    def stats(self) -> dict[str, int]:
+        """Return the counters that a subclass adds to `LLMEngine.stats`."""
+        return {}

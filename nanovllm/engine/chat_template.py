@@ -29,11 +29,15 @@ def as_conversations(
     return cast("list[Sequence[Message]]", conversations)
 
 
-def template_variables(
-    variables: dict[str, Any], overrides: dict[str, Any] | None
-) -> dict[str, Any]:
-    """Return the arguments of `apply_chat_template`: a chat template and its variables.
+def render(
+    conversation: Iterable[Message],
+    tokenizer: Tokenizer,
+    variables: dict[str, Any],
+    overrides: dict[str, Any] | None = None,
+) -> str:
+    """Return the text of a conversation.
 
+    variables: the arguments of `apply_chat_template`: a chat template and its variables.
     overrides: the argument chat_template_kwargs of a call. It overrides `variables`, as in vLLM.
     """
     if overrides is not None:
@@ -46,12 +50,6 @@ def template_variables(
                 f"chat_template={template!r} is a file; pass its text: "
                 f"Path({template!r}).read_text()"
             )
-    return variables
-
-
-def render(conversation: Iterable[Message], tokenizer: Tokenizer, variables: dict[str, Any]) -> str:
-    """Return the text of a conversation. `variables` come from `template_variables`."""
-    template = variables.get("chat_template")
     messages = plain_messages(conversation, tokenizer, template)
     try:
         return apply(tokenizer, messages, variables)

@@ -60,21 +60,3 @@ class Detokenizer:
             self.stream = DecodeStream([], self.skip_special_tokens)
             text = self.stream.step(self.tokenizer, token)
         return text or ""
-
-
-def decode_token(tokenizer: Tokenizer, token: int, before: list[int]) -> str:
-    """Return the text of one token after the tokens `before`, as vLLM's `decoded_token`.
-
-    The text of a token that completes a character is the whole character, and the text of the
-    other tokens of the character is empty. A decoder removes the space at the start of a text;
-    it is inserted again here.
-    """
-    rules = tokenizer.backend_tokenizer
-    context = before[-CONTEXT:]
-    for start in range(len(context), -1, -1):
-        text: str = rules.decode([*context[start:], token], skip_special_tokens=False)
-        if not text.endswith("\ufffd"):
-            piece = rules.id_to_token([*context[start:], token][0]) or ""
-            num_spaces = len(piece) - len(piece.lstrip("▁"))
-            return " " * (num_spaces - len(text) + len(text.lstrip(" "))) + text
-    return ""

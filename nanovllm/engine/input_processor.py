@@ -1,7 +1,7 @@
-"""InputProcessor: converts the prompts of a caller to checked token ids.
+"""InputProcessor: checks the prompts of a caller, encodes them, and makes their requests.
 
-Prompts are checked here before they are queued. An invalid prompt raises TypeError or ValueError,
-whose message names the value and says what to do instead.
+An invalid prompt raises TypeError or ValueError, whose message names the value and says what to do
+instead.
 """
 
 from __future__ import annotations
@@ -10,28 +10,20 @@ import contextlib
 from collections import abc
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.engine.chat_template import Message, render, template_variables
+from nanovllm.engine.chat_template import Message, render
 from nanovllm.engine.detokenizer import Tokenizer
-from nanovllm.engine.request import Task, TaskFactory
+from nanovllm.engine.request import Progress, Request, Sample, Task, TaskFactory
 from nanovllm.engine.sampling import Sampling
-from nanovllm.inputs import Prompt, parse_prompt
+from nanovllm.engine.sequence import Sequence
+from nanovllm.inputs import ParsedPrompt, Prompt, parse_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import located
 from nanovllm.utils.log import logger
 
 if TYPE_CHECKING:
     from nanovllm.features.requests.structured import GrammarCompiler
-
-
-class CheckedPrompt(NamedTuple):
-    """A prompt that has passed all checks."""
-
-    text: str | None
-    token_ids: list[int]
-    max_length: int  # of prompt and output together
-    task: Task
 
 
 @dataclass(eq=False)
@@ -42,7 +34,6 @@ class InputProcessor:
     eos_token_ids: frozenset[int]
     default_sampling_params: SamplingParams
     seed: int
-    has_head: bool = True
     max_logprobs: int = 20
     grammars: GrammarCompiler | None = None
     # Class of parameters -> the function that makes the task of a request.
@@ -51,34 +42,33 @@ class InputProcessor:
     )
     warned_of_length: bool = False
 
-    def check(self, pairs: abc.Sequence[tuple[Prompt, Any]]) -> list[CheckedPrompt]:
-        """Check prompts and their parameters, and tokenize the prompts.
+    def check(
+        self, pairs: abc.Sequence[tuple[Prompt, Any]], progress: Progress, stream: bool = False
+    ) -> list[Request]:
+        """Check prompts and their parameters, tokenize the prompts, and make their requests.
 
-        Raises ValueError or TypeError if a request can never run. The message names the prompt if
-        there are several. Does not hold the engine's lock, because the compilation of a grammar can
-        take seconds.
+        Raises ValueError or TypeError if a request can never run. Does not hold the engine's lock,
+        because the compilation of a grammar can take seconds.
         """
         tasks: dict[int, Task] = {}  # by the id() of parameters, which `pairs` keeps alive
-        parsed: list[tuple[Task, str | None, list[int] | None]] = []
-        checked: list[CheckedPrompt] = []
-        i = 0
-        try:
-            for i in range(len(pairs)):
-                prompt, params = pairs[i]
+        parsed: list[tuple[Task, ParsedPrompt]] = []
+        requests: list[Request] = []
+        are_many = len(pairs) > 1
+        for i, (prompt, params) in enumerate(pairs):
+            with located(f"prompts[{i}]: " * are_many):
                 if (task := tasks.get(id(params))) is None:
                     task = tasks[id(params)] = self.make_task(params)
-                parsed.append((task, *task.prepare(*parse_prompt(prompt))))
-            encoded = self.encode_all([text or "" for _, text, ids in parsed if ids is None])
-            for i in range(len(pairs)):
-                task, text, ids = parsed[i]
+                parsed.append((task, task.prepare(parse_prompt(prompt))))
+        encoded = self.encode_all([text or "" for _, (text, ids) in parsed if ids is None])
+        for i, (task, (text, ids)) in enumerate(parsed):
+            with located(f"prompts[{i}]: " * are_many):
                 token_ids = next(encoded) if ids is None else ids
                 self.check_tokens(token_ids)
-                max_length = task.max_length(len(token_ids))
-                checked.append(CheckedPrompt(text, token_ids, max_length, task))
-        except (TypeError, ValueError):
-            with located(f"prompts[{i}]: " * (len(pairs) > 1)):
-                raise
-        return checked
+                length = len(token_ids)
+                seq = Sequence("", 0, token_ids, length, task.max_length(length))
+            seq.result_kind = task.result_kind
+            requests.append(Request(task, text, progress, stream, i, samples=[Sample(seq)]))
+        return requests
 
     def make_task(self, params: Any) -> Task:
         """Check `params` and return their task. None: the checkpoint's sampling parameters."""
@@ -88,15 +78,6 @@ class InputProcessor:
                 return factory(self, params)
         known = " or ".join(kind.__name__ for kind in self.task_factories)
         raise TypeError(f"sampling_params must be a {known}, not {params!r}")
-
-    def check_head(self) -> None:
-        """Raise ValueError if the model has no head."""
-        if not self.has_head:
-            raise ValueError(
-                "the checkpoint has no head (lm_head.weight), and tie_word_embeddings in its "
-                "config.json is false; generation and log-likelihoods need a head: use embed, or "
-                "load a checkpoint with a head"
-            )
 
     def check_length(self, num_tokens: int, limit: int) -> None:
         """Raise ValueError if a prompt is longer than `limit`, which max_model_len determines."""
@@ -133,30 +114,11 @@ class InputProcessor:
                 end = self.vocab_size - 1
                 raise ValueError(f"{what} token id {token}; the vocabulary is 0 to {end}")
 
-    def num_logprobs(self, name: str, value: int | None) -> int | None:
-        """Return how many log-probabilities a field requests. Raises ValueError for too many."""
-        if value is None:
-            return None
-        size = self.vocab_size
-        limit = size if self.max_logprobs == -1 else min(size, self.max_logprobs)
-        num = size if value == -1 else value
-        if num > limit:
-            raise ValueError(
-                f"{name}={value} is more than max_logprobs={limit}; ask for fewer (-1 is the whole "
-                f"vocabulary of {size}), or give LLM() a larger max_logprobs (-1: no limit)"
-            )
-        return num
-
     def chat_prompt(
         self, conversation: Iterable[Message], variables: dict[str, Any], more: Any = None
     ) -> Prompt:
-        """Return the prompt of a conversation.
-
-        variables: the chat template and its variables.
-        more: the chat_template_kwargs of a caller, which override `variables`.
-        """
-        variables = template_variables(variables, more)
-        text = render(conversation, self.get_tokenizer(), variables)
+        """Return the prompt of a conversation; see `render` for the arguments."""
+        text = render(conversation, self.get_tokenizer(), variables, more)
         return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens=False)}
 
     def get_tokenizer(self) -> Tokenizer:

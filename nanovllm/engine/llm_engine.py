@@ -10,25 +10,22 @@ It owns the input processor, the scheduler and the requests. The caller passes t
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn, TypeAlias
+from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.input_processor import CheckedPrompt, InputProcessor
+from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.observer import NO_OBSERVER
 from nanovllm.engine.recovery import revert_in_flight
-from nanovllm.engine.request import Progress, Request, Sample
+from nanovllm.engine.request import Progress, Request
 from nanovllm.engine.scheduler import InFlightStep, Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.threads import SharedEngine, hold_interrupt, run_by_one_thread
 from nanovllm.inputs import Prompt
-from nanovllm.outputs import GrammarError
 from nanovllm.plan import RowResult, Runner, StepOutput
+from nanovllm.utils.errors import GrammarError
 from nanovllm.utils.log import logger
 
-# The output of a task: a RequestOutput, EmbeddingRequestOutput, ... If this were a union, every
-# program that calls `step` would have to check the type of each output.
-Output: TypeAlias = Any
 ONLY_A_TOKEN = RowResult()
 
 
@@ -56,80 +53,54 @@ class LLMEngine(SharedEngine):
             self.async_scheduling = runner.async_scheduling
         self.observer = NO_OBSERVER  # see nanovllm/cli/trace/trace.py
         self.requests: dict[str, Request] = {}  # those that have not ended, by id
-        self.finished: dict[str, Output] = {}  # not returned by `step` yet, by request id
+        self.finished: dict[
+            str, Any
+        ] = {}  # outputs that are not returned by `step` yet, by request id
         self.progress = Progress()  # of all requests
         self.num_requests = 0
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "an LLM cannot be copied or pickled, because it owns memory of its process and device; "
-            "make another LLM, or use this one from several threads"
-        )
 
     # ---- requests ----
 
     def add_request(
         self, prompt: Prompt, sampling_params: Any = None, request_id: str | None = None
     ) -> str:
-        """Queue a request, whose output `step` returns. Returns its id.
-
-        Raises ValueError or TypeError if it can never run.
-        """
+        """Queue a request and return its id. Raises ValueError or TypeError if it can never run."""
         if not isinstance(request_id, str | None):
-            raise TypeError(
-                f"request_id must be a string, not {request_id!r:.80}; the arguments are "
-                "add_request(prompt, sampling_params, request_id), in this order"
-            )
-        [checked] = self.input_processor.check([(prompt, sampling_params)])
-        with hold_interrupt(), self.lock:
-            added = self._add(checked, Progress(), request_id=request_id, returned_by_step=True)
-            return added.request_id
+            order = "add_request(prompt, sampling_params, request_id)"
+            raise TypeError(f"request_id must be a string in {order}, not {request_id!r:.80}")
+        [request] = self.input_processor.check([(prompt, sampling_params)], Progress())
+        request.request_id, request.returned_by_step = request_id or "", True
+        self.add([request])
+        return request.request_id
 
     def submit(self, prompt: Prompt, sampling_params: Any = None, stream: bool = False) -> Request:
         """Queue a request. The caller reads its `output` at the end, or its stream at any time."""
-        [checked] = self.input_processor.check([(prompt, sampling_params)])
-        with hold_interrupt(), self.lock:
-            return self._add(checked, Progress(), stream)
+        [request] = self.input_processor.check([(prompt, sampling_params)], Progress(), stream)
+        self.add([request])
+        return request
 
-    def add(
-        self,
-        prompts: list[CheckedPrompt],
-        requests: list[Request],
-        progress: Progress,
-        stream: bool = False,
-    ) -> None:
-        """Queue `prompts` and append their requests to `requests`.
-
-        After Ctrl-C no further prompt is queued, and KeyboardInterrupt is raised.
-        """
+    def add(self, requests: list[Request]) -> None:
+        """Queue requests. After Ctrl-C no more are queued, and KeyboardInterrupt is raised."""
         with hold_interrupt() as pressed:
-            for prompt in prompts:
+            for request in requests:
                 if pressed:
                     break
                 with self.lock:
-                    requests.append(self._add(prompt, progress, stream))
+                    self._add(request)
 
-    def _add(
-        self,
-        prompt: CheckedPrompt,
-        progress: Progress,
-        stream: bool = False,
-        request_id: str | None = None,
-        returned_by_step: bool = False,
-    ) -> Request:
+    def _add(self, request: Request) -> None:
+        """Give a request its id, and queue its first sequence. The lock is held."""
         number = self.num_requests
-        if request_id is None:
-            request_id = str(number)
-            while request_id in self.requests or request_id in self.finished:  # a caller's
-                request_id += "+"
-        if request_id in self.requests or request_id in self.finished:
+        while not request.request_id and self._is_known(str(number)):  # a caller has chosen it
+            number += 1
+        request_id = request.request_id or str(number)
+        if self._is_known(request_id):
             raise ValueError(f"request_id {request_id!r} is in use")
-        task, token_ids = prompt.task, prompt.token_ids
-        request = Request(request_id, task, prompt.text, progress, stream, returned_by_step)
-        first = Sequence(request_id, number, token_ids, len(token_ids), prompt.max_length)
-        first.request, first.result_kind = request, task.result_kind
-        request.samples = [Sample(first)]
-        task.start(request)
+        first = request.samples[0].seq
+        first.request, first.arrival = request, self.num_requests
+        first.request_id = request.request_id = request_id
+        request.metrics.arrival_time = time.monotonic()
+        request.task.start(request)
         self.num_requests += 1
         try:
             self.requests[request_id] = request
@@ -137,7 +108,9 @@ class LLMEngine(SharedEngine):
         except BaseException:
             self.requests.pop(request_id, None)
             raise
-        return request
+
+    def _is_known(self, request_id: str) -> bool:
+        return request_id in self.requests or request_id in self.finished
 
     def abort_request(self, request_id: str | list[str]) -> None:
         """End one or several requests in any state, and free their blocks. Ignores unknown ids."""
@@ -152,9 +125,9 @@ class LLMEngine(SharedEngine):
 
     def _abort_request(self, request: Request) -> None:
         if self.requests.get(request.request_id) is request:  # it has not ended
+            request.returned_by_step = False
             for seq in request.seqs:
                 self.scheduler.finish(seq, "abort")
-            request.returned_by_step = False
             self._end([request])
 
     def has_unfinished_requests(self) -> bool:
@@ -173,10 +146,10 @@ class LLMEngine(SharedEngine):
                 num_ended += 1
             yield
 
-    def step(self) -> list[Output]:
+    def step(self) -> list[Any]:
         """Run one step. Returns the outputs of requests that finished since the last call."""
         self.run_step()
-        finished: dict[str, Output] = {}
+        finished: dict[str, Any] = {}
         try:
             with self.lock:
                 finished, self.finished = self.finished, {}
@@ -194,8 +167,7 @@ class LLMEngine(SharedEngine):
         the new step. If no step can be launched, the results of all steps in flight are due.
 
         If another thread is running a step, this method only waits until that step ends. If a step
-        fails or Ctrl-C interrupts it, the error is raised, the prefix cache is cleared, the
-        running sequences return to the waiting queue, and the engine remains usable.
+        fails or Ctrl-C interrupts it, the error is raised, and all requests can continue.
         """
         step = self._schedule()
         if step is not None:
@@ -212,10 +184,9 @@ class LLMEngine(SharedEngine):
             self.observer.begin()
             step = self.scheduler.schedule()
             if step is not None:
-                now = time.monotonic()
                 for new_row in step.plan.new_rows:
                     metrics = step.seqs[new_row.row].request.metrics
-                    metrics.first_scheduled_time = metrics.first_scheduled_time or now
+                    metrics.first_scheduled_time = metrics.first_scheduled_time or time.monotonic()
             elif self.requests and not self.scheduler.has_work():
                 raise RuntimeError("requests are unfinished but none can run: a bug in the engine")
             self.observer.scheduled(step)
@@ -251,14 +222,11 @@ class LLMEngine(SharedEngine):
             self.observer.committed(step, updated, output)
 
     def _record_first_results(self, seqs: list[Sequence]) -> None:
-        now = time.monotonic()
-        for seq in seqs:
-            request = seq.request
+        for request in [seq.request for seq in seqs]:
             if request.metrics.first_token_time is None:
-                request.metrics.first_token_time = now
+                request.metrics.first_token_time = time.monotonic()
                 for progress in (self.progress, request.progress):
-                    progress.num_prompt_tokens += seq.num_prompt
-                    progress.started.add(request)
+                    progress.start(request)
 
     def _record_error(self, request: Request, error: Exception) -> None:
         request.error = error
@@ -277,13 +245,22 @@ class LLMEngine(SharedEngine):
                 if seq.finish_reason is not None:
                     self.scheduler.finish(seq, seq.finish_reason, seq.stop_reason)
             if all(seq.status is Status.FINISHED for seq in request.seqs):
-                if not request.stream:
-                    self._make_output(request)
-                self._forget(request)
+                self._make_output(request)
+                request.ended = True
+                for progress in (self.progress, request.progress):
+                    progress.end(request)
+                if request.stream:
+                    request.progress.changed.add(request)
+                self.requests.pop(request.request_id, None)
+                # A step in flight refers to the sequences, but must not keep the request in memory.
+                for seq in request.seqs:
+                    seq.request = None
 
     def _make_output(self, request: Request) -> None:
         request.metrics.finished_time = time.monotonic()
         request.metrics.num_preemptions = sum(seq.preemptions for seq in request.seqs)
+        if request.stream:
+            return
         try:
             request.output = request.task.output(request)
         except Exception as error:
@@ -291,19 +268,6 @@ class LLMEngine(SharedEngine):
             request.output = request.task.error_output(request)
         if request.returned_by_step and request.output is not None:
             self.finished[request.request_id] = request.output
-
-    def _forget(self, request: Request) -> None:
-        request.ended = True
-        for progress in (self.progress, request.progress):
-            progress.num_ended += 1
-            progress.num_ended_tokens += request.num_output
-            progress.started.discard(request)
-        if request.stream:
-            request.progress.changed.add(request)
-        self.requests.pop(request.request_id, None)
-        # A step in flight refers to the sequences, but must not keep the request in memory.
-        for seq in request.seqs:
-            seq.request = None
 
     def _revert(self, error: BaseException) -> None:
         """Restore a state from which all requests can continue. Any line may have failed."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.sequence import Sequence
+from nanovllm.inputs import ParsedPrompt
 from nanovllm.outputs import Logprob, RequestMetrics, StreamOutput
 from nanovllm.plan import ResultKind, RowResult
 
@@ -42,15 +43,15 @@ class Sample:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    request_id: str
     task: Task
     prompt: str | None
     progress: Progress  # the counters of its call
     stream: bool = False  # whether `Task.read_stream` reads it while it runs; it has no output then
+    number: int = 0  # among the requests of its call
+    request_id: str = ""  # set when it is queued
     returned_by_step: bool = False  # whether `step` returns its output; else the caller reads it
     samples: list[Sample] = field(default_factory=list)  # the first computes the prompt
-    # Whether its task receives every token, as for streams, stop strings and log-probabilities.
-    is_watched: bool = False
+    is_watched: bool = False  # whether its task receives every token, as for stop strings
     state: Any = None  # the data of its task
     ended: bool = False
     output: Any = None  # made by its task when it ends
@@ -90,29 +91,30 @@ class Progress:
         # A copy, because another thread may run a step meanwhile.
         return self.num_ended_tokens + sum(r.num_output for r in list(self.started))
 
+    def start(self, request: Request) -> None:
+        self.num_prompt_tokens += request.samples[0].seq.num_prompt
+        self.started.add(request)
+
+    def end(self, request: Request) -> None:
+        self.num_ended += 1
+        self.num_ended_tokens += request.num_output
+        self.started.discard(request)
+
 
 class Task(ABC):
-    """The engine calls its methods while it holds its lock.
-
-    An error in a method ends only the request that is passed to it.
-    """
+    """The engine calls these methods. An error in one ends only the request that it gets."""
 
     input_processor: InputProcessor
     params: Any
     result_kind: ResultKind  # the result of a row whose known tokens are computed
     changes_queues = False  # whether `receive` changes the scheduler's queues
 
-    def prepare(
-        self, text: str | None, token_ids: list[int] | None
-    ) -> tuple[str | None, list[int] | None]:
-        """Return the text and the token ids of a prompt. Text without ids will be encoded."""
-        return text, token_ids
+    def prepare(self, prompt: ParsedPrompt) -> ParsedPrompt:
+        """Return the prompt to run. Text without token ids will be encoded."""
+        return prompt
 
     def max_length(self, num_tokens: int) -> int:
-        """Return the maximum length of a sequence with a prompt of `num_tokens`.
-
-        Raises ValueError if the request can never run.
-        """
+        """Return the maximum length of a sequence. Raises ValueError if it can never run."""
         return self.input_processor.max_length(num_tokens, self.params.max_tokens)
 
     def start(self, request: Request) -> None:  # noqa: B027, most tasks override it
@@ -130,8 +132,8 @@ class Task(ABC):
         """Return the output of a request for which `output` raised an error, or None."""
         return None
 
-    def read_stream(self, request: Request, request_index: int) -> list[StreamOutput]:
-        """Return what is new since the last call."""
+    def read_stream(self, request: Request) -> list[StreamOutput]:
+        """Return what is new in each sample since the last call."""
         raise NotImplementedError(f"{type(self).__name__} has no streams")
 
     def rewind(self, request: Request) -> list[Sequence]:

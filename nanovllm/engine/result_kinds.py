@@ -9,10 +9,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.plan import Chunk, ResultKind
+from nanovllm.plan import Chunk, ResultKind, RowSampling
 
 if TYPE_CHECKING:
     from nanovllm.engine.scheduler import InFlightStep, Scheduler
+
+# The fields that a fork has from its parent.
+SHARED = (
+    *("request_id", "arrival", "num_prompt", "max_length", "stop_token_ids", "request"),
+    *("result_kind", "num_candidates"),
+)
+
+
+def make_fork(
+    parent: Sequence, token_ids: list[int], sampling: RowSampling, index: int
+) -> Sequence:
+    """Return a new sequence of the same request that begins like `parent`."""
+    shared = {name: getattr(parent, name) for name in SHARED}
+    return Sequence(token_ids=token_ids, sampling=sampling, index=index, parent=parent, **shared)
 
 
 def fork(scheduler: Scheduler, parent: Sequence, child: Sequence, num_computed: int) -> None:

@@ -1,43 +1,32 @@
-"""Sampling: the task that generates tokens, their text and their log-probabilities."""
+"""Sampling: the task that generates tokens, and their text.
+
+features/requests/logit_rules/sampling.py adds logit rules and log-probabilities.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
-from nanovllm.engine.detokenizer import CONTEXT, MAX_CONTEXT, Detokenizer, decode_token
+from nanovllm.engine.detokenizer import MAX_CONTEXT, Detokenizer
 from nanovllm.engine.recovery import rewind_samples
 from nanovllm.engine.request import Request, Sample, Task
+from nanovllm.engine.result_kinds import make_fork
 from nanovllm.engine.sequence import Sequence
-from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StreamOutput
-from nanovllm.plan import FILTERS, ResultKind, RowResult, RowSampling, TokenLogprobs
+from nanovllm.outputs import CompletionOutput, RequestOutput, StreamOutput
+from nanovllm.plan import FILTERS, LogitRules, ResultKind, RowResult, RowSampling
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.engine.input_processor import InputProcessor
-    from nanovllm.plan import LogitRules
-
-MakeRules: TypeAlias = (
-    "Callable[[SamplingParams, InputProcessor, frozenset[int]], LogitRules | None]"
-)
 
 
 class Sampling(Task):
     params: SamplingParams
     result_kind = ResultKind.TOKEN
 
-    def __init__(
-        self,
-        input_processor: InputProcessor,
-        params: SamplingParams,
-        make_rules: MakeRules | None = None,
-    ) -> None:
-        """Check the parameters and compile any grammar. Raises TypeError or ValueError.
-
-        make_rules: returns the logit rules that the parameters request, or None.
-        """
-        input_processor.check_head()
+    def __init__(self, input_processor: InputProcessor, params: SamplingParams) -> None:
+        """Check the parameters. Raises TypeError or ValueError."""
         input_processor.check_vocabulary("stop_token_ids has", params.stop_token_ids)
         if (params.stop or params.bad_words) and input_processor.tokenizer is None:
             raise ValueError(
@@ -52,11 +41,7 @@ class Sampling(Task):
         if not 0 < params.top_k < input_processor.vocab_size:
             filters["top_k"] = FILTERS["top_k"]
         self.filters = tuple(filters.values())
-        arguments = self.params, input_processor, self.stop_token_ids
-        self.rules = None if make_rules is None else make_rules(*arguments)
-        self.num_prompt_logprobs = input_processor.num_logprobs(
-            "prompt_logprobs", params.prompt_logprobs
-        )
+        self.rules: LogitRules | None = None
 
     # ---- from a prompt to sequences ----
 
@@ -72,14 +57,10 @@ class Sampling(Task):
         for index in range(1, params.n):
             seed = signed64(first.sampling.seed + index * 0xD1B54A32D192ED03)
             sampling = replace(first.sampling, seed=seed)
-            first.forks.append(first.forked(list(first.token_ids), sampling, index))
+            first.forks.append(make_fork(first, list(first.token_ids), sampling, index))
         request.samples += map(Sample, first.forks)
-        if self.num_prompt_logprobs is not None:  # the first sample reports them for all samples
-            first.targets = first.token_ids[1:]
-            first.num_logprobs = self.num_prompt_logprobs
-            request.state = {}  # position -> entry; after a preemption, they are computed again
         needs_text = self.tokenizer is not None and bool(request.stream or params.stop)
-        request.is_watched = request.stream or needs_text or params.logprobs is not None
+        request.is_watched = request.stream or needs_text
         if needs_text:
             for sample in request.samples:
                 sample.detokenizer = self.detokenizer(sample.seq)
@@ -93,12 +74,6 @@ class Sampling(Task):
 
     def receive(self, request: Request, seq: Sequence, result: RowResult) -> None:
         sample = request.samples[seq.index]
-        # If the sequence ended while this token was in flight, its log-probabilities are dropped.
-        if result.logprobs and len(sample.logprobs) < seq.num_output:
-            position = seq.num_prompt + len(sample.logprobs)
-            sample.logprobs.append(self.decode_logprobs(result.logprobs, seq, position))
-        for i, entry in enumerate(result.prompt_logprobs, result.first_position):
-            request.state[i] = self.decode_logprobs(entry, seq, i)
         if sample.detokenizer is not None:
             self._add_text(sample, sample.detokenizer)
         if request.stream:
@@ -135,33 +110,20 @@ class Sampling(Task):
     def stop_reason(self, seq: Sequence) -> int | str | None:
         return None if seq.stop_reason in self.eos_token_ids else seq.stop_reason
 
-    def decode_logprobs(
-        self, entry: TokenLogprobs, seq: Sequence, position: int
-    ) -> dict[int, Logprob]:
-        """Return the log-probabilities at a position of the prompt or of the output."""
-        first = seq.num_prompt if position >= seq.num_prompt else 0
-        before = seq.token_ids[max(first, position - CONTEXT) : position]
-
-        def text(token: int) -> str | None:
-            tokenizer = self.tokenizer
-            return None if tokenizer is None else decode_token(tokenizer, token, before)
-
-        return {token: Logprob(p, rank, text(token)) for token, p, rank in entry}
-
     def rewind(self, request: Request) -> list[Sequence]:
         return rewind_samples(self, request)
 
     # ---- outputs ----
 
     def output(self, request: Request) -> RequestOutput:
-        return self._output(request, [self._completion(sample) for sample in request.samples])
+        return self.make_output(request, [self.completion(sample) for sample in request.samples])
 
     def error_output(self, request: Request) -> RequestOutput:
         # Only the tokens are returned, because reading other data may raise the error again.
         outputs = [CompletionOutput(s.index, "", s.output_ids, "error") for s in request.seqs]
-        return self._output(request, outputs)
+        return self.make_output(request, outputs)
 
-    def _output(self, request: Request, outputs: list[CompletionOutput]) -> RequestOutput:
+    def make_output(self, request: Request, outputs: list[CompletionOutput]) -> RequestOutput:
         first = request.seqs[0]
         return RequestOutput(
             request_id=request.request_id,
@@ -170,64 +132,34 @@ class Sampling(Task):
             outputs=outputs,
             finished=True,
             num_cached_tokens=first.num_cached_tokens,
-            prompt_logprobs=prompt_logprobs(request),
             metrics=request.metrics,
         )
 
-    def _completion(self, sample: Sample) -> CompletionOutput:
+    def completion(self, sample: Sample) -> CompletionOutput:
         seq, text = sample.seq, sample.text
         if sample.detokenizer is None and self.tokenizer is not None:
             text = self.detokenizer(seq).add(self.text_ids(seq))
-        logprobs = None if self.params.logprobs is None else sample.logprobs
-        return CompletionOutput(
-            index=seq.index,
-            text=text,
-            token_ids=seq.output_ids,
-            finish_reason=seq.finish_reason,
-            stop_reason=self.stop_reason(seq),
-            logprobs=logprobs,
-            # The sampled token comes first in each entry.
-            cumulative_logprob=None
-            if logprobs is None
-            else sum(next(iter(entry.values())).logprob for entry in logprobs),
-        )
+        reasons = seq.finish_reason, self.stop_reason(seq)
+        return CompletionOutput(seq.index, text, seq.output_ids, *reasons)
 
-    def read_stream(self, request: Request, request_index: int) -> list[StreamOutput]:
-        """Return the new output of each sample. After its finish_reason, a sample has none."""
-        outputs = []
-        for sample in request.samples:
-            seq, end = sample.seq, len(sample.text)
-            token_ids = seq.token_ids[seq.num_prompt + sample.tokens_streamed :]
-            if sample.stream_ended or not (token_ids or seq.finish_reason):
-                continue
-            stops = () if self.params.include_stop_str_in_output else self.params.stop
-            if seq.finish_reason is None and stops:
-                # The last characters may begin a stop string, which the text does not include.
-                end -= max(map(len, stops)) - 1
-            text = sample.text[sample.chars_streamed : max(end, sample.chars_streamed)]
-            logprobs = sample.logprobs[sample.tokens_streamed :]
-            is_first = bool(token_ids) and sample.tokens_streamed == 0 and seq.parent is None
-            outputs.append(
-                StreamOutput(
-                    request_index=request_index,
-                    index=seq.index,
-                    text=text,
-                    token_ids=token_ids,
-                    finish_reason=seq.finish_reason,
-                    stop_reason=self.stop_reason(seq),
-                    logprobs=None if self.params.logprobs is None else logprobs,
-                    prompt_logprobs=prompt_logprobs(request) if is_first else None,
-                )
-            )
-            sample.chars_streamed += len(text)
-            sample.tokens_streamed += len(token_ids)
-            sample.stream_ended = seq.finish_reason is not None
-        return outputs
+    def read_stream(self, request: Request) -> list[StreamOutput]:
+        new = [self.read_sample(request, s) for s in request.samples if not s.stream_ended]
+        return [part for part in new if part.token_ids or part.finish_reason]
 
-
-def prompt_logprobs(request: Request) -> list[dict[int, Logprob] | None] | None:
-    """Return an entry for each prompt token, or None if not requested. The first entry is None."""
-    return None if request.state is None else [None, *request.state.values()]
+    def read_sample(self, request: Request, sample: Sample) -> StreamOutput:
+        """Return what is new in a sample. After its finish_reason, nothing is."""
+        seq, end = sample.seq, len(sample.text)
+        token_ids = seq.token_ids[seq.num_prompt + sample.tokens_streamed :]
+        stops = () if self.params.include_stop_str_in_output else self.params.stop
+        if seq.finish_reason is None and stops:
+            # The last characters may begin a stop string, which the text does not include.
+            end -= max(map(len, stops)) - 1
+        text = sample.text[sample.chars_streamed : max(end, sample.chars_streamed)]
+        sample.chars_streamed += len(text)
+        sample.tokens_streamed += len(token_ids)
+        sample.stream_ended = seq.finish_reason is not None
+        reasons = seq.finish_reason, self.stop_reason(seq)
+        return StreamOutput(request.number, seq.index, text, token_ids, *reasons)
 
 
 def signed64(value: int) -> int:

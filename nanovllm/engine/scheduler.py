@@ -1,13 +1,12 @@
 """Scheduler: decides which sequences compute which tokens in the next step.
 
 It owns the waiting and running queues, the runner's batch rows and the steps in flight. It changes
-sequences and, through its BlockManager, their blocks. It reads no clock, so the same calls give the
-same decisions.
+sequences and, through its BlockManager, their blocks. For samples and beams see result_kinds.py.
 
-As in vLLM v1's scheduler, there are no prefill steps and no decode steps. `schedule` plans as many
-uncomputed tokens as the token budget allows: first for running sequences, oldest first, then for
-waiting sequences. This covers iteration-level batching (Orca, OSDI 2022), chunked prefill
-(Sarathi-Serve, arXiv:2403.02310), prefix hits and resumption after preemption.
+As in vLLM v1, there are no prefill steps and no decode steps. `schedule` plans as many uncomputed
+tokens as the budget allows: first for running sequences, oldest first, then for waiting ones. This
+covers iteration-level batching (Orca, OSDI 2022), chunked prefill (Sarathi-Serve,
+arXiv:2403.02310), prefix hits and resumption after preemption.
 
     add -> WAITING --admit--> RUNNING --commit: stop or length--> FINISHED
               ^                  |
@@ -25,14 +24,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from nanovllm.engine import result_kinds
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.policies import HEAD, POLICIES, WaitingQueue
-from nanovllm.engine.result_kinds import (
-    commit_other_results,
-    fork,
-    preempt_idle_beam,
-    request_logprobs,
-)
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.plan import COMPLETE, Chunk, NewRow, ResultKind, StepOutput, StepPlan
 
@@ -58,20 +52,19 @@ class Scheduler:
         self,
         block_manager: BlockManager,
         max_num_seqs: int,
-        max_num_batched_tokens: int,
+        token_budget: int,
         policy: str = "fcfs",
     ) -> None:
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
-        self.token_budget = max_num_batched_tokens
+        self.token_budget = token_budget
         self.policy_key = POLICIES[policy]
         self.waiting = WaitingQueue()
         self.why_waiting = ""  # why the last plan did not admit the first waiting sequence
         self.running: list[Sequence] = []  # in order of admission
         self.num_unfinished = 0  # sequences, including forks that are not queued yet
         self.in_flight: deque[InFlightStep] = deque()
-        self.preemptions = 0
-        self.recomputed_tokens = 0
+        self.preemptions = self.recomputed_tokens = 0
         self.prompt_tokens = 0  # prompt tokens of admitted sequences
         self.cached_tokens = 0  # how many of these were in the prefix cache
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
@@ -95,12 +88,11 @@ class Scheduler:
     def schedule(self) -> InFlightStep | None:
         """Plan one step. Returns None if no token can be planned now.
 
-        `num_computed` and `num_output_placeholders` of a sequence grow here and not at commit, so
-        that the next step can be planned while this one runs. recovery.py reverts this.
+        `num_computed` and `num_output_placeholders` grow here and not at commit, so that the next
+        step can be planned while this one runs.
         """
         step = InFlightStep(plan := StepPlan())
-        preemptions = self.preemptions
-        budget = self.token_budget
+        preemptions, budget = self.preemptions, self.token_budget
         block_size = self.block_manager.block_size
 
         # 1. Running sequences, oldest first. Only the most recently admitted is preempted, so the
@@ -135,7 +127,7 @@ class Scheduler:
 
         plan.num_tokens = self.token_budget - budget
         if not plan.num_tokens:
-            return self.schedule() if preempt_idle_beam(self) else None
+            return self.schedule() if result_kinds.preempt_idle_beam(self) else None
         step.evicted = self.block_manager.fill_copies(plan)
         self.in_flight.append(step)
         return step
@@ -157,16 +149,15 @@ class Scheduler:
                 new_row.output = seq.output_ids
             step.plan.new_rows.append(new_row)
             seq.known_to_runner = True
-        kind = seq.result_kind if end == len(seq.token_ids) else None
-        chunk = Chunk(seq.row, start, seq.token_ids[start:end], kind)
-        if seq.targets or seq.num_candidates:
-            request_logprobs(chunk, seq)
-        step.plan.chunks.append(chunk)
         step.seqs[seq.row] = seq
         seq.num_computed = end
-        if chunk.result_kind is ResultKind.TOKEN:
+        kind = seq.result_kind if end == len(seq.token_ids) else None
+        step.plan.chunks.append(chunk := Chunk(seq.row, start, seq.token_ids[start:end], kind))
+        if kind is ResultKind.TOKEN:
             seq.num_output_placeholders += 1
             seq.decoding = True
+        if seq.targets or seq.num_candidates:
+            result_kinds.request_logprobs(chunk, seq)
         self.block_manager.cache_blocks(seq, start)
         return tokens
 
@@ -181,10 +172,7 @@ class Scheduler:
         return new
 
     def _make_room(self, seq: Sequence, tokens: int) -> bool:
-        """Preempt sequences, `seq` itself last, until there are blocks for its next `tokens`.
-
-        Returns whether `seq` still runs.
-        """
+        """Preempt until there are blocks for the next tokens. Returns whether `seq` still runs."""
         need = self.block_manager.num_needed(seq, seq.num_computed + tokens)
         while self.block_manager.num_available < need and seq.status is Status.RUNNING:
             self.preempt(self.running[-1])
@@ -210,10 +198,7 @@ class Scheduler:
         return ""
 
     def has_room(self, seq: Sequence, matched: list[Block]) -> bool:
-        """Return whether the available blocks suffice for all tokens of `seq` and the reserve.
-
-        A sequence that runs alone needs no reserve. Requests that never fit are not accepted.
-        """
+        """Return whether the available blocks suffice for all tokens of `seq` and the reserve."""
         num_needed = self.block_manager.num_needed(seq, len(seq.token_ids))
         # A matched block that another sequence owns is not one of the available blocks.
         num_needed -= sum(block.ref_count > 0 for block in matched)
@@ -224,6 +209,7 @@ class Scheduler:
         """Return how many blocks admission leaves available: one for each running sequence.
 
         Without this reserve, a full pool thrashes: sequences are preempted soon after admission.
+        A sequence that runs alone needs none, and requests that never fit are not accepted.
         """
         return len(self.running)
 
@@ -268,19 +254,18 @@ class Scheduler:
         """Append the tokens of the oldest step in flight. Returns the sequences that got a result.
 
         `token_ids` has one for each chunk that yields a token and each decode row, in plan order.
-        A sequence with another result gets no token: the caller must `append` one or `finish` it.
         """
         assert step is self.in_flight[0], "steps must be committed in the order of their plans"
         self.in_flight.popleft()
         block_size = self.block_manager.block_size
-        updated = commit_other_results(self, step)
+        updated = result_kinds.commit_other_results(self, step)
         for seq, token in zip(step.sampling_seqs, token_ids, strict=True):
             if seq.status is Status.FINISHED:
                 continue  # it ended while this token was in flight
             updated.append(seq)
             # Each fork computes the prompt's last token again, and samples its own first token.
             for child in seq.forks:
-                fork(self, seq, child, seq.num_prompt - 1)
+                result_kinds.fork(self, seq, child, seq.num_prompt - 1)
             seq.forks = []
             if token < 0:  # NO_TOKEN or COMPLETE
                 self.finish(seq, "stop" if token == COMPLETE else "error")

@@ -6,12 +6,10 @@ The scheduler and the block manager change it. It is never passed to the runner.
     placeholders                                          [ ] [ ]
     num_computed  -------------------------------------->
 
-A placeholder stands for a token of a step in flight. The engine does not know the token's id yet.
-
-A step computes the next tokens of a sequence: a whole prompt, a chunk of a prompt, or the last
-sampled token. A token counts as computed if its KV is in the cache after all plans made so far.
-There is no prefill state. `decoding` only says where the next token to compute is stored: in the
-runner's row if it is true, else in `token_ids`. A placeholder is stored only in the row.
+A placeholder stands for a token of a step in flight, whose id the engine does not know yet. A token
+counts as computed if its KV is in the cache after all plans made so far. There is no prefill state.
+`decoding` only says where the next token to compute is stored: in the runner's row if it is true,
+else in `token_ids`. A placeholder is stored only in the row.
 """
 
 from dataclasses import dataclass, field
@@ -87,15 +85,3 @@ class Sequence:
     @property
     def output_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt :]
-
-    def forked(self, token_ids: list[int], sampling: RowSampling, index: int) -> "Sequence":
-        """Return a new sequence of the same request that begins like this one."""
-        shared = {name: getattr(self, name) for name in SHARED}
-        return Sequence(token_ids=token_ids, sampling=sampling, index=index, parent=self, **shared)
-
-
-# The fields that a fork has from its parent.
-SHARED = (
-    *("request_id", "arrival", "num_prompt", "max_length", "stop_token_ids", "request"),
-    *("result_kind", "num_candidates"),
-)

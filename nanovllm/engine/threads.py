@@ -3,11 +3,10 @@
 `lock` protects the scheduler, the requests and their results. It is free while the runner works, so
 other threads can add, abort and read requests during a step.
 
-A step computes the requests of all threads. `run_by_one_thread` therefore lets one thread run it.
-A thread that calls `run_step` meanwhile waits until this step has ended, and returns. If its
-requests have not ended, it calls `run_step` again. Each step holds a new lock, which the waiting
-threads acquire and release. A thread that runs one step after another therefore cannot keep them
-waiting.
+A step computes the requests of all threads, and one thread runs it. A thread that calls `run_step`
+meanwhile waits until this step has ended, and returns. Each step holds a new lock, which the
+waiting threads acquire and release. A thread that runs one step after another therefore cannot keep
+them waiting.
 
 Ctrl-C raises KeyboardInterrupt at any line of the main thread. In a step, it is handled like every
 other error: the steps in flight are reverted. `hold_interrupt` holds it while results are
@@ -22,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from nanovllm.engine.request import Request
 
@@ -55,6 +54,12 @@ class SharedEngine(ABC):
         self._step_lock = threading.Lock()  # of the last step; it is held until that step ends
         self._step_thread = 0  # the identifier of the thread that ran it
         self._to_abort: deque[Request] = deque()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an LLM cannot be copied or pickled, because it owns memory of its process and device; "
+            "make another LLM, or use this one from several threads"
+        )
 
     @property
     def lock(self) -> threading.Lock:
@@ -112,18 +117,17 @@ def run_by_one_thread(run_step: Callable[[Engine], None]) -> Callable[[Engine], 
                 try:
                     self.run_pending_aborts()
                     run_step(self)
+                    self.run_pending_aborts()
                 except BaseException as error:
                     with hold_interrupt(), self.lock:
                         self._revert(error)
                     raise
-        if current is step_lock:
-            self.run_pending_aborts()
-        elif thread == threading.get_ident():
+                return
+        if thread == threading.get_ident():
             raise RuntimeError(
                 "a logits processor cannot run the engine that calls it; use another LLM"
             )
-        else:
-            with current:
-                pass
+        with current:
+            pass
 
     return run_or_wait

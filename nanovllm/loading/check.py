@@ -7,11 +7,13 @@ what the engine of a model uses, which select_backend.py compares at the start.
 
 from __future__ import annotations
 
+import platform
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -22,7 +24,12 @@ from nanovllm.models.backend import Backend, num_experts
 from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.layers import Linear
 from nanovllm.models.qwen3 import Qwen3
+from nanovllm.plan import Chunk, NewRow, ResultKind, RowSampling, StepPlan
 from nanovllm.runner.rows import sampling_batch
+
+if TYPE_CHECKING:
+    from nanovllm.backends.gpu.graphs import DecodeGraphs
+    from nanovllm.runner.model_runner import ModelRunner
 
 # The largest ||found - wanted|| / ||wanted|| of a row. Both are rounded to the dtype.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 2e-2}
@@ -55,6 +62,17 @@ class Comparison(NamedTuple):
 Comparisons: TypeAlias = Iterator[Comparison]
 
 
+def system(device: torch.device) -> str:
+    """Return the name of the processor, and the versions of the packages that compile kernels."""
+    name = f"this {platform.machine()} processor"
+    if device.type == "cuda":
+        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        name = f"{torch.cuda.get_device_name(device)} (compute capability {capability})"
+    modules = [sys.modules.get(package) for package in ("torch", "triton", "numba")]
+    versions = [f"{module.__name__} {module.__version__}" for module in modules if module]
+    return f"{name} with {', '.join(versions)}"
+
+
 def check(comparisons: Comparisons, dtype: torch.dtype) -> None:
     """Run comparisons for a model in `dtype`. Raises ArithmeticError for the first that fails."""
     for comparison in comparisons:
@@ -72,7 +90,7 @@ def normal_numbers(backend: Backend) -> Callable[..., Tensor]:
 
     def new(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
         x = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-        return x.to(backend.device, dtype or backend.dtype)
+        return x.to(device=backend.device, dtype=dtype or backend.dtype)
 
     return new
 
@@ -97,16 +115,27 @@ def silu_and_mul(backends: Backends, size: int) -> Comparisons:
 
 
 def sample(backends: Backends, vocab_size: int) -> Comparisons:
-    """Compare tokens of a greedy row, of one without filters, and of one with each filter."""
-    # Few tokens have almost all of the probability, so that no rounding decides.
-    logits = 4 * normal_numbers(backends[0])(5, vocab_size)
+    """Compare tokens of greedy rows, of rows without a filter, and of rows with each filter."""
+    device, dtype = backends[0].device, backends[0].dtype
+    # 8 pairs of tokens, of which one is at the end, have the same probabilities for each vocabulary
+    # and dtype. Roundings therefore decide no token, as they could with random logits.
+    logits = torch.full((48, vocab_size), -20.0, dtype=dtype, device=device)
+    pair, second = torch.arange(8, device=device), torch.arange(2, device=device)[:, None]
+    logits[:, (pair + 1) * vocab_size // 8 - 1 - second] = (pair / 2 + second).to(dtype)
     # Temperature, top_k, top_p and min_p of each row.
-    rows = [(0, 0, 1, 0), (1, 0, 1, 0), (1.5, 3, 1, 0), (0.7, 0, 0.6, 0), (1, 0, 1, 0.2)]
-    params = torch.tensor(rows, dtype=torch.float32).T.contiguous().to(logits.device)
-    numbers = torch.arange(5, device=logits.device)
-    batch = sampling_batch(params, 7 * numbers, numbers)
+    rows = [
+        (0, 0, 1, 0),
+        (1, 0, 1, 0),
+        (2, 0, 1, 0),
+        (1.5, 2, 1, 0),
+        (1, 0, 0.6, 0),
+        (1, 0, 1, 0.4),
+    ]
+    params = torch.tensor(8 * rows, dtype=torch.float32).T.contiguous().to(device)
+    seeds = torch.arange(48, device=device)
+    batch = sampling_batch(params, 7 * seeds, seeds)
     found, wanted = (backend.sample(logits, batch) for backend in backends)
-    yield Comparison("5 rows", found[:, None], wanted[:, None])
+    yield Comparison("48 rows", found[:, None], wanted[:, None])
 
 
 def decode_inputs(backends: Backends, block_size: int) -> Comparisons:
@@ -341,3 +370,38 @@ def checks(
         add(decode_inputs, block_size)
     for function, sizes in calls:
         yield function.__name__, function(backends, *sizes)
+
+
+def replay(runner: ModelRunner, graphs: DecodeGraphs, max_tokens: int) -> Comparisons:
+    """Compare a replay of two rows with the eager step, at a context that attention splits.
+
+    Prompts are computed before each of them, in steps of at most `max_tokens` tokens. The rows and
+    the KV cache, which no request uses yet, are changed.
+    """
+    rows = [*range(min(2, runner.rows.num_rows, runner.num_blocks))]
+    block_size, num_blocks = runner.rows.block_size, runner.num_blocks // len(rows)
+    context = max(1, min(CONTEXTS[-1], runner.max_model_len, num_blocks * block_size) - 1)
+    tables = [[1 + row + i * len(rows) for i in range(context // block_size + 1)] for row in rows]
+    vocab_size = runner.model.config.vocab_size
+    prompts = [[(7 * i * i + row) % vocab_size for i in range(context)] for row in rows]
+    sampling, results = RowSampling(temperature=0.0, seed=0), []
+    sent = torch.tensor([rows, rows], device=runner.device)  # rows and their order
+    for decode in (partial(graphs.replay, rows), partial(runner.decode, *sent)):
+        for row, table, prompt in zip(rows, tables, prompts, strict=True):
+            new = [NewRow(row, table, sampling)]
+            for start in range(0, context, max_tokens):
+                part = prompt[start : start + max_tokens]
+                runner.run(StepPlan(new, chunks=[Chunk(row, start, part, ResultKind.TOKEN)]))()
+                new = []
+        hidden, tokens = decode()
+        results.append((hidden.clone(), tokens.clone()))
+    # As before: the next step with these rows sends them again, and nothing has been computed.
+    graphs.decode_rows = None
+    runner.rows.positions[rows] = 0
+    assert runner.device_rows is not None
+    runner.device_rows.positions[sent[0]] = 0
+    (found, tokens), (wanted, _) = results
+    yield Comparison(f"{len(rows)} decodes in a CUDA graph", found, wanted, factor=3)
+    logits = runner.model.logits(found)
+    chosen, best = logits.gather(1, tokens[:, None]), logits.amax(dim=1, keepdim=True)
+    yield Comparison("the tokens of a CUDA graph", chosen, best, factor=3)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -19,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from nanovllm.config import EMBEDDED
-from nanovllm.models.model_config import ModelConfig, find_family, with_text_config
+from nanovllm.models.model_config import ModelConfig, find_family
 from nanovllm.models.weights import EMBEDDINGS, HEAD
 from nanovllm.plan import FILTERS
 from nanovllm.sampling_params import SamplingParams
@@ -29,16 +28,12 @@ from nanovllm.utils.json_files import Fields, check_field, check_fields, read_js
 if TYPE_CHECKING:
     from nanovllm.features.formats.quantized_checkpoint import WeightFormat
 
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 # Names in generation_config.json -> names in SamplingParams.
-SAMPLING_FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"} | {
-    name: name
-    for name in (
-        *("temperature", *FILTERS),
-        *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-    )
+SAMPLING_FIELDS = {
+    **{name: name for name in ("temperature", *FILTERS, *PENALTIES)},
+    **{"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"},
 }
-OTHER_FIELDS: Fields = {"do_sample": (bool, ())}  # of generation_config.json
-
 WANTED = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]  # no pickles, no code
 
 
@@ -49,7 +44,7 @@ def find_checkpoint(
 
     Raises ValueError with a remedy. Weights are fetched from the hub only if `weights` is true.
     """
-    from nanovllm.features.formats.gguf.named import find_named
+    from nanovllm.features.formats.gguf.named import convert_command, find_named
     from nanovllm.features.formats.hub import download
 
     if not isinstance(model, str | os.PathLike):
@@ -57,7 +52,6 @@ def find_checkpoint(
     name = os.fspath(model)
     if not name:
         raise ValueError(f"model is empty; give a directory, a hub id, or {EMBEDDED!r}")
-    patterns = WANTED if weights else [w for w in WANTED if "tensors" not in w]
     path = Path(os.path.expanduser(name))
     if name == EMBEDDED:
         path = Path(__file__).with_name(EMBEDDED)
@@ -68,24 +62,16 @@ def find_checkpoint(
         return path
     if os.path.exists(path):
         remedy = "give the directory that contains config.json"
-        if name.endswith(".gguf"):
-            remedy = convert_command(path)
-        raise ValueError(f"{name} is a file; {remedy}")
+        raise ValueError(
+            f"{name} is a file; {convert_command(path) if path.suffix == '.gguf' else remedy}"
+        )
     if (found := find_named(name)) is not None:
         return found
     if name.startswith((".", "/", "~")) or name.count("/") != 1 or name.endswith("/"):
-        remedy = (
-            "give a local directory, a hub id like 'Qwen/Qwen3-0.6B', "
-            f"{EMBEDDED!r} for the embedded model, or 'smollm2-135m'"
-        )
+        remedy = f"give a directory, a hub id like Qwen/Qwen3-0.6B, {EMBEDDED!r}, or 'smollm2-135m'"
         near = similar(name, [EMBEDDED, "smollm2-135m"])
         raise ValueError(f"there is no directory {name!r}; {near or remedy}")
-    return download(name, revision, patterns)
-
-
-def convert_command(gguf: Path) -> str:
-    name, target = shlex.quote(str(gguf)), shlex.quote(gguf.stem)
-    return f"convert {gguf.name}: pip install gguf && nanovllm convert {name} {target}"
+    return download(name, revision, [w for w in WANTED if weights or "tensors" not in w])
 
 
 def config_class(architectures: Any) -> type[ModelConfig]:
@@ -116,30 +102,32 @@ class Checkpoint:
         self.config = read_config(directory, overrides or {})
         config_type = config_class(self.config.get("architectures"))
         self.model_config = config_type.from_json(self.config, self.config_path)
-        self.weight_format = find_weight_format(self.config, self.config_path)
+        self.weight_format: WeightFormat | None = None  # of quantized weights
+        # MLX has `quantization`, and in new versions also the same as quantization_config.
+        if fields := self.config.get("quantization_config") or self.config.get("quantization"):
+            from nanovllm.features.formats.quantized_checkpoint import WeightFormat
+
+            self.weight_format = WeightFormat.from_config(fields, self.config_path)
 
     def generation_defaults(self) -> tuple[frozenset[int], SamplingParams]:
         """Return the end-of-sequence tokens and the sampling parameters of generation_config.json.
 
         Without this file, they come from config.json and SamplingParams().
         """
-        path = self.directory / "generation_config.json"
-        has_file = path.is_file()
-        raw = check_fields(read_json(path), path, OTHER_FIELDS) if has_file else {}
+        path, declared = self.directory / "generation_config.json", scalar_fields(SamplingParams)
+        fields: Fields = {
+            theirs: declared[ours][:2] for theirs, ours in SAMPLING_FIELDS.items()
+        } | {"do_sample": (bool, ())}
+        raw = check_fields(read_json(path), path, fields) if path.is_file() else {}
         eos, source = raw.get("eos_token_id"), path
         if eos is None:
             eos, source = self.config.get("eos_token_id"), self.config_path
         if not isinstance(eos, list):
             eos = [] if eos is None else [eos]
         eos_ids = [check_field(source, "eos_token_id", x, int, (0, math.inf)) for x in eos]
-        declared = scalar_fields(SamplingParams)
-        fields = {
-            ours: check_field(path, theirs, raw[theirs], *declared[ours][:2])
-            for theirs, ours in SAMPLING_FIELDS.items()
-            if theirs in raw
-        }
+        values = {SAMPLING_FIELDS[name]: x for name, x in raw.items() if name in SAMPLING_FIELDS}
         with located(f"{path}: "):
-            sampling = SamplingParams(**fields)
+            sampling = SamplingParams(**values)
         # Without do_sample, transformers is greedy. As in vLLM, the temperature of the file counts.
         if raw.get("do_sample") is False:
             sampling.temperature = 0.0
@@ -171,35 +159,21 @@ def read_config(directory: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
     if adapter.is_file() and not list(directory.glob("model*.safetensors")):
         base = read_json(adapter).get("base_model_name_or_path")
         raise ValueError(
-            f"{directory} is an adapter of {base!r:.200}, which is not supported by itself; merge "
-            "it with merge_and_unload() and save_pretrained() of peft, and load the directory that "
-            "this makes"
+            f"{directory} is an adapter of {base!r:.200}; merge it with merge_and_unload of peft, "
+            "and load the directory that save_pretrained then makes"
         )
     if not path.is_file():
-        raise ValueError(
-            f"{directory} has no config.json; it is not a model in Hugging Face layout"
-        )
-    raw = with_text_config(read_json(path))
+        raise ValueError(f"{directory} has no config.json: it is not in Hugging Face layout")
+    raw = read_json(path)
+    if isinstance(raw.get("text_config"), dict):
+        from nanovllm.features.models.hybrid.hybrid_config import with_text_config
+
+        raw = with_text_config(raw)
     if overrides:
         from nanovllm.features.formats.hf_overrides import override
 
         raw = override(raw, overrides)
     return raw
-
-
-def find_weight_format(config: Mapping[str, Any], path: Path) -> WeightFormat | None:
-    """Return the format of quantized weights, or None.
-
-    Raises ValueError if the weights are quantized in a format that is not supported.
-    """
-    # MLX has `quantization`, and in new versions also the same as quantization_config.
-    fields = config.get("quantization_config") or config.get("quantization") or {}
-    # If only the KV cache has a scheme, the weights are not quantized.
-    if not fields or (fields.get("kv_cache_scheme") and not fields.get("config_groups")):
-        return None
-    from nanovllm.features.formats.quantized_checkpoint import WeightFormat
-
-    return WeightFormat.from_config(fields, path)
 
 
 def match_head(config: ModelConfig, files: Mapping[Path, Any]) -> tuple[ModelConfig, bool]:
@@ -235,16 +209,15 @@ def weight_files(directory: Path) -> list[Path]:
         names = list(weight_map.values()) if isinstance(weight_map, dict) else []
         if not names or not all(isinstance(n, str) and n == os.path.basename(n) for n in names):
             raise ValueError(
-                f"{index} needs a 'weight_map' from tensor names to names of files in the same "
-                f"directory, not {weight_map!r:.200}"
+                f"{index} needs a 'weight_map' from tensors to files in its directory, not "
+                f"{weight_map!r:.200}"
             )
         return [directory / name for name in sorted(set(names))]
     single = directory / "model.safetensors"
     files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
     if not files:
         raise ValueError(
-            f"{directory} has no *.safetensors weights. Pickled weights (*.bin, *.pt) can run "
-            "code and are not read: convert them with model.save_pretrained of transformers. "
-            "load_format='dummy' makes random weights and needs config.json only"
+            f"{directory} has no *.safetensors. Pickled weights (*.bin, *.pt) can run code and are "
+            "not read: convert them with model.save_pretrained of transformers"
         )
     return files

@@ -15,15 +15,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.loading import memory
+from nanovllm.loading import check, memory
 from nanovllm.loading.memory import MemoryBudget
-from nanovllm.loading.select_backend import pick_backend, pick_device, pick_dtype
+from nanovllm.loading.select_backend import (
+    checked,
+    explain_lost_device,
+    pick_backend,
+    pick_device,
+    pick_dtype,
+)
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.backend import Backend
 from nanovllm.models.fp8 import Scales
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.models.weights import load_weights, random_weights
+from nanovllm.models.weights import load_weights
 from nanovllm.runner.device_rows import DeviceRows
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.rows import Rows
@@ -56,11 +62,12 @@ def make_runner(
         "out of memory; lower max_num_seqs, max_model_len or max_num_batched_tokens, or, if they "
         "are set, num_kv_cache_blocks, kv_cache_memory_bytes and swap_space"
     )
-    with on_device, memory.explain_out_of_memory(remedy):
+    lost = explain_lost_device(device)
+    with on_device, lost, memory.explain_out_of_memory(remedy):
         free = memory.free_memory(device, config.tensor_parallel_size)
         model_config = full_config if ranks is None else ranks.config_of_rank(full_config)
         on_meta = model_config.model_class().on_meta(model_config)
-        backend = make_backend(config, on_meta, device)
+        backend = make_backend(config, on_meta, device, full_config.vocab_size)
         budget = memory.plan_memory(config, on_meta, backend, free, name)
         config = budget.config  # with fewer sequences, if the states of more do not fit
         # The longest request that can fit limits the size of rows and rotary tables.
@@ -81,16 +88,22 @@ def make_runner(
     return runner
 
 
-def make_backend(config: EngineConfig, on_meta: Qwen3, device: torch.device) -> Backend:
-    """Make the backend for a model, whose sizes `on_meta` has."""
+def make_backend(
+    config: EngineConfig, on_meta: Qwen3, device: torch.device, vocab_size: int
+) -> Backend:
+    """Make and check the backend for a model, whose sizes `on_meta` and `vocab_size` are."""
     dtype = pick_dtype(config.dtype, device, on_meta.config.dtype)
     num_weights = memory.num_weights(on_meta)
     backend = pick_backend(config.attention_backend, device, dtype, num_weights)
-    if config.quantization is None:
-        return backend
-    from nanovllm.backends import int4, int8
+    plain = Backend(device, dtype)
+    if config.quantization is not None:
+        from nanovllm.backends import int4, int8
 
-    return (int8 if config.quantization == "int8" else int4).quantized(backend)
+        quantized = (int8 if config.quantization == "int8" else int4).quantized
+        backend, plain = quantized(backend), quantized(plain)
+    if type(backend) is type(plain) and not backend.captures:
+        return backend
+    return checked(backend, plain, config, on_meta, vocab_size)
 
 
 def load_model(
@@ -107,6 +120,8 @@ def load_model(
     if files:
         load_weights(tensors, files)
     else:
+        from nanovllm.features.formats.dummy_weights import random_weights
+
         random_weights(tensors, config.seed, model.norm.device)
     for linear in model.linears():  # one at a time, to save memory
         model.backend.after_load(linear)
@@ -185,17 +200,28 @@ def make_fast_steps(config: EngineConfig, runner: ModelRunner, ranks: Ranks | No
     backend, model = runner.backend, runner.model
     if ranks is None:  # fused layers have no all-reduce
         runner.fused_model = backend.fuse_layers(model, runner.attention) or model
-    if backend.captures and not config.enforce_eager:
-        remedy = (
-            "the remaining memory does not hold the CUDA graphs; lower max_num_seqs, "
-            "gpu_memory_utilization or kv_cache_memory_bytes, or set enforce_eager=True"
-        )
-        with torch.inference_mode(), memory.explain_out_of_memory(remedy):
-            runner.graphs = backend.capture_decode(runner.decode, runner.rows.positions)
-            if runner.states is None:
-                sizes = runner.graphs, config.token_budget
-                chunks = backend.capture_chunks(model, runner.attention, *sizes)
-                runner.fused_model = chunks or runner.fused_model
+    # A capture runs steps, in which ranks wait for each other: all of them capture, or none does.
+    if config.enforce_eager or not smallest(int(backend.captures), ranks):
+        return
+    with torch.inference_mode():
+        graphs = backend.capture_decode(runner.decode, runner.rows.positions)
+        try:
+            if not graphs.replays:
+                return
+            if config.check_kernels:
+                check.check(check.replay(runner, graphs, config.token_budget), backend.dtype)
+        except ArithmeticError as error:
+            logger.warning(
+                f"decodes run without CUDA graphs, which is slower, because {error}, on "
+                f"{check.system(backend.device)}. Please report it with the output of the command "
+                "`nanovllm check`"
+            )
+            return
+        runner.graphs = graphs
+        if runner.states is None:
+            sizes = graphs, config.token_budget
+            chunks = backend.capture_chunks(model, runner.attention, *sizes)
+            runner.fused_model = chunks or runner.fused_model
 
 
 def log_sizes(runner: ModelRunner, budget: MemoryBudget, name: str, max_model_len: int) -> None:

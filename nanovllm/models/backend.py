@@ -58,6 +58,20 @@ class Backend:
         """
         raise NotImplementedError
 
+    def is_checked(self) -> bool:
+        """Return whether an earlier process has compared these kernels with plain torch."""
+        return False
+
+    def set_checked(self) -> None:
+        """Remember for later processes that the kernels are right."""
+
+    def replace_kernel(self, name: str, plain: Backend) -> bool:
+        """Compute the kernel `name` of loading/check.py as `plain` does.
+
+        Returns False if no single kernel can be replaced.
+        """
+        return False
+
     # ---- weights ----
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -115,7 +129,7 @@ class Backend:
     def capture_decode(
         self, decode: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], positions: np.ndarray
     ) -> DecodeGraphs:
-        """Capture a decode step. See backends/gpu/graphs.py.
+        """Capture a decode step for as many sizes as possible. See backends/gpu/graphs.py.
 
         `decode` takes rows [S] and their order [S], and returns hidden states [S, E] and tokens
         [S]. `positions` [N + 1] belong to N rows and padding, on the host.

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 ANY: tuple[Any, ...] = ()
 SIZE, LENGTH = (1, 2**31 - 1), (1, 10_000_000)
-TIE = "tie_word_embeddings"
 STORED = tuple(prefix + name for prefix in ("", "torch.") for name in (*DTYPES[1:], "float64"))
 # The fields of config.json that are read, nested ones included, by type and range or choices.
 FIELDS: Fields = {
@@ -170,19 +169,6 @@ def find_family(architectures: Any) -> tuple[str, str]:
             if family + suffix in names:
                 return family + suffix, family
     return "", ""
-
-
-def with_text_config(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a config.json. Fields of its text_config, if any, take precedence."""
-    text = raw.get("text_config")
-    if not isinstance(text, dict):
-        return raw
-    own: dict[str, Any] = {
-        name: raw[name] for name in ("architectures", "model_type") if name in raw
-    }
-    if TIE in raw and text.get(TIE) is not True:
-        own[TIE] = raw[TIE]  # true if one of the two is true
-    return raw | {name: value for name, value in text.items() if value is not None} | own
 
 
 def _rope(raw: dict[str, Any], path: Path) -> RopeConfig:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from nanovllm.utils.log import progress_bar
@@ -67,25 +66,22 @@ def load_weights(tensors: Iterable[CheckpointTensor], files: Mapping[Path, Any])
 
 def check_headers(known: dict[str, CheckpointTensor], files: Mapping[Path, Any]) -> None:
     """Raise ValueError unless the files contain each of `known` once, and no other tensors."""
-    found = set()
-    unexpected, misshapen, repeated = [], [], []
+    missing, unexpected, misshapen, repeated = set(known), [], [], []
     for path, file in files.items():
         for name in file.keys():  # noqa: SIM118 (not a dict)
-            tensor = known.get(name)
-            if tensor is None:
-                if not name.endswith(IGNORED):
-                    unexpected.append(name)
-            elif name in found:
+            if name not in known:
+                unexpected += [] if name.endswith(IGNORED) else [name]
+            elif name not in missing:
                 repeated.append(f"{name} in {path.name}")
             else:
-                found.add(name)
+                missing.remove(name)
                 header = file.get_slice(name)
                 shape, dtype = tuple(header.get_shape()), header.get_dtype()
-                if shape != tensor.shape or dtype not in DTYPES:
-                    expected = f"{tensor.shape} of {', '.join(DTYPES)}"
+                if shape != known[name].shape or dtype not in DTYPES:
+                    expected = f"{known[name].shape} of {', '.join(DTYPES)}"
                     misshapen.append(f"{name} is {shape} of {dtype}, expected {expected}")
     differences = {
-        "missing": [name for name in known if name not in found],
+        "missing": [name for name in known if name in missing],
         "unexpected": unexpected,
         "misshapen": misshapen,
         "already in another file": repeated,
@@ -97,17 +93,3 @@ def check_headers(known: dict[str, CheckpointTensor], files: Mapping[Path, Any])
             if names
         )
         raise ValueError(f"{next(iter(files)).parent} does not fit its config.json; {listed}")
-
-
-def random_weights(tensors: Iterable[CheckpointTensor], seed: int, device: torch.device) -> None:
-    """Store small random weights, unit norms and zero biases, for load_format="dummy"."""
-    generator = torch.Generator(device).manual_seed(seed % 2**63)
-    for tensor in tensors:
-        if tensor.name.endswith("norm.weight"):
-            weight = torch.ones(tensor.shape, device=device)
-        elif tensor.name.endswith(".bias"):
-            weight = torch.zeros(tensor.shape, device=device)
-        else:
-            numbers = torch.empty(tensor.shape, dtype=torch.float32, device=device)
-            weight = numbers.normal_(std=0.02, generator=generator)
-        tensor.store(weight[tensor.slices])

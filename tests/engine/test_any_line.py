@@ -43,7 +43,7 @@ FILES = (
         "features/requests/loglikelihood.py",
         "features/requests/embeddings/pooling.py",
     ),
-    *("features/requests/structured.py", "outputs.py"),
+    *("features/requests/structured.py", "features/requests/logit_rules/sampling.py", "outputs.py"),
 )
 
 

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.detokenizer import Detokenizer, decode_token
+from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.features.requests.logit_rules.sampling import decode_token
 from nanovllm.loading.checkpoint import find_checkpoint
 
 WORDS = ["The", "quick", "brown", "fox", ",", "12", "é"]

@@ -13,11 +13,11 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.recovery import revert_in_flight
-from nanovllm.engine.sampling import Sampling
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.requests.logit_rules.penalties import PenaltyState
 from nanovllm.features.requests.logit_rules.row_rules import RowRules
+from nanovllm.features.requests.logit_rules.sampling import RuledSampling
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -72,8 +72,8 @@ FAULTS = [
     (PenaltyState, "add_row", PENALIZED),
     (Detokenizer, "add", dict(stop=["never"])),
     (Detokenizer, "add", {}),
-    (Sampling, "decode_logprobs", dict(logprobs=2)),
-    (Sampling, "decode_logprobs", dict(prompt_logprobs=2)),
+    (RuledSampling, "decode_logprobs", dict(logprobs=2)),
+    (RuledSampling, "decode_logprobs", dict(prompt_logprobs=2)),
 ]
 
 

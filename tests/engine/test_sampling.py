@@ -114,13 +114,13 @@ def test_stop_strings_in_one_token(stop: list[str], text: str, reason: str) -> N
             params = SamplingParams(stop=stop, include_stop_str_in_output=include)
             task = Sampling(inputs, params)
             seq = Sequence("0", 0, [0], 1, 99)
-            request = Request("0", task, None, Progress(), stream=True, samples=[Sample(seq)])
+            request = Request(task, None, Progress(), stream=True, samples=[Sample(seq)])
             task.start(request)
             streamed = ""
             for token in range(len(pieces)):
                 seq.token_ids.append(token)
                 task.receive(request, seq, RowResult())
-                streamed += "".join(new.text for new in task.read_stream(request, 0))
+                streamed += "".join(new.text for new in task.read_stream(request))
                 if seq.finish_reason is not None:
                     break
             assert (seq.finish_reason, seq.stop_reason) == ("stop", reason)

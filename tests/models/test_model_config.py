@@ -19,7 +19,7 @@ CONFIGS = [
     ({"hidden_act": "gelu"}, "gelu"),
     ({"head_dim": 33}, "odd"),
     ({"num_key_value_heads": 3}, "do not divide"),
-    ({"quantization_config": {"quant_method": "awq"}}, "bits=None is not supported"),
+    ({"quantization_config": {"quant_method": "aqlm"}}, "quant_method='aqlm' is not supported"),
     (
         {
             "use_sliding_window": True,

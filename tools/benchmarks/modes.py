@@ -19,7 +19,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request import Progress, Request
+from nanovllm.engine.request import Progress
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import RowSampling, StepOutput, StepPlan
@@ -47,16 +47,17 @@ def many(counts: tuple[int, ...] = (1000, 1_000_000)) -> None:
         input_processor = InputProcessor(None, 10_000, 1024, frozenset(), SamplingParams(), 0)
         engine = LLMEngine(EngineConfig(max_num_seqs=256), NoModel(), input_processor)
         pairs = [(rng.choices(range(10_000), k=20), params) for _ in range(n)]
-        requests: list[Request] = []
         tracemalloc.start()
-        engine.add(input_processor.check(pairs[:10_000]), requests, Progress())
+        requests = input_processor.check(pairs[:10_000], Progress())
+        engine.add(requests)
         size = tracemalloc.get_traced_memory()[0] / len(requests)
         tracemalloc.stop()
         engine.abort_all()
         requests.clear()
         num_steps = 0
         start = time.perf_counter()
-        engine.add(input_processor.check(pairs), requests, Progress())
+        requests = input_processor.check(pairs, Progress())
+        engine.add(requests)
         added = time.perf_counter()
         for _ in engine.run(requests):
             num_steps += 1

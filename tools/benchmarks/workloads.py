@@ -199,8 +199,9 @@ def write_weights(directory: Path, dtype: torch.dtype) -> None:
     import torch
     from safetensors.torch import save_file
 
+    from nanovllm.features.formats.dummy_weights import random_weights
     from nanovllm.loading.checkpoint import Checkpoint
-    from nanovllm.models.weights import CheckpointTensor, random_weights
+    from nanovllm.models.weights import CheckpointTensor
 
     config = Checkpoint(directory).model_config
     tensors = list(config.model_class().on_meta(config).checkpoint_tensors())

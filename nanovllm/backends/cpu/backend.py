@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from nanovllm.backends.cpu import jit, linear
 from nanovllm.backends.cpu.attention import NumbaAttention
 from nanovllm.backends.cpu.compile import compile_now
+from nanovllm.backends.cpu.kernel_files import marker
 from nanovllm.backends.cpu.kernels import (
     delta_layers,
     delta_rule,
@@ -54,6 +56,19 @@ class CpuBackend(Backend):
     silu_and_mul = staticmethod(pointwise.silu_and_mul)
     sample = staticmethod(sampler.sample)
     token_logprobs = staticmethod(sampler.token_logprobs)
+
+    def checked_marker(self) -> Path | None:
+        """Return the path of an empty file that says that these kernels are right, or None."""
+        path = marker(self.dtype)
+        return path and path.with_suffix(f".{type(self).__name__}")
+
+    def is_checked(self) -> bool:
+        path = self.checked_marker()
+        return path is not None and path.exists()
+
+    def set_checked(self) -> None:
+        if path := self.checked_marker():
+            path.touch()
 
     def quantized(self, weights: str) -> Backend:
         backends = {"int8": CpuInt8Backend, "int4": CpuInt4Backend}

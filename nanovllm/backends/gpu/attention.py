@@ -106,6 +106,16 @@ class TritonAttention(PlainAttention):
         return step.out.flatten(1)
 
 
+class PlainStoreAttention(TritonAttention):
+    """The same with norms, rotary embedding and store in plain torch."""
+
+    def norm_rope_store(
+        self, layer: int, qkv: Tensor, norms: Norms, rope: Rope, batch: ForwardBatch
+    ) -> Tensor:
+        q: Tensor = batch.attention_metadata.q
+        return q.copy_(PlainAttention.norm_rope_store(self, layer, qkv, norms, rope, batch))
+
+
 def check_capability(
     device: torch.device, minimum: tuple[int, int], needs: str, instead: str
 ) -> None:

@@ -11,7 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.backends.gpu.attention import TritonAttention, check_capability
+from nanovllm.backends.gpu.attention import (
+    PlainStoreAttention,
+    TritonAttention,
+    check_capability,
+)
 from nanovllm.backends.gpu.chunk_graphs import ChunkGraphs
 from nanovllm.backends.gpu.decode_inputs import decode_inputs
 from nanovllm.backends.gpu.graphs import CudaCapture, DecodeGraphs
@@ -25,7 +29,7 @@ from nanovllm.backends.gpu.kernels import (
 )
 from nanovllm.backends.int4 import HEAD, Int4Weight
 from nanovllm.backends.int8 import Int8Weight
-from nanovllm.models.backend import Backend, num_experts
+from nanovllm.models.backend import Backend
 from nanovllm.models.layers import Linear
 
 MIN_CAPABILITY = (7, 5)  # Turing, the first that .ci/compile_kernels.py compiles for
@@ -63,14 +67,17 @@ class GpuBackend(Backend):
             return SimpleNamespace(decode=delta_rule.decode)
         return delta_rule
 
-    def after_load(self, module: Linear) -> None:
-        if num := num_experts(module.projections):
-            experts.compile_for(module, num)
-        else:
-            self.compile_for(module)
-
-    def compile_for(self, module: Linear) -> None:
-        """Compile the kernels of a Linear that is not of experts: in torch there are none."""
+    def replace_kernel(self, name: str, plain: Backend) -> bool:
+        if name == "norm_rope_store":
+            self.attention_class = PlainStoreAttention
+            return True
+        names = {"attend": "attention_class", "expert_mlp": "experts"}
+        attribute = names.get(name, name)
+        if attribute != "decode_inputs":
+            setattr(self, attribute, getattr(plain, attribute))
+        if name in ("attend", "expert_mlp", "sample", "decode_inputs"):
+            self.captures = False  # in plain torch they wait for the device, or cannot run at all
+        return True
 
     def experts(self, module: Linear) -> Any:
         return experts
@@ -89,16 +96,14 @@ class GpuBackend(Backend):
     ) -> Any:
         # The pool of the decode graphs has memory for these, because one graph runs at a time.
         capture = cast(CudaCapture, graphs.capture)
-        return ChunkGraphs(model, attention, capture, max_tokens)
+        chunks = ChunkGraphs(model, attention, capture, max_tokens)
+        return chunks if chunks.steps else None
 
 
 class GpuInt8Backend(GpuBackend):
     """The same with the weights of linear layers in int8."""
 
     linear = staticmethod(int8.linear)
-
-    def compile_for(self, module: Linear) -> None:
-        int8.compile_for(module, self.linear)
 
     def make_weight(self, outputs: int, inputs: int, names: list[str]) -> Any:
         return Int8Weight.empty(self.empty, outputs, inputs)

@@ -8,7 +8,6 @@ piecewise graphs are, and attention is launched between two replays:
     `----- piece 0 ----'                        `------------ piece 1 -----------'
 """
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -18,12 +17,9 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends.gpu.attention import SHARED_TOKENS, TritonAttention
-from nanovllm.backends.gpu.graphs import CudaCapture, without_collector
+from nanovllm.backends.gpu.graphs import CudaCapture, capture_sizes
 from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.utils.log import logger, progress_bar
-
-MIN_FREE_BYTES = 128 << 20  # of device memory, which steps with other shapes may need
 
 
 def token_sizes(max_tokens: int) -> list[int]:
@@ -57,18 +53,9 @@ class ChunkGraphs:
         device = attention.cache.device
         self.inputs = torch.zeros((3, sizes[-1]), dtype=torch.int64, device=device)
         # Number of tokens -> replays of the pieces, layers of the attentions, hidden states.
-        self.steps: dict[int, tuple[list[Callable[[], None]], list[int], Tensor]] = {}
-        start = time.perf_counter()
-        with without_collector():
-            for size in progress_bar("Capturing chunks", "size", sizes[::-1]):
-                # The driver takes memory for each graph. Steps of other sizes are padded more.
-                if torch.cuda.mem_get_info(device)[0] < MIN_FREE_BYTES:
-                    logger.warning("captured chunks for some sizes only: the memory is nearly full")
-                    break
-                self.steps[size] = self._capture(size, attention)
-        seconds = time.perf_counter() - start
-        num, largest = len(self.steps), max(self.steps, default=0)
-        logger.info(f"captured chunks for {num} sizes up to {largest} in {seconds:.1f} s")
+        self.steps: dict[int, tuple[list[Callable[[], None]], list[int], Tensor]] = capture_sizes(
+            "chunks", sizes, device, lambda size: self._capture(size, attention)
+        )
 
     def _capture(self, size: int, attention: TritonAttention) -> Any:
         (ids, positions, slots), none = self.inputs[:, :size], self.inputs[0, :0]

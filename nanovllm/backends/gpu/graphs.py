@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 from weakref import WeakSet
 
 import numpy as np
@@ -22,6 +22,9 @@ from nanovllm.models.batch import longest_first
 from nanovllm.models.transfers import to_device
 from nanovllm.utils.log import logger, progress_bar
 
+# Of device memory. Steps that are not captured may need it, and so may other threads' libraries.
+MIN_FREE_BYTES = 128 << 20
+Graph = TypeVar("Graph")
 # Takes the function to capture and returns the function that replays it.
 Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
 
@@ -92,6 +95,40 @@ def without_collector() -> Iterator[None]:
             gc.enable()
 
 
+def capture_sizes(
+    what: str, sizes: list[int], device: torch.device, capture: Callable[[int], Graph]
+) -> dict[int, Graph]:
+    """Return `capture(size)` of each size, while captures succeed and memory lasts.
+
+    The largest size comes first: its memory in the pool is enough for all others, and any step can
+    be padded to it.
+    """
+    graphs: dict[int, Graph] = {}
+    problem, start = "", time.perf_counter()
+    with without_collector():
+        for size in progress_bar(f"Capturing {what}", "size", sorted(sizes, reverse=True)):
+            is_cuda = device.type == "cuda"  # not in tests
+            if is_cuda and torch.cuda.mem_get_info(device)[0] < MIN_FREE_BYTES:
+                problem = "the memory of the GPU is nearly full"
+                break
+            try:
+                graphs[size] = capture(size)
+            except Exception as error:  # of torch, CUDA or a library
+                if is_cuda:
+                    torch.cuda.synchronize(device)  # raises an error that no later step survives
+                problem = f"{error!r:.300}"
+                break
+    num, seconds = len(graphs), time.perf_counter() - start
+    if problem:
+        logger.warning(
+            f"CUDA graphs hold {what} for {num} of {len(sizes)} sizes, and others take longer: "
+            f"{problem}"
+        )
+    else:
+        logger.info(f"captured {what} for {num} sizes up to {max(sizes)} in {seconds:.1f} s")
+    return graphs
+
+
 class DecodeGraphs:
     def __init__(
         self,
@@ -109,25 +146,20 @@ class DecodeGraphs:
         # [2, N] int64: the rows of a batch, and its indices in the order of `longest_first`.
         self.rows = torch.full((2, num_rows), num_rows, dtype=torch.int64, device=device)
         self.rows[1] = torch.arange(num_rows, device=device)
-        # The results of each size are kept: other graphs of the pool must not use their memory.
-        self.results: dict[int, tuple[Tensor, Tensor]] = {}
         # The content of self.rows without padding; None if it is not known.
         self.decode_rows: list[int] | None = None
         self.size = 0
-        self.replays: dict[int, Callable[[], None]] = {}
-        start = time.perf_counter()
         self.capture = capture()  # kept with the graphs, because it owns their stream
+        # The results of each size are kept: other graphs of the pool must not use their memory.
+        self.results: dict[int, tuple[Tensor, Tensor]] = {}
 
         def step(size: int) -> None:
             self.results[size] = decode(*self.rows[:, :size])
 
-        # The largest size comes first: its memory in the pool is enough for all others.
-        sizes = batch_sizes(num_rows)[::-1]
-        with without_collector():
-            for size in progress_bar("Capturing graphs", "graph", sizes):
-                self.replays[size] = self.capture(partial(step, size))
-        seconds = time.perf_counter() - start
-        logger.info(f"captured decode for {len(sizes)} sizes up to {num_rows} in {seconds:.1f} s")
+        # Empty if no size could be captured.
+        self.replays = capture_sizes(
+            "decodes", batch_sizes(num_rows), device, lambda size: self.capture(partial(step, size))
+        )
 
     def replay(self, decode_rows: list[int]) -> tuple[Tensor, Tensor]:
         """Decode rows. Returns hidden states [S, E], tokens [S], valid until the next replay."""

@@ -21,16 +21,16 @@ from nanovllm.engine.chat_template import as_conversations
 from nanovllm.engine.request import Progress, Request
 from nanovllm.features.requests.embeddings.pooling import PoolingParams
 from nanovllm.inputs import Prompt, as_list
-from nanovllm.outputs import CompletionOutput, Logprob, why_no_token
+from nanovllm.outputs import CompletionOutput, Logprob
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.utils.checks import check_scalar
+from nanovllm.utils.errors import why_no_token
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 Fields = dict[str, Any]
-
 TEMPLATE = ("add_generation_prompt", "continue_final_message", "chat_template")
 # Fields that have no effect. Where a value is named, another value is an error.
 UNUSED = {"best_of": 1, "echo": False, "stream": False, "suffix": "", "tools": []} | dict.fromkeys(
@@ -50,9 +50,9 @@ class Job:
 
     def submit(self, llm: LLM) -> list[Request]:
         """Queue all prompts. If one raises ValueError or TypeError, none is queued."""
-        requests: list[Request] = []
         pairs = [(prompt, self.params) for prompt in self.prompts]
-        llm.engine.add(llm.engine.input_processor.check(pairs), requests, Progress())
+        requests = llm.engine.input_processor.check(pairs, Progress())
+        llm.engine.add(requests)
         return requests
 
     def response(self, name: str, requests: Iterable[Request]) -> Fields:

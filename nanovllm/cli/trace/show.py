@@ -197,8 +197,8 @@ def describe_changes(event: Event, state: State, policy: str, size: int) -> Iter
     if evicted := event.get("evicted"):
         yield f"Eviction: no block was free, so the prefix cache evicted {block_list(evicted)}."
     if host := event.get("host"):
-        moves = [f"block {a} is saved to host block {b}" for a, b in event["saved"]]
-        moves += [f"block {b} is loaded from host block {a}" for a, b in event["loaded"]]
+        moves = [f"block {a} is saved to host block {b}" for a, b in event.get("saved", ())]
+        moves += [f"block {b} is loaded from host block {a}" for a, b in event.get("loaded", ())]
         yield (
             f"Host memory: before the step computes, {', '.join(moves)}. It holds "
             f"{plural(host['host_blocks'], 'block')}. So far it has lost "

@@ -19,20 +19,24 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from operator import eq
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from nanovllm.cli.trace import show
 from nanovllm.cli.trace.events import Event as Event
 from nanovllm.cli.trace.events import State as State
-from nanovllm.engine.detokenizer import decode_token
 from nanovllm.engine.observer import NO_OBSERVER, Observer
 from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.features.requests.logit_rules.sampling import decode_token
 from nanovllm.plan import ResultKind, StepOutput
 
 if TYPE_CHECKING:
     from nanovllm.features.requests.beam_search import Beams, BeamSearchSequence
 
+# Fields of an event that are left out if they are as before. Other empty fields are left out too,
+# except for these.
+IF_CHANGED = ("running", "waiting", "decodes", "receivers")
+ALWAYS = ("plan", "commit", "time", "chunks", "tokens", "ended")
 MAX_LIKELY = 5  # tokens whose probabilities are recorded in addition to the sampled token
 
 
@@ -75,7 +79,7 @@ class Trace(Observer):
         self.events: list[Event] = []
         self.num_steps = 0
         self._state = State()  # after all events
-        self._numbers: dict[Sequence, int] = {}
+        self._numbers: dict[Any, int] = {}  # sequence -> its number
         self._preemptions: dict[Sequence, int] = {}  # of the unfinished sequences
         self._searches: dict[int, Search] = {}  # arrival -> beam search
         self._in_flight: deque[int] = deque()  # steps; 0 for one that was planned before the trace
@@ -108,45 +112,33 @@ class Trace(Observer):
     def scheduled(self, step: InFlightStep | None) -> None:
         if step is None and not self._in_flight:
             return  # nothing was planned, and nothing will be committed
-        number = self.num_steps + 1
-        event = self._changes()
-        event |= Event(plan=number, chunks=[])
-        decodes: list[int] = []
+        self.num_steps += 1
+        event = self._changes() | Event(plan=self.num_steps, chunks=[], decodes=[])
         if step is not None:
-            plan = step.plan
-            numbers = {row: self._numbers[seq] for row, seq in step.seqs.items()}
-            decodes = [numbers[row] for row in plan.decode_rows]
-            event["chunks"] = [[numbers[c.row], c.start, len(c.token_ids)] for c in plan.chunks]
-            if plan.new_rows:
-                event["new_rows"] = [numbers[new.row] for new in plan.new_rows]
-            if plan.block_copies:
-                event["copies"] = list(plan.block_copies)
-            if plan.state_copies:
-                rows = {seq.row: self._numbers[seq] for seq in self._scheduler.running}
-                event["states_read"] = [(source, rows[row]) for source, row in plan.state_copies]
-            if plan.state_saves:
-                event["states_saved"] = [
-                    (numbers[row], step.seqs[row].num_computed - tokens_after, slot)
+            plan, seqs = step.plan, step.seqs
+            numbers = {row: self._numbers[seq] for row, seq in seqs.items()}
+            running = {seq.row: self._numbers[seq] for seq in self._scheduler.running}
+            event |= Event(
+                chunks=[[numbers[c.row], c.start, len(c.token_ids)] for c in plan.chunks],
+                decodes=[numbers[row] for row in plan.decode_rows],
+                new_rows=[numbers[new.row] for new in plan.new_rows],
+                copies=list(plan.block_copies),
+                states_read=[(source, running[row]) for source, row in plan.state_copies],
+                states_saved=[
+                    (numbers[row], seqs[row].num_computed - tokens_after, slot)
                     for row, tokens_after, slot in plan.state_saves
-                ]
-            if plan.saves or plan.loads:
-                event["saved"] = list(plan.saves)
-                event["loaded"] = list(plan.loads)
-                event["host"] = self._blocks.stats()
-            if step.evicted:
-                event["evicted"] = step.evicted
-            self._in_flight.append(number)
-        if decodes != self._state.decodes:
-            event["decodes"] = decodes
-        if self._scheduler.why_waiting:
-            event["why"] = self._scheduler.why_waiting
-        self.num_steps = number
-        self._add(event)
+                ],
+                saved=list(plan.saves),
+                loaded=list(plan.loads),
+                host=self._blocks.stats() if plan.saves or plan.loads else {},
+                evicted=step.evicted,
+            )
+            self._in_flight.append(self.num_steps)
+        self._add(event | Event(why=self._scheduler.why_waiting))
         self.events[-1]["time"] = self._micros(time.perf_counter())
 
     def committed(self, step: InFlightStep, updated: list[Sequence], output: StepOutput) -> None:
         event = self._changes()
-        event |= Event(commit=self._in_flight.popleft(), time=self._micros(self._begun))
         # A beam gets its token when the other beams have results, and some beams get none.
         known = self._state.seqs
         got = [
@@ -155,17 +147,17 @@ class Trace(Observer):
             if len(seq.token_ids) > len(known[number := self._numbers[seq]].tokens)
             or (seq.finish_reason == "error" and seq in updated)
         ]
-        event["tokens"] = [token for _, token in got]
         receivers = [number for number, _ in got]
-        if receivers != self._state.receivers:
-            event["receivers"] = receivers
-        if likely := list(self._likely(step, output, receivers)):
-            event["likely"] = likely
         sampled = [self._numbers[seq] for seq in step.sampling_seqs if seq in self._numbers]
-        if dropped := [number for number in sampled if number not in receivers]:
-            event["dropped"] = dropped
-        if results := list(self._results(updated)):
-            event["results"] = results
+        event |= Event(
+            commit=self._in_flight.popleft(),
+            time=self._micros(self._begun),
+            tokens=[token for _, token in got],
+            receivers=receivers,
+            likely=list(self._likely(step, output, receivers)),
+            dropped=[number for number in sampled if number not in receivers],
+            results=list(self._results(updated)),
+        )
         self._add(event)
 
     def _likely(
@@ -187,9 +179,8 @@ class Trace(Observer):
             search = self._searches[arrival]
             # The beams before this commit. Their outputs differ and are equally long.
             beams = [self._numbers[seq] for seq in self._preemptions if seq.arrival == arrival]
-            for normalized, result in search.beams.finished:
-                if (normalized, result) in search.results:
-                    continue
+            new = [entry for entry in search.beams.finished if entry not in search.results]
+            for normalized, result in new:
                 for number in beams:
                     tokens = self._state.seqs[number].tokens
                     if result.tokens[: len(tokens)] == tokens:
@@ -208,55 +199,42 @@ class Trace(Observer):
 
     def _changes(self) -> Event:
         """Return the differences between the engine and the state after the last event."""
-        scheduler = self._scheduler
-        state = self._state
-        numbers = self._numbers
-        event = Event()
+        scheduler, blocks = self._scheduler, self._blocks
+        state, numbers, before = self._state, self._numbers, self._preemptions
         queue = list(scheduler.waiting)
         unknown = [seq for seq in (*scheduler.running, *queue) if seq not in numbers]
         for seq in sorted(unknown, key=lambda seq: (seq.arrival, seq.index)):
             numbers[seq] = len(numbers)
-        if new := list(islice(numbers, len(state.seqs), None)):
-            name, parent = self._name, self._parent
-            event["new"] = [
-                (name(seq), seq.num_prompt, list(seq.token_ids), seq.num_computed, parent(seq))
-                for seq in new
-            ]
-        if (running := [numbers[seq] for seq in scheduler.running]) != state.running:
-            event["running"] = running
-        if (waiting := [numbers[seq] for seq in queue]) != state.waiting:
-            event["waiting"] = waiting
+        new = {seq: self._name(seq) for seq in islice(numbers, len(state.seqs), None)}
         tables = []
-        for seq in (*self._preemptions, *new):
-            number, blocks = numbers[seq], seq.block_table
-            old_blocks = state.seqs[number].table if number < len(state.seqs) else []
-            if blocks != old_blocks:
-                keep = sum(takewhile(bool, map(eq, old_blocks, blocks)))
-                tables.append([number, keep, *blocks[keep:]])
-        if tables:
-            event["tables"] = tables
-        in_cache = (block.block_id for block in self._blocks.hash_to_block.values())
-        if cached := sorted(state.cached.symmetric_difference(in_cache)):
-            event["cached"] = cached
-        host_blocks = getattr(self._blocks, "hash_to_host_block", {})  # empty without a host cache
-        on_host = (block.block_id for block in host_blocks.values())
-        if changed := sorted(state.host_cached.symmetric_difference(on_host)):
-            event["host_cached"] = changed
-        if scores := list(self._scores()):
-            event["scores"] = scores
-        if preempted := [numbers[s] for s, n in self._preemptions.items() if s.preemptions > n]:
-            event["preempted"] = preempted
-        if ended := [seq for seq in self._preemptions if seq.status is Status.FINISHED]:
-            event["finished"] = [(numbers[s], s.finish_reason or "", s.stop_reason) for s in ended]
-        return event
-
-    def _scores(self) -> Iterator[tuple[int, float]]:
-        """Yield `Event.scores`, of all beams of the searches that have chosen beams."""
+        for seq in (*before, *new):
+            number, table = numbers[seq], seq.block_table
+            old_table = state.seqs[number].table if number < len(state.seqs) else []
+            if table != old_table:
+                keep = sum(takewhile(bool, map(eq, old_table, table)))
+                tables.append([number, keep, *table[keep:]])
+        in_cache = {block.block_id for block in blocks.hash_to_block.values()}
+        host_blocks = getattr(blocks, "hash_to_host_block", {}).values()  # only of a host cache
+        scores = []
         for search in self._searches.values():
             if search.scores is not search.beams.scores:
                 search.scores = search.beams.scores
-                for seq, score in search.scores.items():
-                    yield self._numbers[seq], round(score, 4)
+                scores += [(numbers[seq], round(score, 4)) for seq, score in search.scores.items()]
+        ended = [seq for seq in before if seq.status is Status.FINISHED]
+        return Event(
+            new=[
+                (name, s.num_prompt, list(s.token_ids), s.num_computed, numbers.get(s.parent, -1))
+                for s, name in new.items()
+            ],
+            running=[numbers[seq] for seq in scheduler.running],
+            waiting=[numbers[seq] for seq in queue],
+            tables=tables,
+            cached=sorted(state.cached ^ in_cache),
+            host_cached=sorted(state.host_cached ^ {block.block_id for block in host_blocks}),
+            scores=scores,
+            preempted=[numbers[seq] for seq, count in before.items() if seq.preemptions > count],
+            finished=[(numbers[s], s.finish_reason or "", s.stop_reason) for s in ended],
+        )
 
     def _name(self, seq: Sequence) -> str:
         """Return the id of the request, with a number if it can have several sequences.
@@ -273,12 +251,15 @@ class Trace(Observer):
             return f"{seq.request_id}.{search.num_seqs - 1}"
         return f"{seq.request_id}.{seq.index}" if seq.forks or seq.parent else seq.request_id
 
-    def _parent(self, seq: Sequence) -> int:
-        """Return the number of the sequence that `seq` was forked from, or -1."""
-        return -1 if seq.parent is None else self._numbers.get(seq.parent, -1)
-
     def _add(self, event: Event) -> None:
-        """Append an event and update the state with which the next event is compared."""
+        """Append an event, and update the state with which the next event is compared."""
+        fields = {
+            name: value
+            for name, value in event.items()
+            if (value != getattr(self._state, name) if name in IF_CHANGED else value)
+            or name in ALWAYS
+        }
+        event = cast("Event", fields)
         live = [*self._preemptions, *islice(self._numbers, len(self._state.seqs), None)]
         self.events.append(event)
         self._state.apply(event)
@@ -298,17 +279,13 @@ class Trace(Observer):
         return {token: decode_token(tokenizer, token, []) or "\ufffd" for token in sorted(known)}
 
     def save(self, path: str | Path) -> None:
-        """Write a page for a browser. Raises ValueError if `path` does not end in .html."""
-        path = Path(path)
-        if path.suffix != ".html":
-            raise ValueError(f"a trace is saved as a page: name a file.html, not {path.name!r}")
+        """Write a page for a browser."""
         if not self.num_steps:
             raise RuntimeError(
                 "the trace is empty; call llm.generate inside `with Trace(llm)` first"
             )
         with self._engine.lock:
-            page = self.page()
-        path.write_text(page, encoding="utf-8")
+            Path(path).write_text(self.page(), encoding="utf-8")
 
     def page(self) -> str:
         return show.page(self.options, self.events, self.texts())

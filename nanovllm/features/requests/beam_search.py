@@ -16,8 +16,8 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from nanovllm.engine import result_kinds
 from nanovllm.engine.request import Request, Sample, Task
-from nanovllm.engine.result_kinds import append, fork
 from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import LogitRules, ResultKind, RowResult
 from nanovllm.sampling_params import BeamSearchParams
@@ -68,7 +68,6 @@ class BeamSearch(Task):
     ) -> None:
         """Check the parameters. Raises TypeError or ValueError. May compile a grammar."""
         self.input_processor, self.scheduler = input_processor, scheduler
-        input_processor.check_head()
         self.params = params = replace(params)  # fields may have been set since the last check
         vocab_size, max_num_seqs = input_processor.vocab_size, scheduler.max_num_seqs
         if params.beam_width > vocab_size:
@@ -170,7 +169,8 @@ class BeamSearch(Task):
             if parent in kept:
                 kept.remove(parent)
             else:
-                beam = parent.forked([*parent.token_ids, token], parent.sampling, index)
+                token_ids = [*parent.token_ids, token]
+                beam = result_kinds.make_fork(parent, token_ids, parent.sampling, index)
                 self.scheduler.num_unfinished += 1
                 parent.parent = None  # else a beam would keep all its ancestors in memory
             beam.index = index
@@ -179,10 +179,10 @@ class BeamSearch(Task):
         # Fork before a token is appended to the parent, because the last block may be shared.
         for (_, parent, _), beam in zip(chosen, new, strict=True):
             if beam is not parent:
-                fork(self.scheduler, parent, beam, len(parent.token_ids))
+                result_kinds.fork(self.scheduler, parent, beam, len(parent.token_ids))
         for (_, parent, token), beam in zip(chosen, new, strict=True):
             if beam is parent:
-                append(self.scheduler, beam, token)
+                result_kinds.append(self.scheduler, beam, token)
         beams.scores = dict(zip(new, (score for score, *_ in chosen), strict=True))
         beams.candidates = {}
 

@@ -1,5 +1,6 @@
 """The sizes of captured steps with chunks. test_dry_run.py runs the graphs."""
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 from nanovllm.backends.gpu.attention import SHARED_TOKENS
 from nanovllm.backends.gpu.chunk_graphs import ChunkGraphs, token_sizes
+from nanovllm.backends.gpu.graphs import capture_sizes
 
 
 @pytest.mark.parametrize("maximum", [1, 16, 48, 200, 512, 8192])
@@ -21,16 +23,36 @@ def test_token_sizes(maximum: int) -> None:
 
 
 @pytest.mark.parametrize("num", [0, 3])
-def test_memory_that_holds_some_graphs(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest sizes are captured, and the model computes steps that are larger than all."""
-    free = iter([1 << 30] * num + [1 << 20])
+@pytest.mark.parametrize("error", [None, RuntimeError("unsupported")])
+def test_some_sizes_can_be_captured(
+    num: int,
+    error: Exception | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The largest are captured, until the memory is nearly full or a capture fails."""
+    free = itertools.chain([1 << 30] * num, itertools.repeat(1 << 30 if error else 1 << 20))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 80 << 30))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    captured: list[int] = []
+
+    def capture(size: int) -> int:
+        if len(captured) == num and error:
+            raise error
+        captured.append(size)
+        return size
+
+    found = capture_sizes("chunks", token_sizes(100), torch.device("cuda", 0), capture)
+    assert [*found] == token_sizes(100)[::-1][:num]
+    (record,) = caplog.records
+    assert f"for {num} of 7 sizes" in record.getMessage()
+    assert ("unsupported" if error else "nearly full") in record.getMessage()
+
+
+def test_steps_larger_than_all_graphs_are_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ChunkGraphs, "_capture", lambda self, size, attention: size)
     model: Any = SimpleNamespace(logits=None, forward=lambda *args: "eager")
     attention: Any = SimpleNamespace(cache=torch.empty(0))
     graphs = ChunkGraphs(model, attention, capture=None, max_tokens=100)  # type: ignore[arg-type]
-    assert sorted(graphs.steps) == token_sizes(100)[len(token_sizes(100)) - num :]
-    batch: Any = SimpleNamespace(
-        input_ids=range(101 if num else 1), num_decodes=0, context_lens=[1]
-    )
+    batch: Any = SimpleNamespace(input_ids=range(101), num_decodes=0, context_lens=[1])
     assert graphs.forward(batch, attention) == "eager"

@@ -1,6 +1,6 @@
 """The kernels of the gated delta rule in the interpreter, compared with the plain reference.
 
-The interpreter computes bfloat16 incorrectly: test_gpu.py tests it. It has no TF32.
+The interpreter computes bfloat16 incorrectly: test_gpu_kernels.py tests it. It has no TF32.
 """
 
 import os

@@ -1,13 +1,18 @@
 """The CUDA path without a GPU: what dry_run.py finds out in processes of its own."""
 
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from fresh import dry_run
+from fresh import dry_run, on_model
 from moe_checkpoints import make_moe_checkpoint
 from safetensors.torch import load_file, save_file
 
@@ -106,3 +111,87 @@ def test_the_profile_reserves_what_later_steps_need(found: Callable[[str], Any])
         assert most <= reserved["memory"], what
     assert max(reserved["read"]) == 512  # tokens, as many as a request can have
     assert max(nothing["most"].values()) > nothing["memory"]
+
+
+# Fault -> (words of the only warning, whether decodes and chunks are captured, plain attention)
+FALLBACKS = {
+    "none": ("", True, True, False),
+    "no check": ("", True, True, False),
+    "T4": ("", True, True, False),
+    "V100": ("need compute capability 7.5 or higher", False, False, True),
+    "compilation": ("computes silu_and_mul: .*PassManager::run failed", True, True, False),
+    "resources": ("computes attend: .*OutOfResources: .*300000", False, False, True),
+    "wrong norm": ("computes add_rms_norm: .*the result for the norm has", True, True, False),
+    "wrong store": ("computes norm_rope_store: .*the result for q has", True, True, False),
+    "wrong attention": ("computes attend: .*the result for decodes", False, False, True),
+    "wrong tokens": ("computes sample: ", False, False, False),
+    "no C compiler": ("computes everything: .*'/nonexistent'", False, False, True),
+    "decodes": ("decodes for 0 of 3 sizes.*not permitted when", False, False, False),
+    "chunks": ("chunks for 0 of 16 sizes.*not permitted when", True, False, False),
+    "memory of chunks": ("chunks for 0 of 16 sizes.*out of memory", True, False, False),
+    "replay": ("without CUDA graphs, .*decodes in a CUDA graph has", False, False, False),
+}
+
+
+@pytest.fixture(scope="module")
+def fallbacks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = tmp_path_factory.mktemp("fallbacks")
+    make_checkpoint(path)
+    return on_model([sys.executable, "tests/helpers/fallbacks.py", str(path)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FALLBACKS)
+def test_kernels_and_graphs_that_fail_are_replaced(fallbacks: Any, fault: str) -> None:
+    """The answers stay the same, and there is one warning."""
+    words, *wanted = FALLBACKS[fault]
+    found = fallbacks[fault]
+    assert found["tokens"] == fallbacks["none"]["tokens"]
+    assert len(found["warnings"]) == bool(words)
+    assert all(re.search(words, text) for text in found["warnings"])
+    if "computes" in words:
+        system = r"model of a GPU \(compute capability 9.0\) with torch 2.*, triton 3"
+        assert re.search(f"{system}.*`nanovllm check`", found["warnings"][0])
+    assert [found[key] for key in ("decodes", "chunks", "plain attention")] == wanted
+
+
+@pytest.mark.slow
+def test_the_check_compiles_no_other_kernels(fallbacks: Any) -> None:
+    assert fallbacks["none"]["variants"] == fallbacks["no check"]["variants"]
+    assert "check_kernels=False" in fallbacks["no check"]["log"]
+
+
+@pytest.mark.slow
+def test_kernels_that_fail_may_not_be_replaced(fallbacks: Any) -> None:
+    """An option that names the backend is kept, and after an illegal access nothing can run."""
+    error = fallbacks["explicit"]["error"]
+    assert re.search("the kernel silu_and_mul fails.*PassManager.*'auto'.*'sdpa'", error)
+    lost = fallbacks["illegal access"]["error"]
+    assert re.search("unusable for this process: .*illegal memory.*'sdpa'", lost)
+
+
+# The most variants of kernels that a part of `pytest -m gpu` compiles: each takes 1 to 2 s.
+PARTS = {"kernels": 160, "engines": 60}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", PARTS)
+def test_the_tests_for_a_gpu_pass_on_the_model_of_one(part: str) -> None:
+    """Without the sizes at which the plain references take minutes."""
+    slow = ("151936", "sampler", "bits", "2_31", "48", "full_pool", "512", "100", "margin", "cache")
+    left_out = " and ".join(f"not {name}" for name in slow)
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "dry_run_plugin", "-m", "gpu"]
+    command += [f"tests/backends/gpu/test_gpu_{part}.py", "-k", left_out]
+    without_interpreter = {k: x for k, x in os.environ.items() if k != "TRITON_INTERPRET"}
+    places = os.pathsep.join(["tests/helpers", ".ci", "."])
+    done = subprocess.run(
+        command,
+        env=without_interpreter | {"PYTHONPATH": places},
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    number = re.search(rf"test_gpu_{part}.py: (\d+) variants", done.stdout)
+    assert number is not None
+    assert 30 < int(number[1]) <= PARTS[part]

@@ -22,13 +22,13 @@ from quantized_files import quantize_checkpoint
 
 from nanovllm import LLM
 from nanovllm.backends.int8 import quantized
+from nanovllm.features.formats.dummy_weights import random_weights
 from nanovllm.features.memory.tensor_parallel.shards import config_of_rank, tensors_of_rank
 from nanovllm.loading.memory import num_weights, weight_bytes
 from nanovllm.models.backend import Backend
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.rope import RopeConfig
-from nanovllm.models.weights import random_weights
 
 ROOT = Path(__file__).parents[3]
 Job = Callable[..., list[dict[str, Any]]]

@@ -9,7 +9,6 @@ from beam_history import TieredBeamHistory, run_history
 
 from lessons.oracle.mutants import Mutant, apply
 from nanovllm.engine import result_kinds, scheduler
-from nanovllm.features.requests import beam_search
 
 
 def test_random_histories_with_beams() -> None:
@@ -57,8 +56,7 @@ def test_faults_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, function, *_ = FAULTS[name]
     faulty = apply(Mutant(*FAULTS[name]))
     if module is result_kinds:
-        user = beam_search if function == "append" else scheduler
-        monkeypatch.setattr(user, function, getattr(faulty, function))
+        monkeypatch.setattr(result_kinds, function, getattr(faulty, function))
         faulty = scheduler
     with pytest.raises(AssertionError, match=r"run_history\(\d+\) fails"):
         for seed in range(800):  # the rarest fault shows in the histories 461, 521, 554

@@ -149,11 +149,3 @@ def expert_linear(x: Tensor, module: Linear, ends: Tensor) -> Tensor:
     args = (x, values, scale, ends, out, num_experts, outputs, inputs)
     launch(_expert_linear, grid, args, constants, **options)
     return out
-
-
-def compile_for(module: Linear, num_experts: int) -> None:
-    """Compile both tiles for a Linear of experts, before requests are served."""
-    dtype, device, inputs = module.backend.dtype, module.backend.device, module.weight.shape[1]
-    for rows in (1, FEW.num_rows * num_experts):
-        x = torch.zeros((rows, inputs), dtype=dtype, device=device)
-        expert_linear(x, module, torch.full((num_experts,), rows, device=device))

@@ -6,7 +6,6 @@ For many rows the products take longer than the weights: `linear` then multiplie
 of the weights in the dtype of x, which stay in the GPU's L2 cache.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -140,11 +139,3 @@ def linear_in_parts(x: Tensor, module: Linear) -> Tensor:
         else:
             torch.addmm(addend, x, w, out=y)
     return out
-
-
-def compile_for(module: Linear, linear: Callable[[Tensor, Linear], Tensor]) -> None:
-    """Compile the kernels of a Linear for each number of rows, before requests are served."""
-    weight = module.weight
-    for rows in FLOAT32 if weight.dtype == torch.float32 else HALF:
-        x = torch.zeros((rows, weight.shape[1]), dtype=weight.dtype, device=weight.values.device)
-        linear(x, module)

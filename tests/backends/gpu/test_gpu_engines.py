@@ -1,0 +1,222 @@
+"""Engines with tiny models on a GPU: graphs, the host cache, memory, experts, quantization."""
+
+import inspect
+from functools import partial
+from pathlib import Path
+
+import pytest
+import references
+import torch
+from checkpoints import make_checkpoint
+from gpu_cases import DEVICE, MARKS, error
+from hybrid_checkpoints import make_hybrid_checkpoint
+from moe_checkpoints import make_moe_checkpoint
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.features.memory.host_cache import pool as host_pool
+from nanovllm.loading import memory
+from nanovllm.models.fp8 import FP8
+from nanovllm.plan import BlockCopy
+
+pytestmark = MARKS
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_experts_have_the_tokens_of_transformers_captured_and_eager(
+    hybrid: bool, tmp_path: Path
+) -> None:
+    sizes = dict(moe_intermediate_size=64, shared_expert_intermediate_size=64)
+    model = make_moe_checkpoint(tmp_path, hybrid=hybrid, **sizes)
+    prompts = [[i + 1] * (3 * i + 1) for i in range(12)]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    options = dict(dtype="float32", device=DEVICE, skip_tokenizer_init=True, max_num_seqs=16)
+    for eager in (False, True):
+        llm = LLM(str(tmp_path), num_kv_cache_blocks=400, enforce_eager=eager, **options)
+        for output in llm.generate(prompts, params, use_tqdm=False):
+            prompt, ids = output.prompt_token_ids, output.outputs[0].token_ids
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0]
+            assert [*ids] == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("model", ["qwen3", "hybrid"])
+def test_captured_and_eager_steps_are_close_in_bfloat16(model: str, tmp_path: Path) -> None:
+    """Log-probabilities of the first tokens: of graphs of chunks, and of the delta rule."""
+    make_hybrid_checkpoint(tmp_path) if model == "hybrid" else make_checkpoint(tmp_path)
+    options = dict(dtype="bfloat16", device=DEVICE, skip_tokenizer_init=True, max_num_seqs=16)
+    prompts = [[i + 1] * (11 * i + 1) for i in range(12)]
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
+    found = []
+    for eager in (True, False):
+        llm = LLM(str(tmp_path), num_kv_cache_blocks=400, enforce_eager=eager, **options)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        entries = [entry for o in outputs for entry in o.prompt_logprobs[1:]]
+        found.append(torch.tensor([x.logprob for entry in entries for x in entry.values()]))
+    assert error(found[1], found[0]) < 2e-2
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantized_tokens_are_the_same_captured_and_eager(
+    tmp_path: Path, quantization: str
+) -> None:
+    make_checkpoint(tmp_path, tie=True)
+    prompts = [[i + 1] * (3 * i + 1) for i in range(12)]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    answers = []
+    for options in ({}, {"enforce_eager": True}, {"max_num_batched_tokens": 16}):
+        llm = LLM(
+            str(tmp_path),
+            dtype="float32",
+            device=DEVICE,
+            skip_tokenizer_init=True,
+            quantization=quantization,
+            max_num_seqs=16,
+            num_kv_cache_blocks=400,
+            **options,
+        )
+        answers.append([o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)])
+    assert answers[1] == answers[0]
+    assert answers[2] == answers[0]
+
+
+def test_what_graphs_read_is_not_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as torch sees it: tests/helpers/dry_run.py checks what Triton's kernels read."""
+    graph = torch.cuda.graph
+    if "check_input_liveness" not in inspect.signature(graph).parameters:
+        pytest.skip("this torch does not check it")
+    monkeypatch.setattr(torch.cuda, "graph", partial(graph, check_input_liveness=True))
+    make_checkpoint(tmp_path)
+    llm = LLM(str(tmp_path), device=DEVICE, skip_tokenizer_init=True, max_num_seqs=4)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    assert len(llm.generate([[1, 2, 3]] * 4, params, use_tqdm=False)) == 4
+
+
+def test_steady_decode_never_waits(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, max_position_embeddings=1024)
+    llm = LLM(str(tmp_path), device=DEVICE, skip_tokenizer_init=True, max_num_seqs=8)
+    params = SamplingParams(temperature=0.7, top_k=20, top_p=0.9, ignore_eos=True, max_tokens=400)
+    for i in range(8):
+        llm.engine.add_request([i + 1] * 5, params)
+    for _ in range(5):
+        llm.engine.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(200):
+            llm.engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("num", [1, 7, 8, 100, 512])
+def test_capture_sizes(tmp_path: Path, num: int) -> None:
+    """A batch as large as can be, its rows in every combination as they end.
+
+    Matrix products of other sizes round differently.
+    """
+    make_checkpoint(tmp_path)
+    prompts = [[i % 190 + 1, 2, 3] for i in range(num)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=1 + i % 60, ignore_eos=True, logprobs=2)
+        for i in range(num)
+    ]
+    answers = []
+    for eager in (True, False):
+        llm = LLM(
+            str(tmp_path),
+            dtype="float32",
+            device=DEVICE,
+            skip_tokenizer_init=True,
+            max_num_seqs=num,
+            enforce_eager=eager,
+            gpu_memory_utilization=0.3,
+        )
+        answers.append([o.outputs[0] for o in llm.generate(prompts, params, use_tqdm=False)])
+        del llm
+    for wanted, found in zip(*answers, strict=True):
+        assert len(found.token_ids) == len(wanted.token_ids)
+    assert references.count_near_ties(*answers) <= 1 + num // 50
+
+
+def test_a_full_pool(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    prompts = [[i + 1] * 20 for i in range(40)]
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=100, ignore_eos=True)
+    answers = []
+    for blocks in (400, 30):
+        llm = LLM(
+            str(tmp_path),
+            dtype="float32",
+            device=DEVICE,
+            skip_tokenizer_init=True,
+            max_num_seqs=16,
+            num_kv_cache_blocks=blocks,
+        )
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        answers.append([o.outputs[0].token_ids for o in outputs])
+    assert llm.stats()["preemptions"] > 0
+    assert answers[1] == answers[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8], ids=str)
+def test_copies_of_the_host_pool(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Blocks that are saved, overwritten at once, and loaded elsewhere, several times over."""
+    monkeypatch.setattr(host_pool, "STAGING_BYTES", 3 * 3 * 2 * 2 * 16 * 64 * dtype.itemsize)
+    monkeypatch.setattr(host_pool, "CHUNK_BYTES", 7 * 3 * 2 * 2 * 16 * 64 * dtype.itemsize)
+    cache = torch.randn(3, 2, 40, 2, 16, 64, device=DEVICE).to(dtype)
+    pool = host_pool.PinnedPool(30, cache[:, :, 0])
+    bits = cache.view(torch.uint8)
+    with torch.inference_mode():
+        for _ in range(20):
+            before, blocks, slots = bits.clone(), torch.randperm(40), torch.randperm(30)[:20]
+            pool.save(cache, [BlockCopy(*m) for m in zip(blocks.tolist(), slots.tolist())])  # noqa: B905
+            bits.fill_(255)
+            moves = zip(slots.tolist(), blocks.tolist()[20:])  # noqa: B905
+            pool.load(cache, [BlockCopy(*move) for move in moves])
+            assert torch.equal(bits[:, :, blocks[20:]], before[:, :, blocks[:20]])
+            assert (bits[:, :, blocks[:20]] == 255).all()
+            bits.copy_(before)
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_tokens_with_a_host_cache(tmp_path: Path, eager: bool) -> None:
+    make_checkpoint(tmp_path)
+    options = dict(dtype="float32", skip_tokenizer_init=True, max_num_seqs=4, max_model_len=300)
+    options |= dict(block_size=16, enforce_eager=eager)
+    prompts = [[(7 * i + j) % 190 + 1 for j in range(40 + 15 * i)] for i in range(10)]
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+
+    def tokens(**more: object) -> tuple[list[list[int]], dict]:
+        llm = LLM(str(tmp_path), device=DEVICE, **options, **more)
+        rounds = [llm.generate(prompts, params, use_tqdm=False) for _ in range(2)]
+        return [out.outputs[0].token_ids for outs in rounds for out in outs], llm.stats()
+
+    wanted, _ = tokens(num_kv_cache_blocks=400)
+    found, stats = tokens(num_kv_cache_blocks=24, swap_space=2**-6)
+    assert found == wanted
+    assert stats["host_loads"] > 20
+
+
+def test_graphs_fit_in_the_margin(tmp_path: Path) -> None:
+    """What the graphs of 28 layers and 512 rows take outside torch's allocator."""
+    make_checkpoint(tmp_path, num_hidden_layers=28)
+    options = dict(device=DEVICE, skip_tokenizer_init=True, max_num_seqs=512)
+    taken = []
+    for eager in (True, False):  # the first one loads libraries
+        llm = LLM(str(tmp_path), num_kv_cache_blocks=600, enforce_eager=eager, **options)
+        free, total = torch.cuda.mem_get_info(torch.device(DEVICE))
+        taken.append(total - free - torch.cuda.memory_reserved())
+        del llm
+    assert taken[1] - taken[0] < memory.CUDA_MARGIN
+
+
+def test_too_little_memory_is_a_clear_error() -> None:
+    for options, what in (
+        ({}, "too little memory for the KV cache"),
+        ({"max_model_len": 512}, "a request of 512 tokens need"),
+    ):
+        with pytest.raises(ValueError, match=rf"{what}.*gpu_memory_util"):
+            LLM(device=DEVICE, gpu_memory_utilization=1e-5, **options)
+    answer = LLM(device=DEVICE, gpu_memory_utilization=0.3).chat(
+        [{"role": "user", "content": "hi"}], use_tqdm=False
+    )
+    assert answer[0].outputs[0].text
