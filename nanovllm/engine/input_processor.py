@@ -53,25 +53,21 @@ class InputProcessor:
         tasks: dict[int, Task] = {}  # by the id() of parameters, which `pairs` keeps alive
         parsed: list[tuple[Task, ParsedPrompt]] = []
         requests: list[Request] = []
-        i = 0
-        try:
-            for i in range(len(pairs)):
-                prompt, params = pairs[i]
+        are_many = len(pairs) > 1
+        for i, (prompt, params) in enumerate(pairs):
+            with located(f"prompts[{i}]: " * are_many):
                 if (task := tasks.get(id(params))) is None:
                     task = tasks[id(params)] = self.make_task(params)
                 parsed.append((task, task.prepare(parse_prompt(prompt))))
-            encoded = self.encode_all([text or "" for _, (text, ids) in parsed if ids is None])
-            for i in range(len(pairs)):
-                task, (text, ids) = parsed[i]
+        encoded = self.encode_all([text or "" for _, (text, ids) in parsed if ids is None])
+        for i, (task, (text, ids)) in enumerate(parsed):
+            with located(f"prompts[{i}]: " * are_many):
                 token_ids = next(encoded) if ids is None else ids
                 self.check_tokens(token_ids)
                 length = len(token_ids)
                 seq = Sequence("", 0, token_ids, length, task.max_length(length))
-                seq.result_kind = task.result_kind
-                requests.append(Request(task, text, progress, stream, i, samples=[Sample(seq)]))
-        except (TypeError, ValueError):
-            with located(f"prompts[{i}]: " * (len(pairs) > 1)):
-                raise
+            seq.result_kind = task.result_kind
+            requests.append(Request(task, text, progress, stream, i, samples=[Sample(seq)]))
         return requests
 
     def make_task(self, params: Any) -> Task:

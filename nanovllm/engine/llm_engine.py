@@ -90,9 +90,10 @@ class LLMEngine(SharedEngine):
 
     def _add(self, request: Request) -> None:
         """Give a request its id, and queue its first sequence. The lock is held."""
-        request_id = request.request_id or str(self.num_requests)
-        while not request.request_id and self._is_known(request_id):  # a caller has chosen it
-            request_id += "+"
+        number = self.num_requests
+        while not request.request_id and self._is_known(str(number)):  # a caller has chosen it
+            number += 1
+        request_id = request.request_id or str(number)
         if self._is_known(request_id):
             raise ValueError(f"request_id {request_id!r} is in use")
         first = request.samples[0].seq
