@@ -105,6 +105,7 @@ def load_engine(
         )
     agreeing = runner if ranks is None else ranks.agreeing(runner)
     engine = LLMEngine(config, agreeing, input_processor, block_manager)
+    engine.checkpoint = checkpoint
     pooling = read_pooling_settings(checkpoint.directory, model_config.hidden_size)
     input_processor.task_factories = all_tasks(engine.scheduler, pooling)
     if not has_head:
