@@ -73,7 +73,7 @@ def test_the_host_waits_for_tokens_only(found: Callable[[str], Any], name: str) 
         small = run["options"]["num_kv_cache_blocks"] < 99
         assert (run["loads"] > 0) == (name == "host cache" and small)
         waits = run["plain waits"]
-        assert all(x.startswith("the last event at nanovllm/models/transfers") for x in waits), (
+        assert all(x.startswith("the last event at nanovllm/models/transfers.py") for x in waits), (
             waits
         )
         if run["options"]["async_scheduling"]:
