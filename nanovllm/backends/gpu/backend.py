@@ -63,6 +63,9 @@ class GpuBackend(Backend):
             return SimpleNamespace(decode=delta_rule.decode)
         return delta_rule
 
+    def is_checked(self) -> bool:
+        return not self.captures  # nothing is compiled for Triton's interpreter
+
     def replace_kernel(self, name: str, plain: Backend) -> bool:
         if name == "norm_rope_store":
             self.attention_class = PlainStoreAttention
