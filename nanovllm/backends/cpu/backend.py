@@ -16,7 +16,6 @@ from nanovllm.backends.cpu.kernel_files import marker
 from nanovllm.backends.cpu.kernels import (
     delta_layers,
     delta_rule,
-    expert_mlp,
     experts,
     fused_decode,
     int4,
@@ -78,7 +77,7 @@ class CpuBackend(Backend):
         (experts if num_experts(module.projections) else linear).pack(module)
 
     def expert_mlp(self, gate_up: Linear, down: Linear) -> Any:
-        return expert_mlp.expert_mlp if experts.is_packed(down) else None
+        return experts.expert_mlp if hasattr(down.weight, "product") else None
 
     def delta_rule(self) -> Any:
         return delta_rule
