@@ -29,7 +29,6 @@ from nanovllm.backends.int4 import HEAD
 from nanovllm.models.backend import Backend, num_experts
 from nanovllm.models.layers import Linear
 
-
 # Bytes that are allocated for many weights together.
 MEMORY = 64 << 20
 
