@@ -142,7 +142,7 @@ def make_eager_runner(
     rows = Rows(config.max_num_seqs, max_blocks, block_size, device)
     rows.rules = RulesState(config.max_num_seqs, max_blocks * block_size, vocab_size, device)
     # Eager decodes use device rows too, so that they compute the same as captured decodes.
-    device_rows = DeviceRows(rows, model.backend) if model.backend.captures else None
+    device_rows = DeviceRows(rows) if model.backend.captures else None
     thread_limit: Callable[[], AbstractContextManager[object]] = nullcontext
     if device.type == "cpu":
         thread_limit = limit = ThreadLimit()

@@ -12,7 +12,6 @@ attention.py           TritonAttention: the launches of a step and of each layer
 kernels/sampler.py     Filters and draws tokens without a sort and without a synchronization.
 kernels/linear.py      Products with quantized weights, and with the weights of experts.
 kernels/delta_rule.py  The gated delta rule of linear attention, for decodes and for chunks.
-decode_inputs.py       Reads ids, positions, slots and parameters of the rows of a decode.
 graphs.py              DecodeGraphs: a decode step is captured once and replayed. Needs no kernel.
 chunk_graphs.py        ChunkGraphs: the same for steps with chunks, without their attention.
 profile.py             Measures the memory of the largest steps, for the size of the KV cache.
