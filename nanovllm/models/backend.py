@@ -103,14 +103,14 @@ class Backend:
         return None
 
     def experts(self, module: Linear) -> ModuleType | None:
-        """Return a module with the function `expert_linear` of models/moe/experts.py, or None.
+        """Return a module with the function `expert_linear` of features/models/moe/experts.py.
 
         `module` is a Linear with the weights of all experts.
         """
         return None
 
     def expert_mlp(self, gate_up: Linear, down: Linear) -> Callable[..., Tensor] | None:
-        """Return a faster `expert_mlp` of models/moe/experts.py for these weights, or None."""
+        """Return a faster `expert_mlp` of features/models/moe/experts.py, or None."""
         return None
 
     # ---- results, as in models/sampler.py ----
