@@ -21,14 +21,18 @@ One step, with a budget of 8 tokens and blocks of 4:
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from nanovllm.engine import result_kinds
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.policies import HEAD, POLICIES, WaitingQueue
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.plan import COMPLETE, Chunk, NewRow, ResultKind, StepOutput, StepPlan
+
+if TYPE_CHECKING:
+    from nanovllm.features.requests.ngram import NgramSpeculation
 
 
 @dataclass(slots=True)
@@ -43,8 +47,9 @@ class InFlightStep:
     @property
     def sampling_seqs(self) -> list[Sequence]:
         """The sequence of each token that the step yields, in plan order."""
-        chunks = [chunk.row for chunk in self.plan.chunks if chunk.result_kind is ResultKind.TOKEN]
-        return [self.seqs[row] for row in chunks + self.plan.decode_rows]
+        chunks = [c for c in self.plan.chunks if c.result_kind is ResultKind.TOKEN]
+        rows = [chunk.row for chunk in chunks for _ in range(1 + chunk.num_drafts)]
+        return [self.seqs[row] for row in rows + self.plan.decode_rows]
 
 
 class Scheduler:
@@ -68,6 +73,7 @@ class Scheduler:
         self.prompt_tokens = 0  # prompt tokens of admitted sequences
         self.cached_tokens = 0  # how many of these were in the prefix cache
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self.speculation: NgramSpeculation | None = None  # an optional feature
 
     def has_work(self) -> bool:
         return bool(self.running or self.waiting or self.in_flight)
@@ -101,8 +107,13 @@ class Scheduler:
         while i < len(self.running) and budget > 0:
             seq = self.running[i]
             i += 1
-            if not seq.decoding:
+            drafts: list[int] = []
+            if self.speculation is not None:
+                # Each running sequence computes its own token before another computes drafts.
+                drafts = self.speculation.propose(self, seq, budget - 1 - len(self.running[i:]))
+            if drafts or not seq.decoding:
                 budget -= self._plan_chunk(step, seq, budget)
+                budget -= self._add_drafts(step, seq, drafts)
             # If its placeholders reach `max_length`, its last token is already in flight.
             elif len(seq.token_ids) + seq.num_output_placeholders < seq.max_length:
                 if seq.needs_copy_on_write or seq.num_computed == len(seq.block_table) * block_size:
@@ -160,6 +171,16 @@ class Scheduler:
             result_kinds.request_logprobs(chunk, seq)
         self.block_manager.cache_blocks(seq, start)
         return tokens
+
+    def _add_drafts(self, step: InFlightStep, seq: Sequence, drafts: list[int]) -> int:
+        """Append drafts to the chunk of the last known token of `seq`. Returns their number."""
+        if drafts:
+            chunk = step.plan.chunks[-1]
+            chunk.token_ids += drafts
+            chunk.num_drafts = len(drafts)
+            step.plan.new_blocks += self._allocate(seq, len(drafts))
+            seq.num_computed += len(drafts)
+        return len(drafts)
 
     def _allocate(self, seq: Sequence, tokens: int) -> list[tuple[int, int, int]]:
         """Append blocks for the next `tokens` of `seq`. Returns entries for `plan.new_blocks`."""
@@ -244,7 +265,7 @@ class Scheduler:
             self.running.remove(seq)
             self.block_manager.release(seq)
             self.free_rows.append(seq.row)
-            seq.row, seq.decoding = -1, False
+            seq.row, seq.decoding, seq.lookup = -1, False, None
         elif seq.status is Status.WAITING:
             self.waiting.remove(seq)
 
@@ -253,13 +274,16 @@ class Scheduler:
     def commit(self, step: InFlightStep, token_ids: list[int]) -> list[Sequence]:
         """Append the tokens of the oldest step in flight. Returns the sequences that got a result.
 
-        `token_ids` has one for each chunk that yields a token and each decode row, in plan order.
+        `token_ids` has a token for each of `step.sampling_seqs`.
         """
         assert step is self.in_flight[0], "steps must be committed in the order of their plans"
         self.in_flight.popleft()
         block_size = self.block_manager.block_size
         updated = result_kinds.commit_other_results(self, step)
-        for seq, token in zip(step.sampling_seqs, token_ids, strict=True):
+        results: Iterable[tuple[Sequence, int]] = zip(step.sampling_seqs, token_ids, strict=True)
+        if self.speculation is not None:
+            results = self.speculation.accept(step, results)
+        for seq, token in results:
             if seq.status is Status.FINISHED:
                 continue  # it ended while this token was in flight
             updated.append(seq)

@@ -1,0 +1,181 @@
+"""Speculation by n-grams (prompt lookup): several tokens of a row in one step, if its text repeats.
+
+Computing six tokens of a row takes about as long as one, because both read all weights once. If the
+last tokens of a row occurred earlier in its prompt or output, the tokens that followed them there
+are *drafts* for the next ones. A chunk computes the last known token and the drafts:
+
+    known   [ a b c d e a b ]   the last occurrence of "a b" was followed by c d e
+    chunk         [ b | c d e ]     with drafts c, d, e; "a" is computed already
+    drawn           c   d x y       the sampler draws a token at each of the four
+    result          c   d x         c and d are the drafts, x is not e, so y follows a wrong token
+
+**Why the result is exact.** The token that is drawn at a position depends on the logits there and
+on a number that is a function of (seed, position) alone (models/sampler.py). The logits depend on
+the tokens before the position. A draft counts only if it equals the token that was drawn in its
+place, so by induction each token that is kept was drawn after the tokens that a run without
+speculation has, from the same logits and with the same number. This holds for greedy sampling,
+every temperature and every filter, and no rejection sampling is needed. The other way (Leviathan et
+al. 2023, arXiv:2211.17192) accepts a draft with the ratio of two probabilities. It keeps the
+distribution, not the tokens, and needs the probabilities of the drafts.
+
+Logits are equal up to rounding, because a step with more rows may add numbers in another order. In
+float32, tests find equal tokens. In bfloat16, int8 and int4, a token that is almost as likely as
+another may be drawn in its place, as it may in another batch.
+
+Rows whose rules depend on the output (penalties, bad words, grammars, logits processors) and beams
+take no drafts. Drafts take neither budget nor blocks that the next token of a running row needs.
+Their KV is not cached as a prefix before they are accepted. The slots of the others are written
+again by the next tokens. States of linear attention cannot be taken back to an earlier token, so
+hybrid models are refused.
+
+Drafts pay if the step is limited by reading weights: with few rows. On two CPU cores, bfloat16 with
+AVX-512, they do not from about 8 rows on; a GPU computes more rows in the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.plan import LogitRules, ResultKind
+
+if TYPE_CHECKING:
+    from nanovllm.config import SpeculativeConfig
+    from nanovllm.engine.scheduler import InFlightStep, Scheduler
+
+# After its drafts have failed, a row gets none for this many tokens: the first time, and at most.
+FIRST_PAUSE, LONGEST_PAUSE = 8, 64
+
+
+class Lookup:
+    """The n-grams of one sequence, and how long its next draft may be."""
+
+    def __init__(self, max_drafts: int) -> None:
+        self.followers: dict[tuple[int, ...], int] = {}  # n-gram -> last position after it
+        self.num_tokens = 0  # the n-grams before so many tokens are known
+        self.limit = self.max_drafts = max_drafts
+        self.pause, self.pause_end = FIRST_PAUSE, 0
+
+    def find(self, token_ids: list[int], sizes: range) -> int | None:
+        """Return the position after the last occurrence of the longest n-gram at the end.
+
+        The n-grams of new tokens are added first, so a call takes time in proportion to their
+        number.
+        """
+        length, followers = len(token_ids), self.followers
+        for end in range(self.num_tokens, length):
+            for size in sizes:
+                if size <= end:
+                    followers[tuple(token_ids[end - size : end])] = end
+        self.num_tokens = length
+        for size in sizes:
+            if size <= length and (at := followers.get(tuple(token_ids[-size:]))) is not None:
+                return at
+        return None
+
+    def record(self, drafted: int, accepted: int, length: int) -> None:
+        """Adjust the length of the next draft of a sequence, which had `length` tokens."""
+        if accepted == drafted:
+            self.limit, self.pause = min(2 * self.limit, self.max_drafts), FIRST_PAUSE
+            return
+        self.limit = max(accepted, self.limit // 2)
+        if self.limit == 0:
+            self.limit, self.pause_end = 1, length + self.pause
+            self.pause = min(2 * self.pause, LONGEST_PAUSE)
+
+
+class NgramSpeculation:
+    """Proposes drafts to the scheduler, and accepts those that were drawn."""
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self.max_drafts = config.num_speculative_tokens
+        # The longest n-gram first.
+        self.sizes = range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1)
+        self.drafted_tokens = self.accepted_tokens = 0
+
+    def stats(self) -> dict[str, int]:
+        """Return the counters that are added to `LLMEngine.stats`."""
+        return {"drafted_tokens": self.drafted_tokens, "accepted_tokens": self.accepted_tokens}
+
+    def propose(self, scheduler: Scheduler, seq: Sequence, budget: int) -> list[int]:
+        """Return at most `budget` drafts for a running sequence, or none.
+
+        Only its last known token may be uncomputed, and no token of it may be in flight.
+        """
+        length = len(seq.token_ids)
+        is_ready = seq.num_computed == length - 1 and not seq.num_output_placeholders
+        if not is_ready or not seq.num_output or not seq.known_to_runner:
+            return []
+        if (at := self._find(seq)) is None:
+            return []
+        # The token after the last draft must fit too.
+        number = min(seq.lookup.limit, budget, seq.max_length - length - 1)
+        blocks = scheduler.block_manager
+        if blocks.num_needed(seq, length + number) + scheduler.reserve() > blocks.num_available:
+            return []
+        drafts: list[int] = []
+        for i in range(at, at + number):  # beyond the known tokens, the drafts repeat themselves
+            drafts.append(seq.token_ids[i] if i < length else drafts[i - length])
+        return drafts
+
+    def _find(self, seq: Sequence) -> int | None:
+        """Return the position whose token is the first draft of a sequence, if it may have any."""
+        if seq.result_kind is not ResultKind.TOKEN or depend_on_output(seq.sampling.rules):
+            return None
+        if seq.lookup is None:
+            seq.lookup = Lookup(self.max_drafts)
+        if len(seq.token_ids) < seq.lookup.pause_end:
+            return None
+        found: int | None = seq.lookup.find(seq.token_ids, self.sizes)
+        return found
+
+    def needs_results(self, step: InFlightStep) -> bool:
+        """Return whether a step must be committed before the next is planned.
+
+        It must be if it has drafts, or if a sequence is likely to have drafts in the next step.
+        """
+        return any(chunk.num_drafts for chunk in step.plan.chunks) or any(
+            seq.decoding and self._find(seq) is not None for seq in step.seqs.values()
+        )
+
+    def accept(
+        self, step: InFlightStep, results: Iterable[tuple[Sequence, int]]
+    ) -> Iterator[tuple[Sequence, int]]:
+        """Yield the results of a step, without tokens that were drawn after a wrong draft.
+
+        Before the first token of a chunk with drafts is yielded, its other drafts are taken back.
+        """
+        results = iter(results)
+        for chunk in step.plan.chunks:
+            if chunk.result_kind is not ResultKind.TOKEN:
+                continue
+            drawn = list(islice(results, 1 + chunk.num_drafts))
+            if chunk.num_drafts:
+                drafts = chunk.token_ids[-chunk.num_drafts :]
+                matches = [a == b for a, (_, b) in zip(drafts, drawn, strict=False)]
+                num_accepted = [*matches, False].index(False)
+                drawn = drawn[: num_accepted + 1]
+                self._take_back(step.seqs[chunk.row], len(drafts), num_accepted)
+            yield from drawn
+        yield from results
+
+    def _take_back(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """Make the tokens after the accepted drafts of a sequence uncomputed."""
+        self.drafted_tokens += num_drafts
+        self.accepted_tokens += num_accepted
+        if seq.status is Status.RUNNING:  # else it was aborted
+            seq.num_computed -= num_drafts - num_accepted
+            seq.num_output_placeholders = num_accepted + 1
+            seq.decoding = False  # the host knows its next token, and the runner does not
+            seq.lookup.record(num_drafts, num_accepted, len(seq.token_ids))
+
+
+def depend_on_output(rules: LogitRules | None) -> bool:
+    """Return whether rules depend on output tokens, and not only on the position."""
+    if rules is None:
+        return False
+    penalties = rules.presence_penalty, rules.frequency_penalty, rules.repetition_penalty
+    others = rules.bad_words or rules.logits_processors or rules.grammar is not None
+    return penalties != (0, 0, 1) or bool(others)
