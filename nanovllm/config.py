@@ -123,7 +123,7 @@ class EngineConfig:
     async_scheduling: bool | None = None
     enforce_eager: bool = False  # no CUDA graphs
     # Several tokens of a row in a step, if its text repeats: a dict of fields of SpeculativeConfig.
-    speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
+    speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None
     # "triton" on a GPU, "numba" on a CPU; "sdpa" anywhere
     attention_backend: Annotated[str, "auto", "triton", "numba", "sdpa"] = "auto"
     # Whether each kernel is compared with plain torch at the start. On a CPU only the first start
@@ -139,16 +139,14 @@ class EngineConfig:
         dtype = str(self.dtype).removeprefix("torch.")
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(dtype, dtype))
         check_scalars(self)
-        if not isinstance(self.hf_overrides, Mapping | None):
-            raise TypeError(f"hf_overrides must be a dict, not {self.hf_overrides!r:.80}")
-        if not isinstance(self.speculative_config, SpeculativeConfig | None):
-            if not isinstance(self.speculative_config, Mapping):
-                raise TypeError(
-                    f"speculative_config must be a dict, not {self.speculative_config!r:.80}"
-                )
+        for name in ("hf_overrides", "speculative_config"):
+            value = getattr(self, name)
+            if not isinstance(value, Mapping | SpeculativeConfig | None):
+                raise TypeError(f"{name} must be a dict, not {value!r:.80}")
+        if isinstance(self.speculative_config, Mapping):
             with located("speculative_config: "):
-                checked = SpeculativeConfig(**self.speculative_config)
-            object.__setattr__(self, "speculative_config", checked)
+                speculation = SpeculativeConfig(**self.speculative_config)
+            object.__setattr__(self, "speculative_config", speculation)
         if self.gpu_memory_utilization == 0:
             raise ValueError("gpu_memory_utilization must be more than 0, not 0")
         if not re.fullmatch(r"auto|cpu|cuda(:(\d|[1-9]\d))?", self.device):
@@ -175,6 +173,12 @@ class EngineConfig:
     def token_budget(self) -> int:
         """`max_num_batched_tokens`, which loading/make_engine.py sets for a CPU."""
         return self.max_num_batched_tokens or 8192
+
+    @property
+    def max_drafts(self) -> int:
+        """The number of drafts that a row may have in a step."""
+        config = self.speculative_config
+        return config.num_speculative_tokens if isinstance(config, SpeculativeConfig) else 0
 
     @property
     def rank(self) -> int:

@@ -124,7 +124,7 @@ def test_events_equal_the_engine(llm: LLM) -> None:
         assert replay(trace) == trace._state
         assert len(str(trace).splitlines()) > trace.num_steps
     others = {"failed", "dropped", "likely", "states_read", "states_saved"}
-    others |= {"scores", "results"}
+    others |= {"scores", "results", "drafts"}
     assert kinds | others == set(Event.__annotations__)
 
 

@@ -65,7 +65,10 @@ def largest_plans(config: EngineConfig, max_model_len: int) -> Iterator[StepPlan
     new = new_rows([penalized, *[rules] * (num_seqs - 1)])
     yield StepPlan(new, decode_rows=list(range(num_seqs)))
     yield StepPlan(new_rows([None] * num_seqs), decode_rows=[0])
-    tokens = [0] * length
+    tokens, drafts = [0] * length, min(config.max_drafts, length - 1)
     yield StepPlan(
-        chunks=[Chunk(row, 0, tokens, ResultKind.TOKEN, tokens) for row in range(num_rows)]
+        chunks=[
+            Chunk(row, 0, tokens, ResultKind.TOKEN, tokens, num_drafts=drafts)
+            for row in range(num_rows)
+        ]
     )
