@@ -160,7 +160,7 @@ class Trace(Observer):
             drafts=[
                 (number, chunk.num_drafts, counts[number] - 1)
                 for chunk in step.plan.chunks
-                if (number := self._numbers.get(step.seqs[chunk.row])) in counts
+                if (number := self._numbers.get(step.seqs[chunk.row], -1)) in counts
                 if chunk.num_drafts
             ],
             results=list(self._results(updated)),
