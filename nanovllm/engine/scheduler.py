@@ -110,7 +110,7 @@ class Scheduler:
             drafts: list[int] = []
             if self.speculation is not None:
                 # Each running sequence computes its own token before another computes drafts.
-                drafts = self.speculation.propose(self, seq, budget - 1 - len(self.running[i:]))
+                drafts = self.speculation.propose(self, seq, budget - 1 - (len(self.running) - i))
             if drafts or not seq.decoding:
                 budget -= self._plan_chunk(step, seq, budget)
                 budget -= self._add_drafts(step, seq, drafts)

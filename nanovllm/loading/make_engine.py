@@ -106,9 +106,11 @@ def load_engine(
     agreeing = runner if ranks is None else ranks.agreeing(runner)
     engine = LLMEngine(config, agreeing, input_processor, block_manager)
     if isinstance(config.speculative_config, SpeculativeConfig):
-        from nanovllm.features.requests.ngram import NgramSpeculation
+        from nanovllm.features.requests.ngram import MAX_TOKENS, NgramSpeculation
 
-        engine.scheduler.speculation = NgramSpeculation(config.speculative_config)
+        max_tokens = MAX_TOKENS[pick_device(config.device).type]
+        speculation = NgramSpeculation(config.speculative_config, max_tokens)
+        engine.scheduler.speculation = speculation
     pooling = read_pooling_settings(checkpoint.directory, model_config.hidden_size)
     input_processor.task_factories = all_tasks(engine.scheduler, pooling)
     return engine

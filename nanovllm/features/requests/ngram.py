@@ -28,8 +28,9 @@ Their KV is not cached as a prefix before they are accepted. The slots of the ot
 again by the next tokens. States of linear attention cannot be taken back to an earlier token, so
 hybrid models are refused.
 
-Drafts pay if the step is limited by reading weights: with few rows. On two CPU cores, bfloat16 with
-AVX-512, they do not from about 8 rows on; a GPU computes more rows in the same time.
+Drafts pay while a step is limited by reading weights (lesson 5). Beyond that, each draft takes time,
+also if it is wrong. Steps with drafts therefore have at most MAX_TOKENS tokens: with 16 rows or more
+on a CPU, no row gets drafts.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from nanovllm.config import SpeculativeConfig
     from nanovllm.engine.scheduler import InFlightStep, Scheduler
 
+# A step with drafts has at most so many tokens. More would make it limited by computing.
+MAX_TOKENS = {"cpu": 16, "cuda": 64}
 # After its drafts have failed, a row gets none for this many tokens: the first time, and at most.
 FIRST_PAUSE, LONGEST_PAUSE = 8, 64
 
@@ -89,8 +92,9 @@ class Lookup:
 class NgramSpeculation:
     """Proposes drafts to the scheduler, and accepts those that were drawn."""
 
-    def __init__(self, config: SpeculativeConfig) -> None:
-        self.max_drafts = config.num_speculative_tokens
+    def __init__(self, config: SpeculativeConfig, max_tokens: int) -> None:
+        """max_tokens: a step with drafts has at most so many tokens."""
+        self.max_drafts, self.max_tokens = config.num_speculative_tokens, max_tokens
         # The longest n-gram first.
         self.sizes = range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1)
         self.drafted_tokens = self.accepted_tokens = 0
@@ -106,12 +110,14 @@ class NgramSpeculation:
         """
         length = len(seq.token_ids)
         is_ready = seq.num_computed == length - 1 and not seq.num_output_placeholders
-        if not is_ready or not seq.num_output or not seq.known_to_runner:
+        # The token after the last draft must fit too.
+        number = min(budget - scheduler.token_budget + self.max_tokens, budget)
+        number = min(number, seq.max_length - length - 1)
+        if number <= 0 or not is_ready or not seq.num_output or not seq.known_to_runner:
             return []
         if (at := self._find(seq)) is None:
             return []
-        # The token after the last draft must fit too.
-        number = min(seq.lookup.limit, budget, seq.max_length - length - 1)
+        number = min(number, seq.lookup.limit)
         blocks = scheduler.block_manager
         if blocks.num_needed(seq, length + number) + scheduler.reserve() > blocks.num_available:
             return []
@@ -136,9 +142,10 @@ class NgramSpeculation:
 
         It must be if it has drafts, or if a sequence is likely to have drafts in the next step.
         """
-        return any(chunk.num_drafts for chunk in step.plan.chunks) or any(
-            seq.decoding and self._find(seq) is not None for seq in step.seqs.values()
-        )
+        if any(chunk.num_drafts for chunk in step.plan.chunks):
+            return True
+        seqs = step.seqs.values() if len(step.seqs) < self.max_tokens else ()
+        return any(seq.decoding and self._find(seq) is not None for seq in seqs)
 
     def accept(
         self, step: InFlightStep, results: Iterable[tuple[Sequence, int]]
