@@ -24,6 +24,7 @@ class TokensPrompt(TypedDict, total=False):
 
 # A string, token ids, or a dict with "prompt", "prompt_token_ids", or both: a text and its ids.
 Prompt: TypeAlias = str | list[int] | Array | Mapping[str, Any]
+ParsedPrompt: TypeAlias = tuple[str | None, list[int] | None]  # text and token ids
 # Whether to show a progress bar. As in vLLM, a function that makes it is accepted too.
 ShowProgress: TypeAlias = bool | Callable[..., Any]
 
@@ -70,7 +71,7 @@ def pair_up(
     return list(zip(items, each, strict=True))
 
 
-def parse_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None]:
+def parse_prompt(prompt: Prompt) -> ParsedPrompt:
     """Return the text and the token ids of one prompt. One of them may be None.
 
     A string has no ids yet. Token ids are a list, or anything with `tolist`. A dict may have both:

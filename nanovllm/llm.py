@@ -17,7 +17,7 @@ from nanovllm.features.requests.calls import OptionalCalls
 from nanovllm.inputs import Prompt, ShowProgress, pair_up
 from nanovllm.outputs import RequestOutput, StreamOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.errors import GenerationError, why_no_token
+from nanovllm.utils.errors import GenerationError, why_failed
 from nanovllm.utils.log import show_log
 
 if TYPE_CHECKING:
@@ -108,12 +108,7 @@ class LLM(OptionalCalls):
         pairs = pair_up(prompts, sampling_params, SamplingParams, "sampling_params")
         requests = self._run(pairs, use_tqdm)
         outputs: list[RequestOutput] = [request.output for request in requests]
-        reasons = {
-            i: str(request.error or why_no_token(request.params))
-            for i, request in enumerate(requests)
-            if any(sample.finish_reason == "error" for sample in request.output.outputs)
-        }
-        if reasons:
+        if reasons := why_failed(requests):
             raise GenerationError(outputs, reasons)
         return outputs
 

@@ -25,7 +25,7 @@ README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 # Places that can be deleted; tests/test_imports.py holds their imports.
 OPTIONAL = {"backends", "features", "cli"}
-MAX_READING_PATH = 3300
+MAX_READING_PATH = 3000
 # Words of the code that needs packages.
 NEEDS = {"StructuredOutputsParams": "llguidance", "fastapi": "fastapi"}
 

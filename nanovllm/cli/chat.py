@@ -33,10 +33,6 @@ class Conversation:
         self.start = [{"role": "system", "content": system}] if system else []
         self.messages = list(self.start)
 
-    def restart(self) -> None:
-        """Forget all messages but the system message."""
-        self.messages = list(self.start)
-
     def answer(self, question: str) -> None:
         """Print the answer while it is generated. Ctrl-C ends it; the text so far remains.
 
@@ -71,12 +67,8 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--system", metavar="TEXT", help="a system message")
     add("--temperature", type=float, help="0 is greedy (the checkpoint's default)")
-    add(
-        "--max-tokens",
-        type=int,
-        metavar="N",
-        help="largest number of tokens of an answer (all that max_model_len leaves)",
-    )
+    length = "largest number of tokens of an answer (all that max_model_len leaves)"
+    add("--max-tokens", type=int, metavar="N", help=length)
     add_model_options(parser)
     return parser
 
@@ -113,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
         if command in ("/quit", "/exit"):
             return int(failed)
         if command == "/new":
-            chat.restart()
+            chat.messages = list(chat.start)
         elif command == "/help":
             print(HELP)
         elif command.startswith("/"):

@@ -117,17 +117,6 @@ class BlockManager:
         """Return the cached block with this hash, if any."""
         return self.hash_to_block.get(block_hash)
 
-    def is_ready(self, matched: list[Block]) -> bool:
-        """Return whether a sequence that is admitted now can continue after `matched`.
-
-        A subclass may have to wait for the step that is being planned.
-        """
-        return True
-
-    def cache_blocks(self, seq: Sequence, start: int) -> None:
-        """Cache the blocks of `seq` that the plan fills, from `start` to `seq.num_computed`."""
-        self.cache_full_blocks(seq)
-
     def cache_full_blocks(self, seq: Sequence) -> None:
         """Cache every full block of `seq` whose tokens are known and whose KV is computed.
 
@@ -148,25 +137,6 @@ class BlockManager:
         block.block_hash, block.token_ids = block_hash, token_ids
         self.hash_to_block[block_hash] = block
 
-    def revert(self, seqs: Iterable[Sequence]) -> None:
-        """Free all blocks after a failure, whatever their state, and clear the fields of `seqs`.
-
-        The prefix cache is cleared too, because a failed step may have left any content in blocks.
-        """
-        self._free_all()
-        for seq in seqs:
-            self._forget_blocks(seq)
-
-    def reset_prefix_cache(self) -> bool:
-        """Remove every block from the prefix cache.
-
-        Returns False, and changes nothing, if a sequence owns a block.
-        """
-        if self.num_available < self.num_blocks:
-            return False
-        self._free_all()
-        return True
-
     # ---- ownership ----
 
     def num_needed(self, seq: Sequence, num_tokens: int) -> int:
@@ -184,48 +154,6 @@ class BlockManager:
         seq.num_cached_blocks = len(matched)
         seq.num_computed = len(matched) * self.block_size
 
-    def can_fork(self, parent: Sequence, num_computed: int) -> bool:
-        """Return whether `fork` is possible. If not, the child is admitted like a new sequence."""
-        return True
-
-    def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
-        """Share the blocks of the first `num_computed` tokens of `parent` with `child`.
-
-        The sequence that first writes to the last of these blocks copies it.
-        """
-        child.block_table = parent.block_table[: -(-num_computed // self.block_size)]
-        for block_id in child.block_table:
-            self.blocks[block_id].ref_count += 1
-        child.num_computed = num_computed
-        full = num_computed // self.block_size
-        child.block_hashes = parent.block_hashes[:full]
-        child.num_cached_blocks = min(parent.num_cached_blocks, full)
-        child.needs_copy_on_write = parent.needs_copy_on_write = True
-
-    def _shared_block(self, seq: Sequence) -> Block | None:
-        """Return the block that `seq` writes next if it must be copied first, else None.
-
-        A cached block counts as shared even if no other sequence owns it, because its content must
-        not differ from its hash.
-        """
-        i = seq.num_computed // self.block_size
-        if not seq.needs_copy_on_write or i >= len(seq.block_table):
-            return None
-        block = self.blocks[seq.block_table[i]]
-        return None if block.ref_count == 1 and not block.is_cached else block
-
-    def copy_on_write(self, seq: Sequence) -> int | None:
-        """Copy the block that `seq` writes next if it is shared. Returns the copy, or None."""
-        shared = self._shared_block(seq)
-        seq.needs_copy_on_write = False
-        if shared is None:
-            return None
-        self._release_block(shared)
-        copy = self._take_block()
-        self._copies.append(BlockCopy(shared.block_id, copy))
-        seq.block_table[seq.num_computed // self.block_size] = copy
-        return copy
-
     def append_block(self, seq: Sequence) -> int:
         """Append a block to the block table of `seq` and return it."""
         seq.block_table.append(self._take_block())
@@ -234,10 +162,6 @@ class BlockManager:
     def choose_victim(self) -> int:
         """Return the block that `_take_block` evicts next: the least recently used one."""
         return next(iter(self.evictable))
-
-    def stats(self) -> dict[str, int]:
-        """Return the counters that a subclass adds to `LLMEngine.stats`."""
-        return {}
 
     def _take_block(self) -> int:
         """Return a block with one owner. Evicts a cached block if none is free."""
@@ -280,3 +204,66 @@ class BlockManager:
         seq.block_table = []
         seq.needs_copy_on_write = False
         seq.num_computed = seq.num_cached_blocks = 0
+
+    def revert(self, seqs: Iterable[Sequence]) -> None:
+        """Free all blocks after a failure, whatever their state, and clear the fields of `seqs`."""
+        self._free_all()
+        for seq in seqs:
+            self._forget_blocks(seq)
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache. Returns False and changes nothing if a sequence owns a block."""
+        if self.num_available < self.num_blocks:
+            return False
+        self._free_all()
+        return True
+
+    # ---- forks, and what subclasses change ----
+
+    def can_fork(self, parent: Sequence, num_computed: int) -> bool:
+        """Return whether `fork` is possible. If not, the child is admitted like a new sequence."""
+        return True
+
+    def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
+        """Share the blocks of the first `num_computed` tokens of `parent` with `child`."""
+        child.block_table = parent.block_table[: -(-num_computed // self.block_size)]
+        for block_id in child.block_table:
+            self.blocks[block_id].ref_count += 1
+        child.num_computed = num_computed
+        full = num_computed // self.block_size
+        child.block_hashes = parent.block_hashes[:full]
+        child.num_cached_blocks = min(parent.num_cached_blocks, full)
+        child.needs_copy_on_write = parent.needs_copy_on_write = True
+
+    def _shared_block(self, seq: Sequence) -> Block | None:
+        """Return the block that `seq` writes next if it must be copied first, else None."""
+        i = seq.num_computed // self.block_size
+        if not seq.needs_copy_on_write or i >= len(seq.block_table):
+            return None
+        block = self.blocks[seq.block_table[i]]
+        # A cached block counts as shared, because its content must not differ from its hash.
+        return None if block.ref_count == 1 and not block.is_cached else block
+
+    def copy_on_write(self, seq: Sequence) -> int | None:
+        """Copy the block that `seq` writes next if it is shared. Returns the copy, or None."""
+        shared = self._shared_block(seq)
+        seq.needs_copy_on_write = False
+        if shared is None:
+            return None
+        self._release_block(shared)
+        copy = self._take_block()
+        self._copies.append(BlockCopy(shared.block_id, copy))
+        seq.block_table[seq.num_computed // self.block_size] = copy
+        return copy
+
+    def is_ready(self, matched: list[Block]) -> bool:
+        """Return whether a sequence that is admitted now can continue after `matched`."""
+        return True
+
+    def cache_blocks(self, seq: Sequence, start: int) -> None:
+        """Cache the blocks of `seq` that the plan fills, from `start` to `seq.num_computed`."""
+        self.cache_full_blocks(seq)
+
+    def stats(self) -> dict[str, int]:
+        """Return the counters that a subclass adds to `LLMEngine.stats`."""
+        return {}

@@ -17,7 +17,7 @@ from nanovllm.engine.detokenizer import Tokenizer
 from nanovllm.engine.request import Progress, Request, Sample, Task, TaskFactory
 from nanovllm.engine.sampling import Sampling
 from nanovllm.engine.sequence import Sequence
-from nanovllm.inputs import Prompt, parse_prompt
+from nanovllm.inputs import ParsedPrompt, Prompt, parse_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import located
 from nanovllm.utils.log import logger
@@ -34,7 +34,6 @@ class InputProcessor:
     eos_token_ids: frozenset[int]
     default_sampling_params: SamplingParams
     seed: int
-    has_head: bool = True
     max_logprobs: int = 20
     grammars: GrammarCompiler | None = None
     # Class of parameters -> the function that makes the task of a request.
@@ -48,32 +47,27 @@ class InputProcessor:
     ) -> list[Request]:
         """Check prompts and their parameters, tokenize the prompts, and make their requests.
 
-        Raises ValueError or TypeError if a request can never run. The message names the prompt if
-        there are several. Does not hold the engine's lock, because the compilation of a grammar can
-        take seconds.
+        Raises ValueError or TypeError if a request can never run. Does not hold the engine's lock,
+        because the compilation of a grammar can take seconds.
         """
         tasks: dict[int, Task] = {}  # by the id() of parameters, which `pairs` keeps alive
-        parsed: list[tuple[Task, str | None, list[int] | None]] = []
+        parsed: list[tuple[Task, ParsedPrompt]] = []
         requests: list[Request] = []
-        i = 0
-        try:
-            for i in range(len(pairs)):
-                prompt, params = pairs[i]
+        are_many = len(pairs) > 1
+        for i, (prompt, params) in enumerate(pairs):
+            with located(f"prompts[{i}]: " * are_many):
                 if (task := tasks.get(id(params))) is None:
                     task = tasks[id(params)] = self.make_task(params)
-                parsed.append((task, *task.prepare(*parse_prompt(prompt))))
-            encoded = self.encode_all([text or "" for _, text, ids in parsed if ids is None])
-            for i in range(len(pairs)):
-                task, text, ids = parsed[i]
+                parsed.append((task, task.prepare(parse_prompt(prompt))))
+        encoded = self.encode_all([text or "" for _, (text, ids) in parsed if ids is None])
+        for i, (task, (text, ids)) in enumerate(parsed):
+            with located(f"prompts[{i}]: " * are_many):
                 token_ids = next(encoded) if ids is None else ids
                 self.check_tokens(token_ids)
                 length = len(token_ids)
                 seq = Sequence("", 0, token_ids, length, task.max_length(length))
-                seq.result_kind = task.result_kind
-                requests.append(Request(task, text, progress, stream, i, samples=[Sample(seq)]))
-        except (TypeError, ValueError):
-            with located(f"prompts[{i}]: " * (len(pairs) > 1)):
-                raise
+            seq.result_kind = task.result_kind
+            requests.append(Request(task, text, progress, stream, i, samples=[Sample(seq)]))
         return requests
 
     def make_task(self, params: Any) -> Task:
@@ -84,15 +78,6 @@ class InputProcessor:
                 return factory(self, params)
         known = " or ".join(kind.__name__ for kind in self.task_factories)
         raise TypeError(f"sampling_params must be a {known}, not {params!r}")
-
-    def check_head(self) -> None:
-        """Raise ValueError if the model has no head."""
-        if not self.has_head:
-            raise ValueError(
-                "the checkpoint has no head (lm_head.weight), and tie_word_embeddings in its "
-                "config.json is false; generation and log-likelihoods need a head: use embed, or "
-                "load a checkpoint with a head"
-            )
 
     def check_length(self, num_tokens: int, limit: int) -> None:
         """Raise ValueError if a prompt is longer than `limit`, which max_model_len determines."""

@@ -10,7 +10,7 @@ It owns the input processor, the scheduler and the requests. The caller passes t
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
@@ -26,9 +26,6 @@ from nanovllm.plan import RowResult, Runner, StepOutput
 from nanovllm.utils.errors import GrammarError
 from nanovllm.utils.log import logger
 
-# The output of a task: a RequestOutput, EmbeddingRequestOutput, ... If this were a union, every
-# program that calls `step` would have to check the type of each output.
-Output: TypeAlias = Any
 ONLY_A_TOKEN = RowResult()
 
 
@@ -56,7 +53,9 @@ class LLMEngine(SharedEngine):
             self.async_scheduling = runner.async_scheduling
         self.observer = NO_OBSERVER  # see nanovllm/cli/trace/trace.py
         self.requests: dict[str, Request] = {}  # those that have not ended, by id
-        self.finished: dict[str, Output] = {}  # not returned by `step` yet, by request id
+        self.finished: dict[
+            str, Any
+        ] = {}  # outputs that are not returned by `step` yet, by request id
         self.progress = Progress()  # of all requests
         self.num_requests = 0
 
@@ -91,9 +90,10 @@ class LLMEngine(SharedEngine):
 
     def _add(self, request: Request) -> None:
         """Give a request its id, and queue its first sequence. The lock is held."""
-        request_id = request.request_id or str(self.num_requests)
-        while not request.request_id and self._is_known(request_id):  # a caller has chosen it
-            request_id += "+"
+        number = self.num_requests
+        while not request.request_id and self._is_known(str(number)):  # a caller has chosen it
+            number += 1
+        request_id = request.request_id or str(number)
         if self._is_known(request_id):
             raise ValueError(f"request_id {request_id!r} is in use")
         first = request.samples[0].seq
@@ -146,10 +146,10 @@ class LLMEngine(SharedEngine):
                 num_ended += 1
             yield
 
-    def step(self) -> list[Output]:
+    def step(self) -> list[Any]:
         """Run one step. Returns the outputs of requests that finished since the last call."""
         self.run_step()
-        finished: dict[str, Output] = {}
+        finished: dict[str, Any] = {}
         try:
             with self.lock:
                 finished, self.finished = self.finished, {}

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.sequence import Sequence
+from nanovllm.inputs import ParsedPrompt
 from nanovllm.outputs import Logprob, RequestMetrics, StreamOutput
 from nanovllm.plan import ResultKind, RowResult
 
@@ -108,11 +109,9 @@ class Task(ABC):
     result_kind: ResultKind  # the result of a row whose known tokens are computed
     changes_queues = False  # whether `receive` changes the scheduler's queues
 
-    def prepare(
-        self, text: str | None, token_ids: list[int] | None
-    ) -> tuple[str | None, list[int] | None]:
-        """Return the text and the token ids of a prompt. Text without ids will be encoded."""
-        return text, token_ids
+    def prepare(self, prompt: ParsedPrompt) -> ParsedPrompt:
+        """Return the prompt to run. Text without token ids will be encoded."""
+        return prompt
 
     def max_length(self, num_tokens: int) -> int:
         """Return the maximum length of a sequence. Raises ValueError if it can never run."""

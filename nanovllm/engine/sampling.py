@@ -27,7 +27,6 @@ class Sampling(Task):
 
     def __init__(self, input_processor: InputProcessor, params: SamplingParams) -> None:
         """Check the parameters. Raises TypeError or ValueError."""
-        input_processor.check_head()
         input_processor.check_vocabulary("stop_token_ids has", params.stop_token_ids)
         if (params.stop or params.bad_words) and input_processor.tokenizer is None:
             raise ValueError(

@@ -115,16 +115,27 @@ def silu_and_mul(backends: Backends, size: int) -> Comparisons:
 
 
 def sample(backends: Backends, vocab_size: int) -> Comparisons:
-    """Compare tokens of a greedy row, of one without filters, and of one with each filter."""
-    # Few tokens have almost all of the probability, so that no rounding decides.
-    logits = 4 * normal_numbers(backends[0])(5, vocab_size)
+    """Compare tokens of greedy rows, of rows without a filter, and of rows with each filter."""
+    device, dtype = backends[0].device, backends[0].dtype
+    # 8 pairs of tokens, of which one is at the end, have the same probabilities for each vocabulary
+    # and dtype. Roundings therefore decide no token, as they could with random logits.
+    logits = torch.full((48, vocab_size), -20.0, dtype=dtype, device=device)
+    pair, second = torch.arange(8, device=device), torch.arange(2, device=device)[:, None]
+    logits[:, (pair + 1) * vocab_size // 8 - 1 - second] = (pair / 2 + second).to(dtype)
     # Temperature, top_k, top_p and min_p of each row.
-    rows = [(0, 0, 1, 0), (1, 0, 1, 0), (1.5, 3, 1, 0), (0.7, 0, 0.6, 0), (1, 0, 1, 0.2)]
-    params = torch.tensor(rows, dtype=torch.float32).T.contiguous().to(logits.device)
-    numbers = torch.arange(5, device=logits.device)
-    batch = sampling_batch(params, 7 * numbers, numbers)
+    rows = [
+        (0, 0, 1, 0),
+        (1, 0, 1, 0),
+        (2, 0, 1, 0),
+        (1.5, 2, 1, 0),
+        (1, 0, 0.6, 0),
+        (1, 0, 1, 0.4),
+    ]
+    params = torch.tensor(8 * rows, dtype=torch.float32).T.contiguous().to(device)
+    seeds = torch.arange(48, device=device)
+    batch = sampling_batch(params, 7 * seeds, seeds)
     found, wanted = (backend.sample(logits, batch) for backend in backends)
-    yield Comparison("5 rows", found[:, None], wanted[:, None])
+    yield Comparison("48 rows", found[:, None], wanted[:, None])
 
 
 def decode_inputs(backends: Backends, block_size: int) -> Comparisons:

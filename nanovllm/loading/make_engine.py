@@ -12,7 +12,7 @@ from nanovllm.config import FORMATS, EngineConfig, SpeculativeConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request import TaskFactory
+from nanovllm.engine.request import Task, TaskFactory
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint, match_head
 from nanovllm.loading.make_runner import make_runner
@@ -59,6 +59,7 @@ def load_engine(
     config: EngineConfig, checkpoint: Checkpoint, tokenizer_dir: Path, ranks: Ranks | None = None
 ) -> LLMEngine:
     """Load the weights and the tokenizer in `tokenizer_dir`, and build the engine."""
+    from nanovllm.features.requests.embeddings.pooling import PoolingParams
     from nanovllm.features.requests.embeddings.sentence_transformers import read_pooling_settings
     from nanovllm.features.requests.structured import GrammarCompiler
 
@@ -85,7 +86,6 @@ def load_engine(
         eos_token_ids,
         default_params,
         config.seed,
-        has_head=has_head,
         max_logprobs=config.max_logprobs,
         grammars=GrammarCompiler(tokenizer, model_config.vocab_size, eos_token_ids),
     )
@@ -113,6 +113,9 @@ def load_engine(
         engine.scheduler.speculation = speculation
     pooling = read_pooling_settings(checkpoint.directory, model_config.hidden_size)
     input_processor.task_factories = all_tasks(engine.scheduler, pooling)
+    if not has_head:
+        kinds = set(input_processor.task_factories) - {PoolingParams}
+        input_processor.task_factories |= dict.fromkeys(kinds, refuse_without_head)
     return engine
 
 
@@ -140,6 +143,15 @@ def all_tasks(scheduler: Scheduler, pooling: PoolingSettings) -> dict[type, Task
         PoolingParams: partial(Embedding, settings=pooling),
         ScoringParams: Scoring,
     }
+
+
+def refuse_without_head(input_processor: InputProcessor, params: object) -> Task:
+    """Raise ValueError for a request that needs a head."""
+    raise ValueError(
+        "the checkpoint has no head (lm_head.weight), and tie_word_embeddings in its config.json "
+        "is false; generation and log-likelihoods need a head: use embed, or load a checkpoint "
+        "with a head"
+    )
 
 
 def longest_request(config: EngineConfig, checkpoint: Checkpoint) -> int:

@@ -28,6 +28,8 @@ from nanovllm.models.weights import CheckpointTensor
 
 
 class SelfAttention:
+    name = "self_attn."  # in a checkpoint
+
     def __init__(self, config: ModelConfig, layer: int, backend: Backend) -> None:
         self.layer = layer
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -45,6 +47,9 @@ class SelfAttention:
         # All tokens are stored before any query attends, because sequences can share blocks.
         q = attention.norm_rope_store(self.layer, qkv, self.norms, rope, batch)
         return self.o_proj(attention.attend(self.layer, q, batch))
+
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv_proj, self.o_proj
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         yield from self.qkv_proj.checkpoint_tensors(prefix)
@@ -71,18 +76,20 @@ class MLP:
 
 
 class DecoderLayer:
-    def __init__(self, config: ModelConfig, layer: int, mlp: MLP, backend: Backend) -> None:
+    def __init__(
+        self, config: ModelConfig, attn: SelfAttention, mlp: MLP, backend: Backend
+    ) -> None:
         self.backend, self.eps = backend, config.rms_norm_eps
         self.input_layernorm = backend.empty(config.hidden_size)
-        self.self_attn = SelfAttention(config, layer, backend)
+        self.self_attn = attn
         self.post_attention_layernorm = backend.empty(config.hidden_size)
         self.mlp = mlp
 
     def linears(self) -> tuple[Linear, ...]:
-        return self.self_attn.qkv_proj, self.self_attn.o_proj, *self.mlp.linears()
+        return *self.self_attn.linears(), *self.mlp.linears()
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
-        yield from self.self_attn.checkpoint_tensors(prefix + "self_attn.")
+        yield from self.self_attn.checkpoint_tensors(prefix + self.self_attn.name)
         yield from self.mlp.checkpoint_tensors(prefix + "mlp.")
         yield CheckpointTensor.of(prefix + "input_layernorm.weight", self.input_layernorm)
         post_norm = self.post_attention_layernorm
@@ -123,8 +130,9 @@ class Qwen3:
         self.rotary = RotaryEmbedding(config.head_dim, max_model_len, config.rope, self.norm)
 
     def make_layers(self) -> list[DecoderLayer]:
-        layers = range(self.config.num_layers)
-        return [DecoderLayer(self.config, i, self.make_mlp(i), self.backend) for i in layers]
+        config, backend = self.config, self.backend
+        attns = [SelfAttention(config, i, backend) for i in range(config.num_layers)]
+        return [DecoderLayer(config, a, self.make_mlp(a.layer), backend) for a in attns]
 
     def make_mlp(self, layer: int) -> MLP:
         return MLP(self.config.hidden_size, self.config.intermediate_size, self.backend)

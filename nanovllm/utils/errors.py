@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nanovllm.engine.request import Request
     from nanovllm.outputs import RequestOutput
 
 # Fields of SamplingParams that exclude tokens. One or several of them can exclude every token.
@@ -16,6 +17,15 @@ def why_no_token(params: Any) -> str:
     """Return why no token could be sampled for a request with these SamplingParams."""
     masks = [name for name in MASKS if getattr(params, name)]
     return "the model computed NaN" + f", or {' and '.join(masks)} hid every token" * bool(masks)
+
+
+def why_failed(requests: list[Request]) -> dict[int, str]:
+    """Return for each request that ended with finish_reason "error", by its number, why."""
+    return {
+        i: str(request.error or why_no_token(request.params))
+        for i, request in enumerate(requests)
+        if any(sample.finish_reason == "error" for sample in request.output.outputs)
+    }
 
 
 class GrammarError(RuntimeError):

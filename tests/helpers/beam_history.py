@@ -68,9 +68,7 @@ class BeamHistory(History):
         stops = frozenset({rng.randrange(ALPHABET)} if rng.random() < 0.6 else ())
         width = rng.randint(1, min(3, self.max_num_seqs))
         params = BeamSearchParams(width, 99, not stops, length_penalty=rng.choice((0.0, 1.0)))
-        inputs: Any = SimpleNamespace(
-            check_head=lambda: None, vocab_size=ALPHABET, eos_token_ids=stops, tokenizer=None
-        )
+        inputs: Any = SimpleNamespace(vocab_size=ALPHABET, eos_token_ids=stops, tokenizer=None)
         task: Any = BeamSearch(inputs, params, self.scheduler)
         request = Request(task, None, Progress())
         seq = Sequence("", self.arrivals, list(prompt), len(prompt), longest)

@@ -40,7 +40,7 @@ def test_exercise_asks(
     assert not {name.split(".")[0] for name in names if "." in name} & set(names)
 
 
-@pytest.mark.parametrize("number", FEW)
+@pytest.mark.parametrize("number", [*FEW, 2])
 def test_exercise_answers(
     number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

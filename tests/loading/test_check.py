@@ -1,6 +1,10 @@
 """The comparisons of kernels with plain torch: right kernels pass, and wrong ones do not."""
 
+import importlib.util
+import itertools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +12,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from moe_checkpoints import make_moe_checkpoint
+from wrong_kernels import WRONG
 
 from nanovllm.backends import int4, int8
 from nanovllm.loading import check
@@ -64,3 +69,57 @@ def test_right_kernels_pass(
     wanted |= {"linear"} if weights else set()
     wanted |= {"delta_rule", "expert_mlp"} if "hybrid" in model else set()
     assert wanted <= set(names)
+
+
+@needs_interpreter
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: "-".join(wrong[1:]))
+def test_wrong_kernels_are_caught(
+    wrong: tuple[str, str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask, a scale or a row of each Triton kernel."""
+    name, kernel, text, replacement = wrong
+    module = importlib.import_module(f"nanovllm.backends.gpu.kernels.{name}")
+    assert module.__file__ is not None
+    before, start, source = Path(module.__file__).read_text().partition(f"\ndef {kernel}(")
+    body, end, after = source.partition("\n\n\n")
+    assert text in body
+    file = tmp_path / "wrong.py"
+    file.write_text(before + start + body.replace(text, replacement, 1) + end + after)
+    spec = importlib.util.spec_from_file_location("wrong", file)
+    assert spec is not None
+    assert spec.loader is not None
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    monkeypatch.setattr(module, kernel, getattr(copy, kernel))
+    for quantized in (int8, int4):
+        monkeypatch.setattr(quantized, "dynamic", quantized.weight_only)
+    weights = name if name in QUANTIZED else "int8" if name == "experts" else ""
+    dtype = torch.float32 if weights else torch.float16
+    backends: Any = pick_backend("triton", CPU, dtype, 0), Backend(CPU, dtype)
+    backends = tuple(QUANTIZED[weights](backend) for backend in backends)
+    heads = (4, 2, 32), dtype, 16, False
+    comparisons = {
+        "pointwise": lambda: itertools.chain(
+            check.add_rms_norm(backends, 64, dtype), check.silu_and_mul(backends, 96)
+        ),
+        "store": lambda: check.norm_rope_store(backends, *heads),
+        "attention": lambda: check.attend(backends, *heads),
+        "sampler": lambda: check.sample(backends, 2500),
+        "int8": lambda: check.linear(backends, "q_proj", 96, 100),
+        "int4": lambda: check.linear(backends, "q_proj", 96, 100),
+        "experts": lambda: check.expert_mlp(backends, 5, 48, 40),
+        "delta_rule": lambda: check.delta_rule(backends, (2, 4, 16, 24)),
+    }
+    with filled_memory(), pytest.raises(ArithmeticError, match="has a relative error of"):
+        check.check(comparisons[name](), dtype)
+
+
+@contextmanager
+def filled_memory() -> Iterator[None]:
+    """What a kernel does not write is NaN, and not by chance what another test has left there."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -241,6 +241,8 @@ def shared_prefixes(seqs: Sequences, members: np.ndarray, block_size: int) -> li
     Sequences with the same first block are a group if sharing saves enough. All others are one
     group that shares nothing. A prefix ends before the first query of each sequence.
     """
+    if len(members) == 1:
+        return [SequenceGroup(members, 0)]
     groups = []
     is_single = np.ones(len(members), bool)
     first_blocks = seqs.tables[members, 0]

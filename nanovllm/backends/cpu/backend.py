@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nanovllm.backends.cpu import jit, linear
 from nanovllm.backends.cpu.attention import NumbaAttention
@@ -94,6 +95,13 @@ class CpuBackend(Backend):
 
 class CpuInt8Backend(CpuBackend):
     """The same with the weights of linear layers in int8."""
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return an uninitialized weight on huge pages, where a thread reads 5 % more bytes.
+
+        A prefetch of a page of 4 kB that the processor does not know is slow.
+        """
+        return NumbaAttention.allocate(shape, dtype or self.dtype, self.device)
 
     linear = staticmethod(product.linear)
 

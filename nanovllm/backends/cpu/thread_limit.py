@@ -44,7 +44,8 @@ class Clocks(NamedTuple):
 class ThreadLimit:
     """Limits the threads of torch and of the kernels while a step runs.
 
-    OMP_NUM_THREADS, and a number that was set by torch.set_num_threads, are not changed.
+    It uses at most the number of OMP_NUM_THREADS or torch.set_num_threads. Each of more threads
+    than cores are free would spin until the others have had their turns.
     """
 
     def __init__(self) -> None:
@@ -53,13 +54,12 @@ class ThreadLimit:
         # Without the accounting of Linux, nothing is limited.
         library = ctypes.CDLL(None) if Path("/proc/self/schedstat").is_file() else None
         self.set_num_threads: Any = getattr(library, "omp_set_num_threads", None)
-        self.chosen = "OMP_NUM_THREADS" in os.environ or self.set_num_threads is None
-        self.default = torch.get_num_threads()
-        self.limit = self.max_threads = min(quota(len(self.cores)), self.default)
+        self.most = quota(len(self.cores))
+        self.limit = self.max_threads = min(self.most, torch.get_num_threads())
         self.running = False
         self.next_trial = -float("inf")  # time
         self.delay = MIN_DELAY  # before the trial after the next one
-        self.last = Clocks(0, 0, 0, 0) if self.chosen else self.read_clocks()
+        self.last = self.read_clocks() if self.set_num_threads else Clocks(0, 0, 0, 0)
 
     def read_clocks(self) -> Clocks:
         idle = idle_ticks(Path("/proc/stat").read_text(), self.cores) / TICKS_PER_SECOND
@@ -68,9 +68,11 @@ class ThreadLimit:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         before = torch.get_num_threads()
-        if self.chosen or before != self.default or before == 1:
+        if self.set_num_threads is None or before == 1:
             yield
             return
+        self.max_threads = min(self.most, before)
+        self.limit = min(self.limit, self.max_threads)
         self.running = True
         try:
             self.adjust()

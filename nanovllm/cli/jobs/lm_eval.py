@@ -103,7 +103,7 @@ class NanoVLLM(TemplateLM):
         self, requests: list[Pair], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         # The last token is scored and not computed. A prompt that is too long is cut on the left.
-        prompts = [self._cut(ids, self.max_length + 1 - len(end)) for _, ids, end in requests]
+        prompts = [self._cut(ids, len(end), self.max_length + 1) for _, ids, end in requests]
         continuations = [end for *_, end in requests]
         outputs = self.llm.loglikelihood(prompts, continuations, not disable_tqdm)
         results = [(output.logprob, output.is_greedy) for output in outputs]
@@ -112,12 +112,13 @@ class NanoVLLM(TemplateLM):
                 self.cache_hook.add_partial("loglikelihood", key, result)
         return results
 
-    def _cut(self, ids: list[int], room: int) -> list[int]:
-        """Return the last `room` tokens of a prompt. Raises ValueError if none has room."""
+    def _cut(self, ids: list[int], num_after: int, limit: int) -> list[int]:
+        """Return the last tokens of a prompt, so that `num_after` more fit into `limit`."""
+        room = limit - num_after
         if room < 1:
             raise ValueError(
-                f"a continuation has {self.max_length + 1 - room} tokens, which leave no token for "
-                f"its prompt, because max_model_len is {self.max_length}; give a larger one"
+                f"{num_after} tokens after a prompt leave no token for it, because max_model_len "
+                f"is {self.max_length}; give a larger one"
             )
         if len(ids) > room:
             text = "a prompt has %d tokens; the first %d are left out, because max_model_len is %d"
@@ -152,11 +153,7 @@ class NanoVLLM(TemplateLM):
             fields.setdefault("temperature", 1.0 if do_sample else 0.0)
             stop = handle_stop_sequences(fields.pop("until"), eos)
             length = fields.pop("max_gen_toks")
-            if length >= self.max_length:
-                raise ValueError(
-                    f"max_gen_toks={length} leaves no room for a prompt in {self.max_length} tokens"
-                )
-            prompts.append(self._cut(self.tok_encode(context), self.max_length - length))
+            prompts.append(self._cut(self.tok_encode(context), length, self.max_length))
             params.append(
                 SamplingParams(max_tokens=length, stop=list(filter(None, stop)), **fields)
             )

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 Fields = dict[str, Any]
-
 TEMPLATE = ("add_generation_prompt", "continue_final_message", "chat_template")
 # Fields that have no effect. Where a value is named, another value is an error.
 UNUSED = {"best_of": 1, "echo": False, "stream": False, "suffix": "", "tools": []} | dict.fromkeys(

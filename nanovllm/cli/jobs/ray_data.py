@@ -1,17 +1,6 @@
 """Generate: a class for `map_batches` of Ray Data (pip install -e '.[ray]').
 
-    data = ray.data.read_parquet("in.parquet").repartition(target_num_rows_per_block=1024)
-    data = data.map_batches(
-        Generate,
-        fn_constructor_kwargs={"model": "Qwen/Qwen3-0.6B", "sampling_params": {"max_tokens": 100}},
-        batch_format="pyarrow",
-        batch_size=1024,
-        compute=ray.data.ActorPoolStrategy(size=2),  # workers
-        num_gpus=1,  # for each
-    )
-    data.write_parquet("out")
-
-docs/jobs.md lists the columns.
+docs/jobs.md has an example and lists the columns.
 """
 
 from __future__ import annotations
@@ -85,16 +74,18 @@ class Generate:
             raise ValueError(f"rename the columns {', '.join(taken)}: results get these names")
         columns_to_read = [n for n in (*names, "sampling_params") if n in batch.column_names]
         results: list[Request | Exception] = []
+        requests: list[Request] = []
         try:
             for row in batch.select(columns_to_read).to_pylist():
                 try:
-                    results.append(self._submit(names[0], row))
+                    requests.append(self._submit(names[0], row))
+                    results.append(requests[-1])
                 except (TypeError, ValueError, ImportError) as error:
                     results.append(error)
-            for _ in self.llm.engine.run([r for r in results if isinstance(r, Request)]):
+            for _ in self.llm.engine.run(requests):
                 pass
         finally:  # requests are left after an error only
-            self.llm.engine.abort(r for r in results if isinstance(r, Request))
+            self.llm.engine.abort(requests)
         columns = pa.Table.from_pylist([as_row(result) for result in results], SCHEMA)
         for field, column in zip(SCHEMA, columns.columns, strict=True):
             batch = batch.append_column(field, column)

@@ -174,7 +174,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("-i", "--input-file", **file, help="the requests (.jsonl)")
     add("-o", "--output-file", **file, help="the results (.jsonl)")
     add("--served-model-name", metavar="NAME", help="the model in the lines, if it is not --model")
-    add("--trust-chat-templates", action="store_true", help="accept chat templates, programs")
+    add("--trust-chat-templates", action="store_true", help="accept a chat_template, a program")
     add("--retry-errors", action="store_true", help="compute lines with errors again")
     add_model_options(parser)
     return parser

@@ -17,7 +17,7 @@ from typing import TypedDict
 
 
 class Event(TypedDict, total=False):
-    """A change. `running`, `waiting`, `decodes` and `receivers` are missing if unchanged."""
+    """A change. Unchanged queues, decodes and receivers are missing, and empty lists too."""
 
     # One of these four says what happened.
     plan: int  # the number of the step that was planned

@@ -199,21 +199,17 @@ class WeightFormat:
             values, scales = tensors["weight"], need("weight_scale", "weight_scale_inv")
             zeros = tensors.get("weight_zero_point", 0)
         outputs, inputs = values.shape
-
-        def fits(x: Tensor | int) -> bool:
-            is_vector = shape[1] == 1 and not isinstance(x, int) and x.numel() == shape[0]
-            return isinstance(x, int) or x.shape == shape or is_vector
-
+        parts = [x for x in (scales, zeros) if isinstance(x, Tensor)]
         for block in self.blocks:
             rows, columns = block[0] or outputs, block[1] or inputs
             shape = -(-outputs // rows), -(-inputs // columns)
-            if fits(scales) and fits(zeros):
+            if all(x.shape == shape or (shape[1] == 1 and x.numel() == shape[0]) for x in parts):
                 break
         else:
-            zero_shape = "" if isinstance(zeros, int) else f" and zeros of {list(zeros.shape)}"
+            shapes = " and zeros of ".join(str(list(x.shape)) for x in parts)
             raise ValueError(
-                f"{name} of shape {list(values.shape)} has scales of shape {list(scales.shape)}"
-                f"{zero_shape}, which fit no block size of the quantization_config of config.json: "
+                f"{name} of shape {list(values.shape)} has scales of shape {shapes}, which fit no "
+                "block size of the quantization_config of config.json: "
                 f"{', '.join(map(str, self.blocks))} (0 means all)"
             )
         groups = torch.arange(inputs) // columns

@@ -68,7 +68,6 @@ class BeamSearch(Task):
     ) -> None:
         """Check the parameters. Raises TypeError or ValueError. May compile a grammar."""
         self.input_processor, self.scheduler = input_processor, scheduler
-        input_processor.check_head()
         self.params = params = replace(params)  # fields may have been set since the last check
         vocab_size, max_num_seqs = input_processor.vocab_size, scheduler.max_num_seqs
         if params.beam_width > vocab_size:

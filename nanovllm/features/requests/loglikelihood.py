@@ -101,7 +101,6 @@ class Scoring(Task):
     result_kind = ResultKind.NOTHING
 
     def __init__(self, input_processor: InputProcessor, params: ScoringParams) -> None:
-        input_processor.check_head()
         self.input_processor = input_processor
         self.params = params
 

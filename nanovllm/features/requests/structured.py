@@ -34,7 +34,6 @@ MAX_REASON = 300  # characters of an error message
 # llguidance 1.9 compiles patternProperties, but with declared properties it reaches positions at
 # which no token may follow.
 PATTERN_PROPERTIES = re.compile(r'"patternProperties"\s*:')
-ESCAPED_LETTER = re.compile(r"\\u00([4-7][0-9a-fA-F])")
 # The whitespace between JSON tokens. If more is allowed, weak models generate nothing but spaces.
 WHITESPACE = " ?"
 stack_size_lock = threading.Lock()  # threading.stack_size is a setting of the process
@@ -159,8 +158,7 @@ class GrammarCompiler:
                 f"the {field} of structured_outputs has {size} bytes; the limit is "
                 f"{MAX_BYTES[kind]}"
             )
-        plain = ESCAPED_LETTER.sub(lambda letter: chr(int(letter[1], 16)), text)
-        if PATTERN_PROPERTIES.search(plain):
+        if PATTERN_PROPERTIES.search(text):
             raise ValueError(
                 f"the {field} of structured_outputs has patternProperties, which is not supported; "
                 "declare each property, or describe the object by additionalProperties"

@@ -1,4 +1,4 @@
-"""The threads of a step on a CPU: as many as other processes leave, unless the user chose."""
+"""The threads of a step on a CPU: as many as other processes leave, and at most the user's."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -175,17 +175,28 @@ def test_many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         assert limited.limit == number
 
 
-def test_a_number_that_the_user_chose_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_that_the_user_chose_is_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = Cores(monkeypatch)
     limited = ThreadLimit()
     cores.who = "one"
     assert cores.steps(limited, 1)[-1] == 1
+    cores.who = "none"
     torch.set_num_threads(1)
-    assert cores.steps(limited, 1)[-1] == 1
+    assert set(cores.steps(limited, 1)) == {1}
     torch.set_num_threads(2)
-    assert cores.steps(limited, 1)[-1] == 1
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert set(cores.steps(ThreadLimit(), 1)) == {2}
+    assert cores.steps(limited, 5)[-1] == 2
+
+
+@pytest.mark.parametrize("value", ["2", "all of them", ""])
+def test_the_environment_does_not_make_threads_wait(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OMP_NUM_THREADS, which torch has read, is no reason to spin next to a busy process."""
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    cores = Cores(monkeypatch)
+    limited = ThreadLimit()
+    cores.who = "one"
+    assert cores.steps(limited, 5)[-1] == 1
 
 
 def test_steps_of_an_engine_follow_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -600,7 +600,6 @@ PATTERNS = {"properties": {"x": {}}, "patternProperties": {"^a": {"type": "integ
     "fields",
     [
         {"json": PATTERNS},
-        {"json": json.dumps({"items": PATTERNS}).replace("pattern", r"\u0070attern")},
         {"grammar": f"start: %json {json.dumps(PATTERNS)}"},
     ],
 )

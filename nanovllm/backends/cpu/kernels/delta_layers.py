@@ -65,7 +65,7 @@ def gate_rows(x_ptr, gate_ptr, rows, size, stride, example, start, stop):
 
 @compiled()
 def decode_hybrid_layers(code, step, addresses, states):
-    """Compute all layers of a decode step, as `HybridLayer.forward` does, in one dtype.
+    """Compute all layers of a decode step, as qwen3_5.py does, in one dtype.
 
     addresses [layers, 23]. x, residual and the states change in place, as in decode_layers.
     """

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels import pointwise
-from nanovllm.backends.cpu.kernels.parallel import address_for, in_parts
+from nanovllm.backends.cpu.kernels.parallel import address_for, in_parts, parts_for
 from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE
 from nanovllm.backends.cpu.kernels.product import Product, multiply, pointers, product
 from nanovllm.backends.cpu.kernels.units.any import AttentionWork, QueryGroups, Unit, attend
@@ -96,7 +96,7 @@ def linear(code, step, at, column, x_ptr, out_ptr, inputs, outputs):
 def norm(code, step, weight_ptr):
     arguments = (step.x, step.residual, weight_ptr, step.rows, step.size, step.eps, step.example,
                  step.weight_example)
-    in_parts(code.norm, arguments, step.rows, step.parts)
+    in_parts(code.norm, arguments, step.rows, parts_for(step.rows * step.size, step.parts))
 
 
 @compiled()
@@ -107,7 +107,8 @@ def attention(code, step, at):
     store = (step.projected, at[Q_NORM], at[K_NORM], step.cos, step.sin, at[K_CACHE], at[V_CACHE],
              step.slot_mapping, num_blocks, num_kv_heads, block_size, dim, step.num_heads,
              step.row_heads, step.eps, step.example, step.weight_example, step.example, 1.0, 1.0)
-    in_parts(code.store, store, step.rows, step.parts)
+    elements = step.rows * step.row_heads * dim
+    in_parts(code.store, store, step.rows, parts_for(elements, step.parts))
     attend(step.projected, step.rows, step.row_heads, step.mixed, step.num_heads, at[K_CACHE],
            at[V_CACHE], step.shape, step.attention, step.example, step.example, code.attend_groups,
            step.parts)
@@ -120,7 +121,7 @@ def feed_forward(code, step, at):
     norm(code, step, at[POST_ATTENTION_NORM])
     linear(code, step, at, GATE_UP, step.x, step.gate_up, size, 2 * wide)
     activation = (step.gate_up, step.activated, step.rows, wide, step.example)
-    in_parts(code.activation, activation, step.rows, step.parts)
+    in_parts(code.activation, activation, step.rows, parts_for(step.rows * wide, step.parts))
     linear(code, step, at, DOWN, step.activated, step.x, wide, size)
 
 

@@ -25,7 +25,7 @@ from nanovllm.backends.cpu.jit import compiled, has_feature
 from nanovllm.backends.cpu.kernels.llvm.calls import decode_float16
 from nanovllm.backends.cpu.kernels.llvm.dot_int4 import int4_rows
 from nanovllm.backends.cpu.kernels.parallel import address_for
-from nanovllm.backends.cpu.kernels.primitives import array, load_bias
+from nanovllm.backends.cpu.kernels.primitives import array, bytes_of
 from nanovllm.backends.cpu.kernels.product import (
     Product,
     finish,
@@ -85,13 +85,16 @@ def simd_tile(sums_ptr, x_ptr, weight_ptr, scale_ptr, groups, stride, tokens):
     """
     t = 0
     while t < tokens:
-        x, sums = x_ptr + t * stride, sums_ptr + 4 * OUTPUTS * t
-        if tokens - t >= TILE:
+        x, sums, left = x_ptr + t * stride, sums_ptr + 4 * OUTPUTS * t, tokens - t
+        if left >= TILE:
             int4_rows(LANES, TILE, x, stride, weight_ptr, scale_ptr, groups, sums)
             t += TILE
-        elif tokens - t >= HALF_TILE:
+        elif left >= HALF_TILE:
             int4_rows(LANES, HALF_TILE, x, stride, weight_ptr, scale_ptr, groups, sums)
             t += HALF_TILE
+        elif left >= 2:
+            int4_rows(LANES, 2, x, stride, weight_ptr, scale_ptr, groups, sums)
+            t += 2
         else:
             int4_rows(LANES, 1, x, stride, weight_ptr, scale_ptr, groups, sums)
             t += 1
@@ -121,7 +124,7 @@ def plain_tile(sums_ptr, x_ptr, weight_ptr, scale_ptr, groups, stride, tokens):
 HAS_SIMD = has_feature("avx512vnni") or (has_feature("avx2") and has_feature("f16c"))
 LANES = 16 if has_feature("avx512vnni") else 8
 TILE = 8 if has_feature("avx512vnni") else 2  # tokens whose sums stay in registers
-HALF_TILE = TILE // 2
+HALF_TILE = max(2, TILE // 2)
 tile = simd_tile if HAS_SIMD else plain_tile
 
 
@@ -130,19 +133,19 @@ def int4_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, o
                 start, stop):
     """Compute blocks of 16 outputs, as product.py describes."""
     groups, stride = (inputs + GROUP - 1) // GROUP, quantized_bytes(inputs, GROUP)
-    out, ones = array(out_ptr, (rows, outputs), example), np.ones(OUTPUTS, f32)
-    sums, addend = np.empty((TOKEN_BLOCK, OUTPUTS), f32), np.zeros(OUTPUTS, f32)
+    sums, itemsize = np.empty((TOKEN_BLOCK, OUTPUTS), f32), bytes_of(example)
     for first in range(0, rows, TOKEN_BLOCK):
         tokens, x = min(TOKEN_BLOCK, rows - first), x_ptr + first * stride
         for block in range(start, stop):
-            o = block * OUTPUTS
-            count = min(OUTPUTS, outputs - o)
-            load_bias(bias_ptr, o, addend[:count], example)
-            tile(np.int64(sums.ctypes.data), x, weight_ptr + o * groups * GROUP // 2,
-                 scale_ptr + 2 * o * groups, groups, stride, tokens)
+            o, sums_ptr = block * OUTPUTS, np.int64(sums.ctypes.data)
+            bias = bias_ptr + o * itemsize if bias_ptr != 0 else np.int64(0)
+            tile(sums_ptr, x, weight_ptr + o * groups * GROUP // 2, scale_ptr + 2 * o * groups,
+                 groups, stride, tokens)
             for i in range(tokens):
                 token_scale = array(x + i * stride + groups * GROUP, (1,), f32(0))[0]
-                finish(sums[i], token_scale, ones, addend, out[first + i, o : o + count])
+                out = out_ptr + ((first + i) * outputs + o) * itemsize
+                finish(sums_ptr + 4 * OUTPUTS * i, token_scale, np.int64(0), bias, out,
+                       min(OUTPUTS, outputs - o), f32(0), example)
 
 
 @cache

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from nanovllm.backends.cpu.jit import compiled, has_feature
 from nanovllm.backends.cpu.kernels.llvm.dot import INT8, dot_pairs, dot_rows
 from nanovllm.backends.cpu.kernels.parallel import address_for
-from nanovllm.backends.cpu.kernels.primitives import array, load_bias
+from nanovllm.backends.cpu.kernels.primitives import array, bytes_of
 from nanovllm.backends.cpu.kernels.product import (
     Product,
     finish,
@@ -51,8 +51,9 @@ f32, int32 = np.float32, np.int32
 OUTPUTS = 64  # of a block of weights
 HAS_AMX = amx.is_available("amx-int8")
 HAS_VNNI, HAS_AVX2 = has_feature("avx512vnni"), has_feature("avx2")
-TOKENS = 16 if HAS_AMX else 4 if HAS_VNNI else 2  # their sums stay in registers
+TOKENS = 16 if HAS_AMX else 6 if HAS_VNNI else 2  # their sums stay in registers
 TOKEN_BLOCK = 64  # tokens that stay in the L2 cache
+AHEAD = 4096  # bytes between the weights that are used and those that are prefetched
 STEPS = 32  # four inputs each; their weights are 8 kB
 
 
@@ -104,13 +105,24 @@ def vnni_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
     tokens is at most TOKENS. The first three arguments are addresses. The rows of x begin `stride`
     bytes apart.
     """
-    w = weight_ptr, 4 * OUTPUTS
-    if tokens == 4:
-        dot_rows(INT8, 4, 4, 1, (x_ptr, stride, 4), w, steps, (sums_ptr, 4 * OUTPUTS), (0, 0, 0))
-    else:
-        for t in range(tokens):
-            x, sums = (x_ptr + t * stride, stride, 4), (sums_ptr + 4 * OUTPUTS * t, 4 * OUTPUTS)
-            dot_rows(INT8, 1, 4, 1, x, w, steps, sums, (0, 0, 0))
+    w, row = (weight_ptr, 4 * OUTPUTS), 4 * OUTPUTS
+    t, lines = 0, 4
+    while t < tokens:
+        x, sums, left = (x_ptr + t * stride, stride, 4), (sums_ptr + t * row, row), tokens - t
+        ahead = weight_ptr + AHEAD, row, lines
+        lines = 0
+        if left >= 6:
+            dot_rows(INT8, 6, 4, 1, x, w, steps, sums, ahead)
+            t += 6
+        elif left >= 4:
+            dot_rows(INT8, 4, 4, 1, x, w, steps, sums, ahead)
+            t += 4
+        elif left >= 2:
+            dot_rows(INT8, 2, 4, 1, x, w, steps, sums, ahead)
+            t += 2
+        else:
+            dot_rows(INT8, 1, 4, 1, x, w, steps, sums, ahead)
+            t += 1
 
 
 @compiled()
@@ -191,22 +203,22 @@ def product_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs
                    start, stop):
     """Compute blocks of 64 outputs, as product.py describes."""
     size, stride = padded_inputs(inputs, 0), quantized_bytes(inputs, 0)
-    scale, out = array(scale_ptr, (outputs,), f32(0)), array(out_ptr, (rows, outputs), example)
-    sums, addend = np.empty((TOKENS, OUTPUTS), np.int32), np.zeros(OUTPUTS, f32)
+    sums, itemsize = np.empty((TOKENS, OUTPUTS), np.int32), bytes_of(example)
     for first in range(0, rows, TOKEN_BLOCK):
         last = min(first + TOKEN_BLOCK, rows)
         for block in range(start, stop):
-            weight, o = weight_ptr + block * OUTPUTS * size, block * OUTPUTS
-            count = min(OUTPUTS, outputs - o)
-            load_bias(bias_ptr, o, addend[:count], example)
+            o, sums_ptr = block * OUTPUTS, np.int64(sums.ctypes.data)
+            bias = bias_ptr + o * itemsize if bias_ptr != 0 else np.int64(0)
             for t in range(first, last, TOKENS):
                 x, tokens = x_ptr + t * stride, min(TOKENS, last - t)
                 for i in range(tokens):
                     sums[i] = array(x + i * stride + size + 4, (1,), int32(0))[0]
-                tile(np.int64(sums.ctypes.data), x, weight, size // 4, stride, tokens)
+                tile(sums_ptr, x, weight_ptr + o * size, size // 4, stride, tokens)
                 for i in range(tokens):
                     token_scale = array(x + i * stride + size, (1,), f32(0))[0]
-                    finish(sums[i], token_scale, scale[o:], addend, out[t + i, o : o + count])
+                    out = out_ptr + ((t + i) * outputs + o) * itemsize
+                    finish(sums_ptr + 4 * OUTPUTS * i, token_scale, scale_ptr + 4 * o, bias, out,
+                           min(OUTPUTS, outputs - o), int32(0), example)
 
 
 @cache

@@ -59,6 +59,17 @@ def _from_float32(x, example):
     return to_bfloat16 if example == types.uint16 else lambda x, example: f32(x)
 
 
+def bytes_of(example):
+    """Return the bytes of a stored number."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(bytes_of)
+def _bytes_of(example):
+    size = example.bitwidth // 8
+    return lambda example: size
+
+
 def store_in_cache(x, cache, scale, example):
     """Write x [D] to cache [D]. In fp8, store x / scale and write the rounded value back to x."""
     raise NotImplementedError("compiled code only")

@@ -15,7 +15,7 @@ from numba import get_num_threads
 from torch import Tensor
 
 from nanovllm.backends.cpu.jit import compiled
-from nanovllm.backends.cpu.kernels.parallel import call_at, code_at, in_parts
+from nanovllm.backends.cpu.kernels.parallel import in_parts, parts_for
 from nanovllm.backends.cpu.kernels.primitives import (
     DTYPE_EXAMPLE,
     array,
@@ -26,9 +26,6 @@ from nanovllm.backends.cpu.kernels.primitives import (
 )
 from nanovllm.backends.int8 import INT8_MAX, MIN_ABSMAX
 from nanovllm.models.layers import Linear
-
-# The calling thread quantizes up to this many numbers alone.
-SERIAL_ELEMENTS = 1 << 15
 
 
 class Product(NamedTuple):
@@ -54,7 +51,7 @@ def padded_inputs(inputs, group):
 
 @compiled()
 def quantized_bytes(inputs, group):
-    """Return the bytes of a quantized row: its values, its scale and `starts`, in cache lines."""
+    """Return the bytes of a quantized row, whose parts begin at multiples of 4 bytes."""
     size = padded_inputs(inputs, group)
     return (size + 4 + 4 * (size // group if group > 0 else 1) + 63) // 64 * 64
 
@@ -97,10 +94,7 @@ def quantized(code, x_ptr, rows, inputs, work_ptr, example, parts):
     if code.quantize == 0:
         return x_ptr
     arguments = (x_ptr, work_ptr, rows, inputs, code.group, code.offset, example)
-    if rows * inputs <= SERIAL_ELEMENTS:
-        call_at(code_at(code.quantize, arguments), (*arguments, np.int64(0), rows))
-    else:
-        in_parts(code.quantize, arguments, rows, parts)
+    in_parts(code.quantize, arguments, rows, parts_for(rows * inputs, parts))
     return work_ptr
 
 
@@ -114,10 +108,15 @@ def product(code, x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs,
 
 
 @compiled(exact=True)
-def finish(sums, token_scale, scale, addend, out):
-    """Compute out [N] = sums * token_scale * scale + addend."""
-    for c in range(len(out)):
-        out[c] = from_float32(f32(sums[c]) * token_scale * scale[c] + addend[c], out[c])
+def finish(sums_ptr, token_scale, scale_ptr, bias_ptr, out_ptr, count, sum_example, example):
+    """Compute out [count] = sums * token_scale * scale + bias. scale_ptr and bias_ptr may be 0."""
+    sums, scale = array(sums_ptr, (count,), sum_example), array(scale_ptr, (count,), f32(0))
+    bias, out = array(bias_ptr, (count,), example), array(out_ptr, (count,), example)
+    for c in range(count):
+        total = f32(sums[c]) * token_scale
+        total = total * scale[c] if scale_ptr != 0 else total
+        total = total + to_float32(bias[c]) if bias_ptr != 0 else total
+        out[c] = from_float32(total, example)
 
 
 def multiply(code: Product, x: Tensor, pointers: tuple[int, int, int], outputs: int) -> Tensor:

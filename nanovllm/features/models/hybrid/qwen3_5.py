@@ -21,12 +21,11 @@ from nanovllm.models.attention import PlainAttention
 from nanovllm.models.backend import Backend
 from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.layers import Linear, Rope, RotaryEmbedding
-from nanovllm.models.model_config import ModelConfig
-from nanovllm.models.qwen3 import MLP, DecoderLayer, Qwen3
+from nanovllm.models.qwen3 import MLP, DecoderLayer, Qwen3, SelfAttention
 from nanovllm.models.weights import CheckpointTensor
 
 
-class LinearAttention:
+class LinearAttention(SelfAttention):
     """Linear attention by the gated delta rule. states.py keeps its states."""
 
     name = "linear_attn."
@@ -68,10 +67,8 @@ class LinearAttention:
         yield CheckpointTensor.of(f"{prefix}norm.weight", self.norm)
 
 
-class GatedAttention:
+class GatedAttention(SelfAttention):
     """Attention whose output is multiplied by the sigmoid of a gate."""
-
-    name = "self_attn."
 
     def __init__(self, config: HybridConfig, layer: int, backend: Backend) -> None:
         """`layer` is its number among the layers with a KV cache."""
@@ -122,8 +119,8 @@ class GatedAttention:
                 yield replace(tensor, shape=(size, *k.shape[1:]), store=store)
             yield CheckpointTensor.of(f"{prefix}v_proj.{kind}", v)
         yield from self.o_proj.checkpoint_tensors(prefix)
-        for name, norm in zip(("q_norm", "k_norm"), self.norms, strict=True):
-            yield norm_tensor(f"{prefix}{name}.weight", norm, self.permuted)
+        for name, norm in zip(("q_norm", "k_norm"), self.norms or (), strict=False):
+            yield plus_one(CheckpointTensor.of(f"{prefix}{name}.weight", norm), self.permuted)
 
     def permuted(self, weight: Tensor) -> Tensor:
         """Reorder the rows of each head of q or k [heads * D, ...].
@@ -136,32 +133,6 @@ class GatedAttention:
         half, middle = rotated // 2, (dim + rotated) // 2
         order = [*range(half), *range(rotated, middle), *range(half, rotated), *range(middle, dim)]
         return weight.unflatten(0, (-1, dim))[:, order].flatten(0, 1)
-
-
-class HybridLayer(DecoderLayer):
-    self_attn: LinearAttention | GatedAttention  # type: ignore[assignment]
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        attn: LinearAttention | GatedAttention,
-        mlp: MLP,
-        backend: Backend,
-    ) -> None:
-        self.backend, self.eps = backend, config.rms_norm_eps
-        self.input_layernorm = norm_weight(backend, config.hidden_size)
-        self.self_attn = attn
-        self.post_attention_layernorm = norm_weight(backend, config.hidden_size)
-        self.mlp = mlp
-
-    def linears(self) -> tuple[Linear, ...]:
-        return *self.self_attn.linears(), *self.mlp.linears()
-
-    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
-        yield from self.self_attn.checkpoint_tensors(prefix + self.self_attn.name)
-        yield from self.mlp.checkpoint_tensors(prefix + "mlp.")
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            yield norm_tensor(f"{prefix}{name}.weight", getattr(self, name))
 
 
 class Qwen3_5(Qwen3):
@@ -188,7 +159,10 @@ class Qwen3_5(Qwen3):
         for i, kind in enumerate(config.layer_types):
             attention, numbers = kinds[kind]
             attn = attention(config, next(numbers), backend)
-            layers.append(HybridLayer(config, attn, self.make_mlp(i), backend))
+            layer = DecoderLayer(config, attn, self.make_mlp(i), backend)
+            layer.input_layernorm = norm_weight(backend, config.hidden_size)
+            layer.post_attention_layernorm = norm_weight(backend, config.hidden_size)
+            layers.append(layer)
         return layers
 
     def make_mlp(self, layer: int) -> MLP:
@@ -198,8 +172,8 @@ class Qwen3_5(Qwen3):
 
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
         for tensor in super().checkpoint_tensors():
-            is_norm = tensor.name == "model.norm.weight"
-            yield norm_tensor(tensor.name, self.norm) if is_norm else tensor
+            is_norm = tensor.name.endswith(("layernorm.weight", "model.norm.weight"))
+            yield plus_one(tensor) if is_norm else tensor
 
 
 def norm_weight(backend: Backend, size: int) -> Tensor:
@@ -207,10 +181,8 @@ def norm_weight(backend: Backend, size: int) -> Tensor:
     return backend.empty(size, dtype=torch.float32)
 
 
-def norm_tensor(
-    name: str, weight: Tensor, reorder: Callable[[Tensor], Tensor] = lambda w: w
+def plus_one(
+    tensor: CheckpointTensor, reorder: Callable[[Tensor], Tensor] = lambda w: w
 ) -> CheckpointTensor:
-    """Return the tensor w that is stored as 1 + w."""
-    return CheckpointTensor(
-        name, tuple(weight.shape), lambda w: weight.copy_(1 + reorder(w.float()))
-    )
+    """Return the same tensor, of which 1 + w is stored."""
+    return replace(tensor, store=lambda w: tensor.store(1 + reorder(w.float())))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from nanovllm.engine.request import Request, Task
 from nanovllm.engine.sequence import Sequence
+from nanovllm.inputs import ParsedPrompt
 from nanovllm.outputs import RequestMetrics
 from nanovllm.plan import ResultKind, RowResult
 from nanovllm.utils.checks import KnownFields, Positive, check_scalars
@@ -119,10 +120,9 @@ class Embedding(Task):
         self.params = settings.complete(params)
         self.prefix = settings.prefix(self.params)
 
-    def prepare(
-        self, text: str | None, token_ids: list[int] | None
-    ) -> tuple[str | None, list[int] | None]:
+    def prepare(self, prompt: ParsedPrompt) -> ParsedPrompt:
         """Prepend the prompt of the checkpoint to text. Raises ValueError for token ids."""
+        text, token_ids = prompt
         if text is not None and token_ids is None:
             return self.prefix + text, None
         if self.params.prompt_name is not None:
@@ -130,7 +130,7 @@ class Embedding(Task):
                 f"prompt_name={self.params.prompt_name!r} is prepended to text, and the prompt is "
                 "token ids; pass text, or leave out prompt_name"
             )
-        return text, token_ids
+        return prompt
 
     def max_length(self, num_tokens: int) -> int:
         self.input_processor.check_length(num_tokens, self.input_processor.max_model_len)

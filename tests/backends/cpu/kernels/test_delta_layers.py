@@ -14,18 +14,22 @@ from nanovllm.backends.cpu.kernels.delta_layers import HybridLayers
 from nanovllm.backends.cpu.kernels.units.unit import units
 
 
-# The 264 projections of linear attention in the last case are padded to whole blocks.
+# The 264 projections of linear attention in the second case do not fill whole blocks.
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize(("layers", "heads", "size"), [("LLFLF", 32, 64), ("LF", 4, 1024)])
+@pytest.mark.parametrize(
+    ("layers", "heads", "size", "weights"),
+    [("LLFLF", 32, 64, None), ("LF", 4, 1024, None), ("LF", 4, 96, "int8"), ("LF", 4, 96, "int4")],
+)
 def test_one_call_is_the_model(
-    tmp_path: Path, layers: str, heads: int, size: int, dtype: torch.dtype
+    tmp_path: Path, layers: str, heads: int, size: int, weights: str | None, dtype: torch.dtype
 ) -> None:
-    if units(dtype)[0].linear_dtype is not dtype:
+    if weights is None and units(dtype)[0].linear_dtype is not dtype:
         pytest.skip("neither AMX nor AVX512-BF16 on this processor")
     make_hybrid_checkpoint(tmp_path, layers, heads, hidden_size=size, intermediate_size=128)
     options: dict[str, Any] = {"attention_backend": "numba", "num_kv_cache_blocks": 60}
+    options["quantization"] = weights
     llm = random_llm(tmp_path, dtype=str(dtype)[6:], max_num_seqs=20, **options)
     runner = llm.engine.runner
     model, fused, states = runner.model, runner.fused_model, runner.states

@@ -14,10 +14,12 @@ from nanovllm.backends.cpu.kernels.llvm.calls import (
     INT32,
     call,
     element,
+    prefetch_line,
     without_result,
 )
 
 OUTPUTS, GROUP = 16, 32
+AHEAD = 8192  # bytes between the weights that are used and those that are prefetched
 
 
 @intrinsic(prefer_literal=True)
@@ -65,6 +67,10 @@ def int4_rows(typing, lanes, rows, x, stride, weight, scale, groups, out):
                 builder.store(zeros, total)
             with cgutils.for_range(builder, groups) as loop:
                 first = builder.add(builder.mul(loop.index, INT(4 * OUTPUTS)), INT(offset))
+                lines = builder.mul(loop.index, INT(4))
+                for line in range(AHEAD // 64, AHEAD // 64 + 4):
+                    number = builder.add(lines, INT(line))
+                    prefetch_line(builder, element(builder, weight, number, 64, BYTE))
                 low, high = [], []
                 for p in range(4):
                     number = builder.add(first, INT(p * OUTPUTS))
