@@ -28,9 +28,9 @@ Their KV is not cached as a prefix before they are accepted. The slots of the ot
 again by the next tokens. States of linear attention cannot be taken back to an earlier token, so
 hybrid models are refused.
 
-Drafts pay while a step is limited by reading weights (lesson 5). Beyond that, each draft takes time,
-also if it is wrong. Steps with drafts therefore have at most MAX_TOKENS tokens: with 16 rows or more
-on a CPU, no row gets drafts.
+Drafts pay while a step is limited by reading weights (lesson 5). Beyond that, each draft takes
+time, also if it is wrong. Steps with drafts therefore have at most MAX_TOKENS tokens: with 16 rows
+or more on a CPU, no row gets drafts.
 """
 
 from __future__ import annotations
