@@ -109,11 +109,9 @@ class NgramSpeculation:
         Only its last known token may be uncomputed, and no token of it may be in flight.
         """
         length = len(seq.token_ids)
-        is_ready = seq.num_computed == length - 1 and not seq.num_output_placeholders
-        # The token after the last draft must fit too.
-        number = min(budget - scheduler.token_budget + self.max_tokens, budget)
-        number = min(number, seq.max_length - length - 1)
-        if number <= 0 or not is_ready or not seq.num_output or not seq.known_to_runner:
+        budget = min(budget, budget - scheduler.token_budget + self.max_tokens)
+        number = min(budget, seq.max_length - length - 1)  # the token after the last draft fits too
+        if number <= 0 or seq.num_computed != length - 1 or not seq.num_output:
             return []
         if (at := self._find(seq)) is None:
             return []
