@@ -15,18 +15,14 @@ from pathlib import Path
 from nanovllm.config import DTYPES
 
 
-def make_parser() -> argparse.ArgumentParser:
+def main(argv: list[str] | None = None) -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("nanovllm convert", description=__doc__, formatter_class=raw)
     parser.add_argument("source", metavar="IN.gguf", type=Path, help="a GGUF file")
     parser.add_argument("target", metavar="OUT", type=Path, help="a new directory")
     dtypes = DTYPES[1:]  # without "auto"
     parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of OUT (%(default)s)")
-    return parser
-
-
-def main(argv: list[str] | None = None) -> int:
-    args = make_parser().parse_args(argv)
+    args = parser.parse_args(argv)
     try:
         # This import comes after --help, because torch takes seconds.
         from nanovllm.features.formats.gguf.convert import convert

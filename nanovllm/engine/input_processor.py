@@ -40,7 +40,7 @@ class InputProcessor:
     task_factories: dict[type, TaskFactory] = field(
         default_factory=lambda: {SamplingParams: Sampling}
     )
-    warned_of_length: bool = False
+    warned_of_length: bool = field(default=False, init=False)
 
     def check(
         self, pairs: abc.Sequence[tuple[Prompt, Any]], progress: Progress, stream: bool = False

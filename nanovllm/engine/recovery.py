@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def revert_in_flight(scheduler: Scheduler, seqs: Iterable[Sequence]) -> None:
-    """Revert all steps in flight. `seqs` are the sequences that have been added.
+    """Revert all steps in flight, and queue the unfinished ones of `seqs`.
 
-    Sequences with a finish reason end, because the error may have been in `Scheduler.finish`.
+    A sequence with a finish reason is not queued: the caller must finish it.
     """
     unfinished = [seq for seq in seqs if seq.status is not Status.FINISHED]
     ran = scheduler.running
@@ -40,14 +40,12 @@ def revert_in_flight(scheduler: Scheduler, seqs: Iterable[Sequence]) -> None:
     for seq in unfinished:
         seq.status, seq.row, seq.decoding, seq.lookup = Status.UNQUEUED, -1, False, None
         seq.num_output_placeholders = 0
-        if seq.finish_reason is not None:
-            scheduler.finish(seq, seq.finish_reason, seq.stop_reason)
-        elif seq.result_kind is ResultKind.TOKEN and seq.num_output:
+        if seq.finish_reason is None and seq.result_kind is ResultKind.TOKEN and seq.num_output:
             scheduler.finish_if_complete(seq)
     unfinished = [seq for seq in unfinished if seq.status is not Status.FINISHED]
     scheduler.num_unfinished = sum(1 + len(seq.forks) for seq in unfinished)
     for seq in unfinished:
-        if not seq.awaits_token:
+        if not seq.awaits_token and seq.finish_reason is None:
             is_new = not seq.preemptions and seq.parent is None
             key = scheduler.policy_key(seq, scheduler.block_manager) if is_new else HEAD
             scheduler.queue(seq, key)

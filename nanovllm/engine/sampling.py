@@ -125,14 +125,14 @@ class Sampling(Task):
     # ---- outputs ----
 
     def output(self, request: Request) -> RequestOutput:
-        return self.make_output(request, [self.completion(sample) for sample in request.samples])
+        return self.request_output(request, [self.completion(sample) for sample in request.samples])
 
     def error_output(self, request: Request) -> RequestOutput:
         # Only the tokens are returned, because reading other data may raise the error again.
         outputs = [CompletionOutput(s.index, "", s.output_ids, "error") for s in request.seqs]
-        return self.make_output(request, outputs)
+        return self.request_output(request, outputs)
 
-    def make_output(self, request: Request, outputs: list[CompletionOutput]) -> RequestOutput:
+    def request_output(self, request: Request, outputs: list[CompletionOutput]) -> RequestOutput:
         first = request.seqs[0]
         return RequestOutput(
             request_id=request.request_id,

@@ -16,8 +16,9 @@ from nanovllm.utils.host import available_host_memory
 
 # Parts of the messages of the RuntimeError that torch raises if an allocation on a CPU fails.
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")
-# Device memory left for graph nodes, fragmentation, penalties and workspaces of libraries. cuBLAS
-# takes up to 32 MiB for each thread that runs steps, and the profile measures only one thread.
+# Device memory left for CUDA graphs, of which it limits the number, for fragmentation, penalties
+# and workspaces of libraries. cuBLAS takes up to 32 MiB for each thread that runs steps, and the
+# profile measures only one thread.
 CUDA_MARGIN = 512 << 20
 CPU_CACHE_BYTES = 4 << 30  # the default limit of a CPU's KV cache and states
 

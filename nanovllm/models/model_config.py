@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import DTYPES, EngineConfig
-from nanovllm.models.rope import RopeConfig
+from nanovllm.models.rope import REQUIRED, RopeConfig
 from nanovllm.utils.json_files import Fields, check_fields
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ FIELDS: Fields = {
     for name in names.split()
 }
 
-REQUIRED = (
+NEEDED = (
     *("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"),
     *("num_attention_heads", "num_hidden_layers"),
 )
@@ -92,7 +92,7 @@ class ModelConfig:
             found = raw.get("architectures") or f"none (model_type is {raw.get('model_type')!r})"
             known = ", ".join(f"{name}ForCausalLM" for name in FAMILIES)
             raise ValueError(f"{path}: the architecture {found} is not supported; {known} are")
-        if missing := [name for name in REQUIRED if name not in raw]:
+        if missing := [name for name in NEEDED if name not in raw]:
             raise ValueError(f"{path} has no {missing[0]!r}")
         if raw.get("mlp_bias"):
             raise ValueError(f"{path}: mlp_bias is not supported")
@@ -180,17 +180,28 @@ def _rope(raw: dict[str, Any], path: Path) -> RopeConfig:
     if new and old and new != old:
         raise ValueError(f"{path} has both rope_parameters and rope_scaling; keep one of them")
     params = check_fields(new or old, path, FIELDS)
-    kind = params.pop("type", "default")
-    params = {"rope_type": kind, "rope_theta": raw.get("rope_theta", 10_000.0)} | params
-    for name in ("partial_rotary_factor", "original_max_position_embeddings"):
-        if name in raw:
-            params[name] = raw[name]
+    outside = ("partial_rotary_factor", "original_max_position_embeddings")
+    params = {
+        "rope_type": params.pop("type", "default"),
+        "rope_theta": raw.get("rope_theta", 10_000.0),
+        "original_max_position_embeddings": raw["max_position_embeddings"],
+        **params,
+        **{name: raw[name] for name in outside if name in raw},
+    }
+    params.pop("finetuned", None)  # it has no effect
     if params.pop("partial_rotary_factor", 1) != 1:
         raise ValueError(f"{path}: partial_rotary_factor is not supported; only 1 is")
-    if params["rope_type"] in ("llama3", "yarn"):
-        length = raw.get("max_position_embeddings", 1)
-        params.setdefault("original_max_position_embeddings", length)
-    return RopeConfig.from_params(params, path)
+    kind = params["rope_type"]
+    if kind not in REQUIRED:
+        raise ValueError(
+            f"{path}: rope type {kind!r} is not supported, only {', '.join(REQUIRED)}; without it "
+            "the model runs at its original length, and 'yarn' extends this length"
+        )
+    if unknown := params.keys() - RopeConfig.__dataclass_fields__.keys():
+        raise ValueError(f"{path}: the rope field {min(unknown)!r} is not supported")
+    if missing := [name for name in REQUIRED[kind] if name not in params]:
+        raise ValueError(f"{path}: rope type {kind!r} needs {missing[0]!r}")
+    return RopeConfig(**params)
 
 
 def _sliding_window(raw: dict[str, Any], family: str) -> int | None:

@@ -14,9 +14,7 @@ The results equal `ROPE_INIT_FUNCTIONS` of transformers, which is the reference 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -43,26 +41,6 @@ class RopeConfig:
     attention_factor: float | None = None  # None: derived from `factor`
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-
-    @classmethod
-    def from_params(cls, params: dict[str, Any], path: Path) -> RopeConfig:
-        """Return the config for `params`, the checked fields of the config.json at `path`.
-
-        Raises ValueError for a type or a field that is not supported.
-        """
-        kind = params["rope_type"]
-        if kind not in REQUIRED:
-            raise ValueError(
-                f"{path}: rope type {kind!r} is not supported, only {', '.join(REQUIRED)}; without "
-                "it the model runs at its original length, and 'yarn' extends this length"
-            )
-        known = {field.name for field in fields(cls)}
-        if unknown := params.keys() - known - {"finetuned"}:  # `finetuned` has no effect
-            raise ValueError(f"{path}: the rope field {min(unknown)!r} is not supported")
-        for name in REQUIRED[kind]:
-            if name not in params:
-                raise ValueError(f"{path}: rope type {kind!r} needs {name!r}")
-        return cls(**{name: value for name, value in params.items() if name in known})
 
     @property
     def extended_length(self) -> int:

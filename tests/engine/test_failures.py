@@ -264,3 +264,33 @@ def test_a_policy_that_raises_queues_nothing(path: Path) -> None:
         llm.engine.add_request([1, 2], GREEDY)
     llm.engine.scheduler.policy_key = key
     assert is_idle(llm.engine)
+
+
+def test_a_request_that_failed_ends_although_its_step_fails_too(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its other samples wait for the prompt, and are counted once."""
+    llm = random_llm(path, max_num_batched_tokens=4)
+    end, calls = llm.engine._end, 0
+
+    def fails_once(requests):
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise RuntimeError("the step fails")
+        return end(requests)
+
+    def fails(*args):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(RuledSampling, "decode_logprobs", fails)
+    monkeypatch.setattr(llm.engine, "_end", fails_once)
+    params = SamplingParams(n=3, prompt_logprobs=1)
+    request = llm.engine.submit([1, 2, 3, 4, 5, 6, 7, 8], params)
+    with pytest.raises(RuntimeError, match="the step fails"):
+        llm.engine.run_step()
+    assert isinstance(request.error, ZeroDivisionError)
+    assert request.ended
+    assert is_idle(llm.engine)
+    stats = llm.stats()
+    assert (stats["running"], stats["waiting"]) == (0, 0)

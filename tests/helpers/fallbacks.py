@@ -174,6 +174,7 @@ def main() -> None:
         "illegal access": (lost, {}),
         "T4": (lambda: on_card(7, 5, 64), {}),
         "V100": (lambda: on_card(7, 0, 96), {}),
+        "A100 with fp8": (lambda: on_card(8, 0, 163), dict(kv_cache_dtype="fp8")),
     }
     results = {}
     for name, (fault, options) in faults.items():

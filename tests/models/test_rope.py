@@ -65,4 +65,4 @@ def test_yarn_extends_the_context(tmp_path: Path) -> None:
         logits = theirs(torch.tensor([[*prompt, *got]])).logits[0]
     assert got == logits[149:-1].argmax(dim=1).tolist()
     plain = random_llm(tmp_path).engine.runner.model.config
-    assert plain.rope == RopeConfig(theta)
+    assert plain.rope == RopeConfig(theta, original_max_position_embeddings=64)

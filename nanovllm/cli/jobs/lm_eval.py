@@ -10,6 +10,7 @@ Tokens, windows and truncation are the same as for its model "hf".
 from __future__ import annotations
 
 import sys
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 try:
@@ -90,14 +91,9 @@ class NanoVLLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
-        )
+        options = {"continue_final_message": not add_generation_prompt, "tokenize": False}
+        options["add_generation_prompt"] = add_generation_prompt
+        return str(self.tokenizer.apply_chat_template(chat_history, **options))
 
     def _loglikelihood_tokens(
         self, requests: list[Pair], disable_tqdm: bool = False, **kwargs: Any
@@ -128,18 +124,13 @@ class NanoVLLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        owners: list[int] = []
-        pairs: list[Pair] = []
-        for i, request in enumerate(requests):
+        pairs: list[list[Pair]] = []  # for each request, one in each window of its text
+        for request in requests:
             ids = self.tok_encode(request.args[0])
             windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
-            for window in windows:
-                pairs.append((None, *make_disjoint_window(window)))
-                owners.append(i)
-        totals = [0.0] * len(requests)
-        scores = self._loglikelihood_tokens(pairs, disable_tqdm)
-        for i, (logprob, _) in zip(owners, scores, strict=True):
-            totals[i] += logprob
+            pairs.append([(None, *make_disjoint_window(window)) for window in windows])
+        scores = iter(self._loglikelihood_tokens(list(chain(*pairs)), disable_tqdm))
+        totals = [sum(logprob for logprob, _ in islice(scores, len(each))) for each in pairs]
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals

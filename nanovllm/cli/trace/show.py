@@ -229,28 +229,17 @@ def describe_changes(event: Event, state: State, policy: str, size: int) -> Iter
 
 
 def describe_beams(event: Event, state: State) -> Iterator[str]:
-    """Yield sentences about beam searches. A beam is named by its request and a number."""
-
-    def by_request(beams: list[int]) -> Iterator[tuple[str, list[int]]]:
-        requests = {i: state.seqs[i].name.rpartition(".")[0] for i in beams}
-        for request in dict.fromkeys(requests.values()):
-            yield request, [i for i in beams if requests[i] == request]
-
-    def beams_that_finish(reason: str) -> list[int]:
-        finished = event.get("finished", ())
-        return [i for i, r, _ in finished if r == reason and state.seqs[i].score is not None]
-
-    if "commit" in event:
-        for request, beams in by_request([i for i, _ in event.get("scores", ())]):
-            scores = {state.seqs[i].name: state.seqs[i].score or 0.0 for i in beams}
-            named = [f"{name} ({score:z.2f})" for name, score in scores.items()]
-            yield f"Beams: request {request} continues with {join_names(named)}."
-    for request, beams in by_request(beams_that_finish("dropped")):
-        names = join_names([state.seqs[i].name for i in beams])
-        yield f"Dropped: no candidate of {names} is among the best of request {request}."
+    """Yield sentences about beam searches. The name of a beam is its request and a number."""
+    names = [seq.name for seq in state.seqs]
+    ended: dict[str, list[str]] = {"dropped": [], "stop": []}
+    for i, reason, _ in event.get("finished", ()):
+        if reason in ended and state.seqs[i].score is not None:
+            ended[reason].append(names[i])
+    if "commit" in event and (scores := event.get("scores")):
+        yield f"Beams: {', '.join(f'{names[i]} ({score:z.2f})' for i, score in scores)} continue."
+    if ended["dropped"]:
+        yield f"Dropped: no candidate of {join_names(ended['dropped'])} is among the best."
     for i, _, score, reason in event.get("results", ()):
-        name = state.seqs[i].name
-        yield f"Result: an output that begins like {name} ends ({reason}, score {score:z.3f})."
-    for request, beams in by_request(beams_that_finish("stop")):
-        names = join_names([state.seqs[i].name for i in beams])
-        yield f"End: the search of request {request} ends, and {names} release their blocks."
+        yield f"Result: an output that begins like {names[i]} ends ({reason}, score {score:z.3f})."
+    if ended["stop"]:
+        yield f"End: the search of {join_names(ended['stop'])} ends and releases their blocks."

@@ -32,4 +32,4 @@ def test_an_override_of_a_plain_field(path: Path) -> None:
     assert (config.rms_norm_eps, config.rope.rope_theta) == (1e-3, 2e4)
     overrides = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 3e4}
     config = random_llm(path, hf_overrides=overrides).engine.runner.model.config
-    assert config.rope == RopeConfig(3e4, "linear", 2.0)
+    assert config.rope == RopeConfig(3e4, "linear", 2.0, 512)

@@ -58,8 +58,8 @@ class RuledSampling(Sampling):
 
         return {token: Logprob(p, rank, text(token)) for token, p, rank in entry}
 
-    def make_output(self, request: Request, outputs: list[CompletionOutput]) -> RequestOutput:
-        output = super().make_output(request, outputs)
+    def request_output(self, request: Request, outputs: list[CompletionOutput]) -> RequestOutput:
+        output = super().request_output(request, outputs)
         return replace(output, prompt_logprobs=prompt_logprobs(request))
 
     def completion(self, sample: Sample) -> CompletionOutput:
