@@ -16,6 +16,7 @@ import sys
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli.options import add_model_options
+from nanovllm.engine.chat_template import Message
 from nanovllm.utils.checks import unknown_name
 
 HELP = """Ctrl-C ends an answer.
@@ -25,40 +26,27 @@ HELP = """Ctrl-C ends an answer.
 COMMANDS = ("/new", "/quit", "/exit", "/help")
 
 
-class Conversation:
-    """The messages so far, and the engine that answers them."""
+def answer(llm: LLM, messages: list[Message], question: str, params: SamplingParams) -> None:
+    """Print the answer while it is generated, and append question and answer to `messages`.
 
-    def __init__(self, llm: LLM, system: str | None, params: SamplingParams) -> None:
-        self.llm, self.params = llm, params
-        self.start = [{"role": "system", "content": system}] if system else []
-        self.messages = list(self.start)
-
-    def answer(self, question: str) -> None:
-        """Print the answer while it is generated. Ctrl-C ends it; the text so far remains.
-
-        Raises ValueError if the conversation is too long or no token can be sampled, and then
-        leaves out the question.
-        """
-        self.messages.append({"role": "user", "content": question})
-        text, finish_reason = "", None
-        try:
-            variables = {"add_generation_prompt": True}
-            prompt = self.llm.engine.input_processor.chat_prompt(self.messages, variables)
-            with contextlib.closing(self.llm.stream(prompt, self.params)) as stream:
-                for new in stream:
-                    text, finish_reason = text + new.text, new.finish_reason
-                    print(new.text, end="", flush=True)
-            if finish_reason == "error":
-                raise ValueError("no token could be sampled, because the model computed NaN")
-        except KeyboardInterrupt:
-            pass
-        except ValueError:
-            self.messages.pop()
-            raise
-        print()
-        if finish_reason == "length":
-            print("[cut: the answer reached --max-tokens or max_model_len]", file=sys.stderr)
-        self.messages.append({"role": "assistant", "content": text})
+    Ctrl-C ends the answer; the text so far remains. Raises ValueError, and leaves `messages` as
+    they are, if the conversation is too long or no token can be sampled.
+    """
+    asked = [*messages, {"role": "user", "content": question}]
+    text, finish_reason = "", None
+    with contextlib.suppress(KeyboardInterrupt):
+        variables = {"add_generation_prompt": True}
+        prompt = llm.engine.input_processor.chat_prompt(asked, variables)
+        with contextlib.closing(llm.stream(prompt, params)) as stream:
+            for new in stream:
+                text, finish_reason = text + new.text, new.finish_reason
+                print(new.text, end="", flush=True)
+    if finish_reason == "error":
+        raise ValueError("no token could be sampled, because the model computed NaN")
+    print()
+    if finish_reason == "length":
+        print("[cut: the answer reached --max-tokens or max_model_len]", file=sys.stderr)
+    messages[:] = [*asked, {"role": "assistant", "content": text}]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -82,11 +70,13 @@ def main(argv: list[str] | None = None) -> int:
         params.max_tokens = args.max_tokens
         if args.temperature is not None:
             params.temperature = args.temperature
-        chat = Conversation(llm, args.system, params.clone())
+        params = params.clone()  # checks the fields
         llm.engine.input_processor.get_tokenizer()  # transformers' is not needed
     except (OSError, TypeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    start: list[Message] = [{"role": "system", "content": args.system}] if args.system else []
+    messages = list(start)
     terminal = sys.stdin.isatty()
     if terminal:
         with contextlib.suppress(ImportError):  # `input` uses it: lines of any length, a history
@@ -105,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
         if command in ("/quit", "/exit"):
             return int(failed)
         if command == "/new":
-            chat.messages = list(chat.start)
+            messages = list(start)
         elif command == "/help":
             print(HELP)
         elif command.startswith("/"):
@@ -114,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
             failed = not terminal
         elif command.strip():
             try:
-                chat.answer(question.strip())
+                answer(llm, messages, question.strip(), params)
             except ValueError as error:
                 print(f"error: {error}; /new begins a new conversation", file=sys.stderr)
                 failed = not terminal
