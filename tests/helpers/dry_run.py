@@ -735,6 +735,8 @@ def serve(
                 share = 1.0 if kv_cache_dtype == "auto" else 0.8
                 run[f"{kind} is right"] = sum(right) >= share * len(right)
         run["preemptions"] = llm.stats()["preemptions"]
+        run["accepted"] = llm.stats().get("accepted_tokens", 0)
+        run["drafted"] = llm.stats().get("drafted_tokens", 0)
         run["loads"] = llm.stats().get("host_loads", 0)
         run["variants at start"] = list(GPU.variants.values())[:num_at_start]
         run["variants while serving"] = list(GPU.variants.values())[num_at_start:]
@@ -938,6 +940,7 @@ SCENARIOS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "int8": ("qwen3", partial(quantized, quantization="int8")),
     "int4": ("qwen3", partial(quantized, quantization="int4")),
     "ranks": ("qwen3", ranks),
+    "drafts": ("qwen3", partial(serve, speculative_config={"prompt_lookup_min": 1})),
     "hybrid experts": ("hybrid experts", serve),
     "int8 experts": ("experts", partial(quantized, quantization="int8")),
     "decode": ("wide", decode),

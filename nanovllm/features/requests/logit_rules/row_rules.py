@@ -120,11 +120,10 @@ class RulesState:
         self.rows: dict[int, RowRules] = {}  # rules of the rows that have any
         self.last_batch: tuple[list[int], RulesBatch] | None = None  # of these rows
 
-    def logits_buffer(self, size: int) -> Tensor:
-        """Return the buffer for `size` rows of logits: more than N if rows have drafts."""
-        if self.logits is None or len(self.logits) < size:
+    def logits_buffer(self) -> Tensor:
+        if self.logits is None:
             num_rows, _, vocab_size = self.sizes
-            shape = max(num_rows, size), vocab_size
+            shape = num_rows, vocab_size
             self.logits = torch.empty(shape, dtype=torch.float32, device=self.device)
         return self.logits
 
@@ -157,7 +156,7 @@ class RulesState:
             return None
         if self.last_batch is None or self.last_batch[0] != numbers:
             with_rules = [(i, self.rows[row]) for i, row in enumerate(numbers) if row in self.rows]
-            self.last_batch = numbers, RulesBatch(with_rules, self, len(numbers))
+            self.last_batch = numbers, RulesBatch(with_rules, self)
         batch = self.last_batch[1]
         batch.length = int(positions[batch.rows].max()) + 1
         return batch
@@ -169,8 +168,8 @@ class RulesBatch:
     Q of the rows report log-probabilities.
     """
 
-    def __init__(self, rows: list[tuple[int, RowRules]], state: RulesState, size: int) -> None:
-        """`rows` has (index of the row's logits, rules) for each row with rules, of R = `size`."""
+    def __init__(self, rows: list[tuple[int, RowRules]], state: RulesState) -> None:
+        """`rows` has (index of the row's logits, rules) for each row with rules."""
         # A reference to `state` would form a cycle and keep the memory of an unused engine.
         device, vocab_size, self.caps = state.device, state.sizes[2], state.caps
         self.rows = [row.row for _, row in rows]
@@ -203,7 +202,7 @@ class RulesBatch:
         self.reported_index = send([i for i, *_ in self.reported])
         self.num_logprobs = max((k for *_, k in self.reported), default=0)
         self.changes_logits = bool(allowed or edits or penalized or self.host_rules)
-        self.logits = state.logits_buffer(size) if self.changes_logits else None
+        self.logits = state.logits_buffer() if self.changes_logits else None
 
     def apply(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Return logits [R, V] with the rules applied, in float32. The next call overwrites them.
@@ -211,6 +210,8 @@ class RulesBatch:
         `positions` [R] are the positions of the tokens to be sampled.
         """
         assert self.logits is not None  # there are rules that change logits
+        if len(self.logits) < len(logits):  # a row with drafts has several
+            self.logits = torch.empty_like(logits, dtype=torch.float32)
         logits = self.logits[: len(logits)].copy_(logits)
         flat, vocab_size = logits.view(-1), logits.shape[1]
         if len(self.restricted):
