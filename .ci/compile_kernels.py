@@ -39,9 +39,7 @@ from nanovllm.backends.gpu.kernels import (
     attention,
     conversions,
     delta_rule,
-    experts,
-    int4,
-    int8,
+    linear,
     pointwise,
     sampler,
     store,
@@ -105,7 +103,7 @@ LIMITS = {
     r"sm_90: _attend_decode \(bfloat16 D=256 fp8 ": (100, 100),
     r"sm_90: _int8_linear \(bfloat16 D=128 G=16 .*ALIGNED=True": (155, 145),
     r"sm_90: _int8_linear \(bfloat16 D=128 G=32 .*ALIGNED=True": (166, 166),
-    r"sm_90: _int8_linear \(bfloat16 D=128 G=64 .*ALIGNED=True": (242, 232),
+    r"sm_90: _int8_linear \(bfloat16 D=128 G=64 .*ALIGNED=True": (258, 248),
 }
 # Slow instructions that these loops do not need: conversions of integers, and loads of single bytes
 # from shared memory.
@@ -130,6 +128,15 @@ class Variant:
         self.arguments, *rest = bind(*args, **kwargs)
         self.key = f"{kernel.__name__} {rest}"  # equal for launches that share a compiled kernel
         self.pack = partial(kernel._pack_args, backend, kwargs, self.arguments, *rest)
+
+    @property
+    def name(self) -> str:
+        """The name of the kernel, and of `_linear` also the kind of weights."""
+        if self.kernel is not linear._linear:
+            return self.kernel.__name__
+        kinds = {torch.int8: "_int8", torch.uint8: "_int4"}
+        kind = kinds[self.arguments["weight"].dtype] if not self.arguments["EXPERTS"] else "_expert"
+        return f"{kind}_linear"
 
     @cached_property
     def packed(self) -> tuple[Any, dict[str, str], dict, dict]:
@@ -156,7 +163,7 @@ class Variant:
         if self.kernel is attention._attend_decode:
             cache = self.arguments["k_cache"]
             return 2 * self.arguments["TILE"] * cache.shape[-1] * cache.itemsize / 1024
-        if self.kernel is int8._int8_linear:
+        if self.name == "_int8_linear":
             return self.arguments["OUTPUTS"] * self.arguments["INPUTS"] / 1024
         return 0
 
@@ -255,15 +262,15 @@ def launch_quantized(dtype: torch.dtype, all_tiles: bool, odd: bool) -> None:
     which only few rows are compiled.
     """
     empty = partial(torch.empty, dtype=dtype)
-    for weight_class, kernels in ((Int8Weight, int8), (Int4Weight, int4)):
+    for weight_class in (Int8Weight, Int4Weight):
         for outputs, inputs in ((4096, 1024), (70, 70)) if odd else ((4096, 1024),):
             weight = weight_class.empty(empty, outputs, inputs)
             for bias in (empty(outputs), None) if odd else (empty(outputs),):
                 module = SimpleNamespace(weight=weight, bias=bias)
-                kernels.linear(empty(1, inputs), module)
+                linear.linear(empty(1, inputs), module)
                 if all_tiles and outputs == 4096 and bias is not None:
-                    for rows in int8.FLOAT32 if dtype == torch.float32 else int8.HALF:
-                        kernels.linear(empty(rows, inputs), module)
+                    for rows in linear.FLOAT32 if dtype == torch.float32 else linear.HALF:
+                        linear.linear(empty(rows, inputs), module)
 
 
 def launch_experts(dtype: torch.dtype) -> None:
@@ -273,10 +280,10 @@ def launch_experts(dtype: torch.dtype) -> None:
     in_int8, in_int4 = (
         kind.empty(partial(torch.empty, dtype=dtype), *shape) for kind in (Int8Weight, Int4Weight)
     )
-    many = experts.FEW.num_rows * len(ends)
+    many = linear.FEW.num_rows * len(ends)
     for weight, rows in ((plain, 1), (plain, many), (in_int8, 1), (in_int4, many)):
         x = torch.empty((rows, shape[1]), dtype=dtype)
-        experts.expert_linear(x, SimpleNamespace(weight=weight), ends)
+        linear.expert_linear(x, SimpleNamespace(weight=weight), ends)
 
 
 def launch_delta_rule(
@@ -304,7 +311,7 @@ def compile_one(name: str, label: str, variant: Variant) -> tuple[str, str, list
     kernel, (options, *specialized) = variant.kernel, variant.packed
     if kernel not in ATTENTION:
         limit_kib = LEAST_KIB.get(name, limit_kib)
-    title, start = f"{name}: {kernel.__name__} ({label})", time.perf_counter()
+    title, start = f"{name}: {variant.name} ({label})", time.perf_counter()
     conversions.PTX = tl.constexpr(target.backend == "cuda")
     try:
         compiled = triton.compile(ASTSource(kernel, *specialized), target, options.__dict__)
@@ -351,7 +358,7 @@ def compile_one(name: str, label: str, variant: Variant) -> tuple[str, str, list
     if "float32" in label and re.search(r"\btf32\b", compiled.asm.get("ptx", "")):
         errors.append(f"{title}: TF32 in a float32 kernel")
     row = (
-        f"{name:7} {kernel.__name__:16} {label:34} warps {options.num_warps:2} stages "
+        f"{name:7} {variant.name:16} {label:34} warps {options.num_warps:2} stages "
         f"{options.num_stages} shared {shared:6} registers {registers:>3} spills {spills:>3} "
         f"fit {fit:>2} per KiB {per_kib:>5} {seconds:5.1f} s"
     )

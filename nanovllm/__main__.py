@@ -6,6 +6,7 @@ nanovllm convert model.gguf model/         converts a GGUF file to a checkpoint
 nanovllm run-batch -i in.jsonl -o out.jsonl
                                            runs a file of requests in OpenAI's batch format
 nanovllm lm-eval run --model nanovllm ...  runs lm_eval's tasks
+nanovllm check                             compares the kernels with plain torch, and times them
 
 `nanovllm COMMAND --help` shows the options of a command, with an example, and `nanovllm --version`
 the version.
@@ -21,6 +22,7 @@ from nanovllm.utils.checks import unknown_name
 
 COMMANDS = {
     "chat": "nanovllm.cli.chat",
+    "check": "nanovllm.cli.check",
     "convert": "nanovllm.cli.convert",
     "lm-eval": "nanovllm.cli.jobs.lm_eval",
     "run-batch": "nanovllm.cli.jobs.run_batch",

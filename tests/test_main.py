@@ -11,7 +11,7 @@ import nanovllm
 import nanovllm.__main__ as program
 
 
-@pytest.mark.parametrize("command", ["chat", "convert", "run-batch"])
+@pytest.mark.parametrize("command", ["chat", "check", "convert", "run-batch"])
 def test_each_command_has_a_help_with_an_example(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -31,7 +31,7 @@ def test_the_program_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> N
     assert program.main(["run_batch"]) == 2
     assert "unknown command 'run_batch'; did you mean 'run-batch'?" in capsys.readouterr().err
     assert program.main(["serve"]) == 2
-    assert "unknown command 'serve'; known: chat, convert" in capsys.readouterr().err
+    assert "unknown command 'serve'; known: chat, check, convert" in capsys.readouterr().err
 
 
 def test_a_command_whose_package_is_missing() -> None:

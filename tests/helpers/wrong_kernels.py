@@ -1,6 +1,6 @@
 """One change of each Triton kernel or more, with which its results are wrong: a mask, a scale, a row.
 
-(module of backends/gpu/kernels/, kernel or part of one, text, replacement)
+(module of backends/gpu/kernels/ or weights of linear.py, kernel or part of one, text, replacement)
 """
 
 SECOND_ROW = "tl.minimum(tl.program_id(0), 1)"  # the third row is not computed
@@ -47,26 +47,18 @@ WRONG = [
     ("sampler", "_uniform", "z >> 11", "z >> 12"),
     ("sampler", "_draw", "target = u *", "target = u * 0.9 *"),
     ("sampler", "_draw", "tl.store(tokens + row", "tl.store(tokens + tl.minimum(row, 46)"),
-    ("int8", "_int8_linear", "tl.load(scale + output,", "tl.load(scale + output // 2,"),
-    (
-        "int8",
-        "_int8_linear",
-        "weight_input < num_inputs - start",
-        "weight_input < num_inputs - start - 1",
-    ),
-    ("int8", "_int8_linear", "(row < num_rows)", "(row < num_rows - 1)"),
-    ("int4", "_int4_linear", "- 8", "- 7"),
-    ("int4", "_int4_linear", "scale_ptrs + start // GROUP", "scale_ptrs"),
-    ("int4", "_int4_linear", "(row < num_rows)", "(row < num_rows - 1)"),
-    ("experts", "_expert_linear", "(tiles_end <= tile)", "(tiles_end < tile)"),
-    (
-        "experts",
-        "_expert_linear",
-        "tl.load(scale + weight_row,",
-        "tl.load(scale + weight_row // 2,",
-    ),
-    ("experts", "_expert_linear", "is_input = i < num_inputs", "is_input = i < num_inputs - 1"),
-    ("experts", "_expert_linear", "+ tile * ROWS", ""),
+    ("int8", "_linear", "tl.load(scale + weight_row,", "tl.load(scale + weight_row // 2,"),
+    ("int8", "_linear", "columns - start // PER_BYTE)", "columns - start // PER_BYTE - 1)"),
+    ("int8", "_linear", "(row < end)", "(row < end - 1)"),
+    ("int4", "_linear", "- 8", "- 7"),
+    ("int4", "_linear", "scale_ptrs + start // GROUP", "scale_ptrs"),
+    ("int4", "_linear", "acc += high_acc", "acc += acc"),
+    ("int4", "_linear", "(row < end)", "(row < end - 1)"),
+    ("experts", "_expert_rows", "(tiles_end <= tile)", "(tiles_end < tile)"),
+    ("experts", "_expert_rows", "+ tile * ROWS", ""),
+    ("experts", "_linear", "tl.load(scale + weight_row,", "tl.load(scale + weight_row // 2,"),
+    ("experts", "_linear", "< num_inputs - start", "< num_inputs - start - 1"),
+    ("experts", "_linear", "expert.to(tl.int64) * num_outputs", "expert.to(tl.int64)"),
     ("delta_rule", "_gates", "1.0 / (1.0 + tl.exp(-b))", "1.1 / (1.0 + tl.exp(-b))"),
     ("delta_rule", "_norm_and_gate", "/ DV + eps", "/ (DV + 3) + eps"),
     ("delta_rule", "_convolve_decode", "taps + 2 * C", "taps + C"),

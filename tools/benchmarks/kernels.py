@@ -22,7 +22,7 @@ from triton.runtime.errors import OutOfResources
 
 from nanovllm.backends.gpu.kernels.attention import attend, attend_decode, num_splits, query_tiles
 from nanovllm.backends.gpu.kernels.configs import GpuInfo, Tile, decode_tile, prefill_tile
-from nanovllm.backends.gpu.kernels.int8 import linear
+from nanovllm.backends.gpu.kernels.linear import linear
 from nanovllm.backends.gpu.kernels.pointwise import add_rms_norm, silu_and_mul
 from nanovllm.backends.gpu.kernels.sampler import sample
 from nanovllm.backends.gpu.kernels.store import norm_rope_store

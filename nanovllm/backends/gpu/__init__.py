@@ -10,9 +10,7 @@ kernels/store.py       Norms and rotates q and k, and writes k and v to the page
 kernels/attention.py   Paged attention: prefill in tiles of queries, decode in splits of contexts.
 attention.py           TritonAttention: the launches of a step and of each layer.
 kernels/sampler.py    Filters and draws tokens without a sort and without a synchronization.
-kernels/int8.py        Products with weights in int8. Needs backends/int8.py.
-kernels/int4.py        The same in int4. Needs backends/int4.py.
-kernels/experts.py     Products of rows that are sorted by expert, for mixtures of experts.
+kernels/linear.py      Products with quantized weights, and with the weights of experts.
 kernels/delta_rule.py  The gated delta rule of linear attention, for decodes and for chunks.
 decode_inputs.py       Reads ids, positions, slots and parameters of the rows of a decode.
 graphs.py              DecodeGraphs: a decode step is captured once and replayed. Needs no kernel.

@@ -21,9 +21,7 @@ from nanovllm.backends.gpu.decode_inputs import decode_inputs
 from nanovllm.backends.gpu.graphs import CudaCapture, DecodeGraphs
 from nanovllm.backends.gpu.kernels import (
     delta_rule,
-    experts,
-    int4,
-    int8,
+    linear,
     pointwise,
     sampler,
 )
@@ -80,7 +78,7 @@ class GpuBackend(Backend):
         return True
 
     def experts(self, module: Linear) -> Any:
-        return experts
+        return linear
 
     def quantized(self, weights: str) -> Backend:
         backends = {"int8": GpuInt8Backend, "int4": GpuInt4Backend}
@@ -103,7 +101,7 @@ class GpuBackend(Backend):
 class GpuInt8Backend(GpuBackend):
     """The same with the weights of linear layers in int8."""
 
-    linear = staticmethod(int8.linear)
+    linear = staticmethod(linear.linear)
 
     def make_weight(self, outputs: int, inputs: int, names: list[str]) -> Any:
         return Int8Weight.empty(self.empty, outputs, inputs)
@@ -111,8 +109,6 @@ class GpuInt8Backend(GpuBackend):
 
 class GpuInt4Backend(GpuInt8Backend):
     """The same with the weights of linear layers in int4, except the head."""
-
-    linear = staticmethod(int4.linear)
 
     def make_weight(self, outputs: int, inputs: int, names: list[str]) -> Any:
         if HEAD in names:

@@ -224,7 +224,7 @@ def test_quantized_linear(weights: type, shape: tuple[int, int], dtype: torch.dt
 
     More than 512 rows are multiplied by torch, a part of the weights at a time.
     """
-    from nanovllm.backends.gpu.kernels import int4
+    from nanovllm.backends.gpu.kernels import linear
 
     torch.manual_seed(0)
     weight = weights.empty(partial(torch.empty, dtype=dtype, device=DEVICE), *shape)
@@ -236,7 +236,7 @@ def test_quantized_linear(weights: type, shape: tuple[int, int], dtype: torch.dt
         for rows in (1, 2, 15, 16, 17, 32, 33, 64, 65, 128, 129, 256, 300, 512, 513):
             x = torch.randn(rows, shape[1], device=DEVICE).to(dtype)
             wanted = F.linear(x.float(), exact, None if bias is None else bias.float())
-            assert error(int4.linear(x, layer), wanted) < TOLERANCE[dtype], rows
+            assert error(linear.linear(x, layer), wanted) < TOLERANCE[dtype], rows
 
 
 EXPERTS = [
@@ -251,7 +251,7 @@ EXPERTS = [
 @pytest.mark.parametrize(("weights", "dtype"), EXPERTS, ids=str)
 def test_expert_linear(weights: type | None, dtype: torch.dtype) -> None:
     """Experts of Qwen3-30B-A3B's size with random numbers of rows, and one expert with all rows."""
-    from nanovllm.backends.gpu.kernels import experts
+    from nanovllm.backends.gpu.kernels import linear
 
     torch.manual_seed(0)
     outputs, inputs, num = 768, 2048, 16
@@ -267,7 +267,7 @@ def test_expert_linear(weights: type | None, dtype: torch.dtype) -> None:
         for choices in (torch.randint(num, (rows,)), torch.full((rows,), num - 1)):
             ends = choices.bincount(minlength=num).cumsum(0).to(DEVICE)
             x = torch.randn(rows, inputs, device=DEVICE).to(dtype)
-            found = experts.expert_linear(x, module, ends)
+            found = linear.expert_linear(x, module, ends)
             assert error(found, expert_linear(x.float(), plain, ends)) < TOLERANCE[dtype]
 
 
@@ -319,7 +319,7 @@ def test_the_delta_rule_has_the_same_bits_each_time(heads: int) -> None:
 
 @pytest.mark.parametrize("weights", [Int8Weight, Int4Weight])
 def test_quantized_products_have_the_same_bits_each_time(weights: type) -> None:
-    from nanovllm.backends.gpu.kernels import int4
+    from nanovllm.backends.gpu.kernels import linear
 
     torch.manual_seed(0)
     weight = weights.empty(partial(torch.empty, dtype=torch.bfloat16, device=DEVICE), 4096, 1024)
@@ -327,7 +327,7 @@ def test_quantized_products_have_the_same_bits_each_time(weights: type) -> None:
     layer = SimpleNamespace(weight=weight, bias=None)
     for rows in (1, 17, 33, 65):
         x = torch.randn(rows, 1024, device=DEVICE).bfloat16()
-        check_same_bits([(int4.linear(x, layer),) for _ in range(REPEATS)])
+        check_same_bits([(linear.linear(x, layer),) for _ in range(REPEATS)])
 
 
 def check_same_bits(results: list[tuple[Tensor, ...]]) -> None:

@@ -38,9 +38,7 @@ from nanovllm.backends import int4 as plain_int4  # noqa: E402
 from nanovllm.backends.gpu.kernels import (  # noqa: E402
     attention,
     conversions,
-    experts,
-    int4,
-    int8,
+    linear,
     pointwise,
     sampler,
     store,
@@ -317,7 +315,7 @@ def test_int8_linear(
     weight.copy_(torch.randn(shape) / shape[1] ** 0.5)
     module = SimpleNamespace(weight=weight, bias=torch.randn(shape[0]).to(dtype) if bias else None)
     x = torch.randn(rows, shape[1]).to(dtype)
-    close(int8.linear(x, module), weight_only(x, module))
+    close(linear.linear(x, module), weight_only(x, module))
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -326,11 +324,10 @@ def test_many_rows_convert_a_part_of_the_weights_at_a_time(
     weight_class: type[Int8Weight], bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    kernels = int8 if weight_class is Int8Weight else int4
     weight = weight_class.empty(torch.empty, 70, 64)
     weight.copy_(torch.randn(70, 64))
     module = SimpleNamespace(weight=weight, bias=torch.randn(70) if bias else None)
-    x = torch.randn(max(int8.HALF) + 1, 64)
+    x = torch.randn(max(linear.HALF) + 1, 64)
     expected, sizes, dequantized = weight_only(x, module), [], weight_class.dequantized
 
     def spy(part: Int8Weight) -> Tensor:
@@ -338,8 +335,8 @@ def test_many_rows_convert_a_part_of_the_weights_at_a_time(
         return dequantized(part)
 
     monkeypatch.setattr(weight_class, "dequantized", spy)
-    monkeypatch.setattr(int8, "PART", 32 * 64)
-    close(kernels.linear(x, module), expected)
+    monkeypatch.setattr(linear, "PART", 32 * 64)
+    close(linear.linear(x, module), expected)
     assert sizes == [32, 32, 6]
 
 
@@ -413,7 +410,7 @@ def test_int4_linear(
     weight.copy_(torch.randn(shape) / shape[1] ** 0.5)
     module = SimpleNamespace(weight=weight, bias=torch.randn(shape[0]).to(dtype) if bias else None)
     x = torch.randn(rows, shape[1]).to(dtype)
-    close(int4.linear(x, module), plain_int4.weight_only(x, module))
+    close(linear.linear(x, module), plain_int4.weight_only(x, module))
 
 
 COUNTS = [[1], [0, 3, 0, 0, 1], [2, 1, 65, 0, 3], [1] * 4, [0, 0, 0, 17], [33, 0, 0]]
@@ -433,7 +430,7 @@ def test_expert_linear(counts: list[int], weights: Any) -> None:
             dense = stored.dequantized()
         x, ends = torch.randn(sum(counts), inputs).to(dtype), torch.tensor(counts).cumsum(0)
         plain: Any = SimpleNamespace(weight=dense, backend=Backend(x.device, dtype))
-        found = experts.expert_linear(x, SimpleNamespace(weight=stored), ends)
+        found = linear.expert_linear(x, SimpleNamespace(weight=stored), ends)
         close(found, expert_linear(x, plain, ends))
 
 
@@ -441,7 +438,7 @@ def test_expert_linear(counts: list[int], weights: Any) -> None:
 def test_the_grid_has_a_tile_for_all_rows_of_experts(counts: list[int], rows: int) -> None:
     """However the router chooses. It has no more than the worst choice needs."""
     total = sum(counts)
-    most = experts.max_tiles(total, len(counts), rows)
+    most = linear.max_tiles(total, len(counts), rows)
     assert sum(-(-count // rows) for count in counts) <= most
     worst = [1] * min(total, len(counts))
     worst[:1] = [1 + total - len(worst)] if total else []
@@ -646,9 +643,7 @@ def test_slices_do_not_compile_kernels_again(launches: Callable[..., dict[str, t
         launches(attention, "attend", q, cache, cache, tiles, starts, lens, tables, tile, q)
         batch = SamplingBatch(row, ids, ids, {"top_k": ids, "top_p": row, "min_p": row})
         module: Any = SimpleNamespace(weight=torch.zeros(64, 64))
-        launches(
-            experts, "expert_linear", torch.zeros(9, 64), module, starts[:4].long()[start:][:2]
-        )
+        launches(linear, "expert_linear", torch.zeros(9, 64), module, starts[:4].long()[start:][:2])
         found.append(launches(sampler, "sample", torch.zeros(9, 300), batch))
     assert len(found[0]) == 6
     assert found[0] == found[1]
@@ -662,9 +657,9 @@ def test_launches_set_fp_fusion(launches: Callable[..., dict[str, tuple]]) -> No
     launches(pointwise, "add_rms_norm", x, x, x[0], 1e-6)
     launches(pointwise, "silu_and_mul", x)
     weight = Int8Weight.empty(torch.empty, 32, 64)
-    launches(int8, "linear", x, SimpleNamespace(weight=weight, bias=None))
+    launches(linear, "linear", x, SimpleNamespace(weight=weight, bias=None))
     weight = Int4Weight.empty(torch.empty, 32, 64)
-    launches(int4, "linear", x, SimpleNamespace(weight=weight, bias=None))
+    launches(linear, "linear", x, SimpleNamespace(weight=weight, bias=None))
     launches(
         store, "norm_rope_store", torch.zeros(2, 96), None, None, 0.0, cos, cos, ids, cache, cache
     )
@@ -672,6 +667,6 @@ def test_launches_set_fp_fusion(launches: Callable[..., dict[str, tuple]]) -> No
     launches(attention, "attend_decode", q, cache, cache, ids, ids, tables, tile, 2, q)
     found = launches(sampler, "sample", x, SamplingBatch(x[0, :2], ids, ids, {}))
     module: Any = SimpleNamespace(weight=torch.zeros(64, 64))
-    found = launches(experts, "expert_linear", x, module, torch.tensor([1, 2]))
-    assert len(found) == 11
+    found = launches(linear, "expert_linear", x, module, torch.tensor([1, 2]))
+    assert len(found) == 9
     assert {options["enable_fp_fusion"] for _, options in found.values()} == {True}

@@ -1,0 +1,260 @@
+"""The rows of `nanovllm check`, which run in a process of that command.
+
+The comparisons are the functions of loading/check.py, which an engine runs when it starts. What is
+timed is larger than the caches of a processor.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils.benchmark import Timer
+
+from nanovllm.backends import int4, int8
+from nanovllm.loading import check
+from nanovllm.loading.check import Backends, Comparison
+from nanovllm.loading.select_backend import pick_backend, pick_device
+from nanovllm.models.backend import Backend
+from nanovllm.runner.rows import sampling_batch
+
+# (query heads, KV heads, head size): Qwen3-0.6B, Qwen2.5-7B, Qwen3.5, Llama 3.2.
+HEADS = (16, 8, 128), (28, 4, 128), (8, 2, 256), (32, 8, 64)
+# (Hk, Hv, Dk, Dv) of linear attention: Qwen3.5-0.8B and Qwen3.5-35B-A3B.
+DELTA_RULE = (16, 16, 128, 128), (16, 32, 128, 128)
+IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class Timed(NamedTuple):
+    call: Callable[[], object]
+    work: float  # bytes that are read and written, or operations
+    unit: str = "GB/s"
+
+
+Row: TypeAlias = Iterator[Comparison | Timed]  # what is timed comes last
+Case: TypeAlias = tuple[str, str, torch.dtype, Callable[[], Row]]  # kernel, format, dtype, row
+
+
+def main(start: int, only: list[str]) -> None:
+    """Compare and time the rows from number `start` whose names contain all words of `only`.
+
+    Prints the messages that cli/check.py reads.
+    """
+    messages = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no message
+
+    def send(**message: Any) -> None:
+        print(json.dumps(message), file=messages, flush=True)
+
+    device = pick_device("auto")
+    send(about=about(device))
+    for number, (kernel, name, dtype, row) in enumerate(cases(device)):
+        if number < start or not all(word in f"{kernel} {name}" for word in only):
+            continue
+        send(begin=number, kernel=kernel, format=name)
+        with torch.inference_mode():
+            send(**result(row, dtype, device))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # an error that no later row survives ends the process
+            torch.cuda.empty_cache()
+    send(done=True)
+
+
+def about(device: torch.device) -> str:
+    if device.type == "cpu":
+        return f"Kernels of {check.system(device)}, {torch.get_num_threads()} threads"
+    free, total = (size / 2**30 for size in torch.cuda.mem_get_info(device))
+    driver = Path("/proc/driver/nvidia/version")
+    version = driver.read_text().splitlines()[0] if driver.exists() else "unknown driver"
+    return f"Kernels of {check.system(device)}, {free:.1f} of {total:.1f} GiB free; {version}"
+
+
+def result(row: Callable[[], Row], dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Return the message of a row."""
+    message: dict[str, Any] = {"result": "FAILED"}
+    try:
+        for item in row():
+            if isinstance(item, Timed):
+                rate = item.work / (time := seconds(item.call))
+                share = rate / peak(item.unit, device, dtype)
+                message |= {"seconds": time, "rate": rate, "unit": item.unit, "share": share}
+                continue
+            error, limit = item.error(), item.limit(dtype)
+            if not error <= limit:  # also NaN
+                why = f"{item.what}: the relative error is {error:.2g}, and {limit:.2g} is allowed"
+                return {"result": "WRONG", "why": why}
+            message = {"result": "right", "error": max(error, message.get("error", 0.0))}
+    except torch.OutOfMemoryError as error:  # the comparisons are small
+        return message | {"why": f"not timed: {error!r:.200}"}
+    except Exception as error:  # of Triton, of its compilers, of torch or of Numba
+        return {"result": "FAILED", "why": f"{type(error).__name__}: {error!s:.500}"}
+    return message
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Return the shortest time of a call, the mean of some calls if they are short."""
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    return min(timer.blocked_autorange(min_run_time=0.3).times)
+
+
+@cache
+def peak(unit: str, device: torch.device, dtype: torch.dtype) -> float:
+    """Return torch's rate of a copy or a sum, in bytes, or of a product, in operations."""
+    if unit == "TFLOP/s":
+        side = 8192 if device.type == "cuda" else 1024
+        a, b = torch.randn(2, side, side, device=device).to(dtype)
+        return 2.0 * side**3 / seconds(lambda: a @ b)
+    x, y = torch.zeros(2, large(device), 4096, device=device)
+    return float(x.nbytes) / min(seconds(x.sum), seconds(lambda: y.copy_(x)) / 2)
+
+
+def cases(device: torch.device) -> Iterator[Case]:
+    """Yield all rows for a device, first those in the dtype of most models."""
+    # The interpreter computes bfloat16 and rounds to fp8 incorrectly.
+    on_gpu, has_fp8 = device.type == "cuda" or IN_INTERPRETER, not IN_INTERPRETER
+    dtypes = [torch.bfloat16, torch.float32][1 if IN_INTERPRETER else 0 :]
+    if device.type == "cuda" and not torch.version.hip:
+        capability = torch.cuda.get_device_capability(device)
+        has_fp8 = capability >= (8, 9)
+        dtypes = [*dtypes[: 1 if capability >= (8, 0) else 0], torch.float16, torch.float32]
+    quantized: dict[str, Callable[[Backend], Backend]]
+    quantized = {"": lambda backend: backend, "int8": int8.quantized, "int4": int4.quantized}
+
+    @cache
+    def backends(dtype: torch.dtype, weights: str) -> Backends:
+        backend = pick_backend("triton" if on_gpu else "numba", device, dtype, 10**9)
+        return quantized[weights](backend), quantized[weights](Backend(device, dtype))
+
+    def case(
+        dtype: torch.dtype, kernel: str, row: Callable[..., Row], *sizes: Any, weights: str = ""
+    ) -> Case:
+        notes = [weights] * bool(weights) + ["fp8 KV"] * (True in sizes)
+        name = ", ".join([str(dtype).removeprefix("torch."), *notes])
+        return kernel, name, dtype, lambda: row(backends(dtype, weights), *sizes)
+
+    for dtype in dtypes:
+        heads = HEADS if dtype == dtypes[0] and not IN_INTERPRETER else HEADS[:1]
+        yield case(dtype, "add_rms_norm", norm_row)
+        yield case(dtype, "silu_and_mul", silu_row)
+        for is_fp8 in (False, True) if has_fp8 else (False,):
+            yield case(dtype, "norm_rope_store", store_row, heads, is_fp8)
+            yield case(dtype, "attend, decodes", attention_row, heads, is_fp8, "decodes")
+            yield case(dtype, "attend, a chunk", attention_row, heads, is_fp8, "a chunk")
+        for weights in quantized:
+            if weights or not on_gpu:  # else the products are torch's
+                yield case(dtype, "linear", linear_row, weights=weights)
+            yield case(dtype, "expert_mlp", experts_row, weights=weights)
+        yield case(dtype, "delta_rule", delta_rule_row)
+        yield case(dtype, "sample", sample_row)
+        if on_gpu:
+            yield case(dtype, "decode_inputs", lambda pair: check.decode_inputs(pair, 16))
+
+
+# ---- rows ----
+
+
+def large(device: torch.device) -> int:
+    """Return a number of rows of 4,096 numbers that a processor's caches do not hold."""
+    return 64 if IN_INTERPRETER else 16_384 if device.type == "cuda" else 4096
+
+
+def new(kernels: Backend, *shape: int, dtype: Any = None) -> Tensor:
+    return torch.randn(shape, dtype=dtype or kernels.dtype, device=kernels.device)
+
+
+def norm_row(pair: Backends) -> Row:
+    kernels, _ = pair
+    yield from check.add_rms_norm(pair, 5120, kernels.dtype)
+    x, residual, weight = new(kernels, 3, large(kernels.device), 4096)
+    yield Timed(lambda: kernels.add_rms_norm(x, residual, weight[0], 1e-6), 4 * x.nbytes)
+
+
+def silu_row(pair: Backends) -> Row:
+    kernels, _ = pair
+    yield from check.silu_and_mul(pair, 3072)
+    x = new(kernels, large(kernels.device), 8192)
+    yield Timed(lambda: kernels.silu_and_mul(x), 1.5 * x.nbytes)
+
+
+def sample_row(pair: Backends) -> Row:
+    kernels, rows = pair[0], large(pair[0].device) // 64
+    yield from check.sample(pair, 151_936)
+    logits, row = new(kernels, rows, 151_936), torch.ones(rows, device=kernels.device)
+    params = torch.stack([0.6 * row, 50 * row, 0.95 * row, 0 * row])  # as in plan.FILTERS
+    batch = sampling_batch(params, row.long(), row.long())
+    yield Timed(lambda: kernels.sample(logits, batch), logits.nbytes)
+
+
+def attention_step(pair: Backends, is_fp8: bool, contexts: list[int], queries: list[int]) -> Any:
+    """Return the attention of the kernels, the result of its `norm_rope_store`, and the batch."""
+    heads, lengths = HEADS[0], {"contexts": contexts, "query_lens": queries}
+    return next(check.attention_step(pair, heads, None, 16, is_fp8, empty=0.0, **lengths))
+
+
+def store_row(pair: Backends, heads: tuple[Any, ...], is_fp8: bool) -> Row:
+    kernels, tokens, (num, kv_heads, dim) = pair[0], large(pair[0].device), HEADS[0]
+    for each in heads:
+        for norm in (kernels.dtype, None):
+            yield from check.norm_rope_store(pair, each, norm, 16, is_fp8)
+    attention, _, batch = attention_step(pair, is_fp8, [tokens], [tokens])
+    qkv, norms = new(kernels, tokens, (num + 2 * kv_heads) * dim), new(kernels, 2, dim)
+    rope, stored = new(kernels, 2, tokens, 1, dim), 2 * kv_heads * attention.cache.itemsize
+    work = qkv.nbytes + tokens * dim * (num * qkv.itemsize + stored)
+    args = qkv, (norms[0], norms[1]), (rope[0], rope[1]), batch
+    yield Timed(lambda: attention.norm_rope_store(0, *args), work)
+
+
+def attention_row(pair: Backends, heads: tuple[Any, ...], is_fp8: bool, what: str) -> Row:
+    """Decodes are timed by the bytes of keys and values, and a chunk by its products."""
+    size, (num, kv_heads, dim) = large(pair[0].device), HEADS[0]
+    for each in heads:
+        yield from (x for x in check.attend(pair, each, None, 16, is_fp8) if x.what == what)
+    rows, length = (max(1, size // 512), 2048) if what == "decodes" else (1, size // 4)
+    queries = [1 if what == "decodes" else length] * rows
+    attention, q, batch = attention_step(pair, is_fp8, [length] * rows, queries)
+    if what == "decodes":
+        work, unit = 2 * rows * length * kv_heads * dim * attention.cache.itemsize, "GB/s"
+    else:
+        work, unit = 2 * num * dim * length * (length + 1), "TFLOP/s"
+    yield Timed(lambda: attention.attend(0, q, batch), work, unit)
+
+
+def linear_row(pair: Backends) -> Row:
+    """The product of one row is timed, which reads all weights."""
+    kernels, outputs, inputs = pair[0], 8 * large(pair[0].device), 2048
+    yield from check.linear(pair, "q_proj", 256, 1024, True)
+    yield from check.linear(pair, "lm_head", 250, 1100)
+    size = kernels.make_weight(outputs, inputs, ["q_proj"]).nbytes
+    [module] = check.filled([kernels], {"q_proj": outputs}, new(kernels, outputs, inputs))
+    x = new(kernels, 1, inputs)
+    yield Timed(lambda: module(x), size)
+
+
+def experts_row(pair: Backends) -> Row:
+    """Two rows of each expert are timed, which read all weights."""
+    from nanovllm.features.models.moe.experts import expert_mlp
+
+    kernels, num, size, hidden = pair[0], 32, max(64, large(pair[0].device) // 16), 2048
+    yield from check.expert_mlp(pair, 16, 64, 128)
+    work = 3 * kernels.make_weight(num * hidden, size, ["experts.0.up_proj"]).nbytes
+    [up], [down] = check.expert_linears([kernels], partial(new, kernels), num, size, hidden)
+    x, weights = new(kernels, num, hidden), new(kernels, num, 2)
+    choices = torch.arange(2 * num, device=x.device).view(num, 2) % num
+    mlp = kernels.expert_mlp(up, down) or expert_mlp
+    yield Timed(lambda: mlp(x, weights, choices, up, down), work)
+
+
+def delta_rule_row(pair: Backends) -> Row:
+    """Decodes are timed, which read and write their states."""
+    from nanovllm.features.models.hybrid.states import kernels_of
+
+    for sizes in DELTA_RULE:
+        yield from check.delta_rule(pair, sizes)
+    rows, decode = max(1, large(pair[0].device) // 128), kernels_of(pair[0])[0]
+    layer, x, conv, rule = check.linear_attention(partial(new, pair[0]), sizes, rows, rows)
+    index = torch.arange(rows, device=x.device)
+    yield Timed(lambda: decode(layer, x, conv, rule, index), 2 * rule.nbytes)

@@ -1,0 +1,164 @@
+"""The command `nanovllm check`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from nanovllm.cli import check
+from nanovllm.utils.child import python
+
+pytest.importorskip("numba")
+
+from nanovllm.backends.cpu.backend import CpuBackend
+from nanovllm.cli import check_cases
+
+CPU = torch.device("cpu")
+CHILD = """import json, os, time
+def send(**message): print(json.dumps(message), flush=True)
+send(about="a processor")
+def row(number, run):
+    if number >= START:
+        send(begin=number, kernel=f"kernel {number}", format="bfloat16")
+        run()
+"""
+ROWS = """
+row(0, lambda: send(result="right", error=1e-3, seconds=2e-3, rate=5e8, unit="GB/s", share=0.5))
+row(1, lambda: os._exit(3))
+row(2, lambda: time.sleep(100))
+row(3, lambda: send(result="WRONG", why="2 rows: the relative error is 0.5"))
+row(4, lambda: send(result="right", error=0.0))
+send(done=True)
+"""
+
+
+def test_a_crash_and_a_hanging_row_are_reported_and_the_others_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert check.run_table(lambda start: python(f"START = {start}\n{CHILD}{ROWS}"), limit=4) == 1
+    shown = capsys.readouterr().out
+    assert shown.count("a processor") == 1
+    lines = shown.splitlines()
+    rows = [line.split() for line in lines if line.startswith("kernel ")][1:]
+    assert [row[3] for row in rows] == ["right", "FAILED", "FAILED", "WRONG", "right"]
+    assert rows[0][4:] == ["1.0e-03", "2,000", "us", "0.5", "GB/s", "50%"]
+    assert "    the process ended with status 3" in lines
+    assert "    it took longer than 4 s, and the process ended with status -9" in lines
+    assert "2 rows are right, and 3 are wrong or have failed" in shown
+
+
+def test_a_failure_that_ends_the_process_is_one_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    """As after an illegal access of memory on a GPU."""
+    rows = """
+row(0, lambda: (send(result="FAILED", why="illegal access"), time.sleep(0.1), 1 / 0))
+row(1, lambda: send(result="right", error=0.0))
+send(done=True)
+"""
+    assert check.run_table(lambda start: python(f"START = {start}\n{CHILD}{rows}"), limit=60) == 1
+    shown = capsys.readouterr().out
+    assert "1 rows are right, and 1 are wrong or have failed\n(kernel 0 in bfloat16)" in shown
+    assert "ZeroDivisionError" not in shown
+
+
+def test_a_process_that_does_not_start(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.run_table(lambda start: python("import no_such_module"), limit=60) == 1
+    assert "ModuleNotFoundError: No module named 'no_such_module'" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for a process")
+def test_an_interrupt_ends_both_processes() -> None:
+    child = "import json, os, time; print(json.dumps({'about': os.getpid()}), flush=True)\n"
+    code = (
+        "import sys\nfrom nanovllm.cli import check\n"
+        f"check.python = lambda code: [sys.executable, '-c', {child + 'time.sleep(100)'!r}]\n"
+        "sys.exit(check.main([]))"
+    )
+    with subprocess.Popen(python(code), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        while not (line := process.stdout.readline()).strip().isdecimal():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+    assert not psutil.pid_exists(int(line))
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], dict[str, Any]]:
+    """A function that returns the rows with Triton's interpreter, or those of the CPU's kernels."""
+
+    def find(interpreter: bool) -> dict[str, Any]:
+        monkeypatch.setattr(check_cases, "IN_INTERPRETER", interpreter)
+        monkeypatch.setattr(check_cases, "large", lambda device: 64)
+        monkeypatch.setattr(check_cases, "seconds", lambda call: (call(), 1e-3)[1])
+        return {f"{k} {name}": (row, dtype) for k, name, dtype, row in check_cases.cases(CPU)}
+
+    return find
+
+
+def results(rows: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    with torch.inference_mode():
+        return {name: check_cases.result(*row, CPU) for name, row in rows.items()}
+
+
+@pytest.mark.slow
+def test_all_kernels_of_the_cpu_are_right(rows: Callable[[bool], dict[str, Any]]) -> None:
+    found = results(rows(False))
+    assert len(found) == 32
+    for name, message in found.items():
+        assert message["result"] == "right", (name, message)
+        assert message["rate"] > 0
+        json.dumps(message)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")
+def test_kernels_in_the_interpreter_are_right(rows: Callable[[bool], dict[str, Any]]) -> None:
+    """Those that take seconds there. test_kernels.py compares all."""
+    names = ("add_rms_norm", "silu_and_mul", "norm_rope_store", "decode_inputs", "linear")
+    chosen = {name: row for name, row in rows(True).items() if name.startswith(names)}
+    found = results(chosen)
+    assert len(found) == 6
+    assert {message["result"] for message in found.values()} == {"right"}, found
+
+
+@pytest.mark.parametrize(
+    ("fault", "result"), [(1.1, "WRONG"), (float("nan"), "WRONG"), (None, "FAILED")]
+)
+def test_a_wrong_kernel_is_reported(
+    rows: Callable[[bool], dict[str, Any]],
+    fault: float | None,
+    result: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel = CpuBackend.silu_and_mul
+
+    def wrong(x: torch.Tensor) -> torch.Tensor:
+        out = kernel(x)
+        if fault is None:
+            raise RuntimeError("no shared memory")
+        out[-1] *= fault
+        return out
+
+    monkeypatch.setattr(CpuBackend, "silu_and_mul", staticmethod(wrong))
+    all_rows = rows(False)
+    [message] = results({"": all_rows["silu_and_mul float32"]}).values()
+    assert message["result"] == result
+    assert "relative error" in message["why"] or "no shared memory" in message["why"]
+
+
+def test_a_timing_that_needs_too_much_memory_is_left_out() -> None:
+    def row() -> Any:
+        same = torch.ones(2, 2)
+        yield check_cases.Comparison("2 rows", same, same)
+        raise torch.OutOfMemoryError("too large")
+
+    message = check_cases.result(row, torch.float32, CPU)
+    assert (message["result"], message["error"]) == ("right", 0.0)
+    assert "not timed" in message["why"]
