@@ -9,14 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any, Concatenate, ParamSpec, TypeAlias, get_args
 
-from nanovllm.utils.checks import (
-    KnownFields,
-    Positive,
-    Seed,
-    check_scalars,
-    located,
-    unknown_name,
-)
+from nanovllm.utils.checks import KnownFields, Positive, Seed, check_scalars, located, unknown_name
 
 EMBEDDED = "qwen3-nano"  # the model that ships with the package
 P = ParamSpec("P")
@@ -45,6 +38,10 @@ FORMATS = (
     *("fp8", "fbgemm_fp8", "compressed-tensors"),
     *("awq", "awq_marlin", "gptq", "gptq_marlin"),
 )
+
+
+# A step with drafts has at most so many tokens. More would make it limited by computing.
+MAX_DRAFT_STEP = {"cpu": 16, "cuda": 64}
 
 
 @dataclass(frozen=True)

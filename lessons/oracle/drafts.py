@@ -6,7 +6,7 @@ tests/features/requests/test_ngram.py catches every fault. No torch.
 import random
 from types import ModuleType
 
-from lessons.oracle.mutants import SCHEDULER, Mutant
+from lessons.oracle.mutants import Mutant
 from lessons.oracle.oracle import History, answer
 from nanovllm.config import SpeculativeConfig
 from nanovllm.engine import block_manager, scheduler
@@ -34,18 +34,12 @@ MUTANTS = {
     "a step with drafts stays in flight": Mutant(
         NGRAM, "needs_results", "return True", "return False"
     ),
-    "drafts are not in the budget": Mutant(
-        SCHEDULER, "_add_drafts", "return len(drafts)", "return 0"
-    ),
-    "drafts are more than the budget": Mutant(
-        SCHEDULER, "schedule", "budget - 1 - (len(A) - i)", "budget - (len(A) - i)"
-    ),
+    "drafts are not in the budget": Mutant(NGRAM, "plan", "return 1 + len(A)", "return 1"),
+    "drafts are more than the budget": Mutant(NGRAM, "plan", "budget - 1", "budget"),
     "drafts take blocks that are not available": Mutant(
         NGRAM, "propose", "A + B > blocks.num_available", "False"
     ),
-    "the blocks of drafts are not reported": Mutant(
-        SCHEDULER, "_add_drafts", "step.plan.new_blocks += A", "A"
-    ),
+    "the blocks of drafts are not reported": Mutant(NGRAM, "plan", "A.new_blocks += B", "B"),
     "drafts follow a token that is not known": Mutant(
         NGRAM, "propose", "seq.num_computed != length - 1", "False"
     ),

@@ -319,10 +319,7 @@ class History:
                 require(kept, "oldest", "the oldest sequence was preempted")
             self.pending.append((step, self.runner.run(plan)))
             self.planned()
-        num_left = 1 if step is not None and self.async_scheduling else 0
-        speculation = self.scheduler.speculation
-        if step is not None and speculation and speculation.needs_results(step):
-            num_left = 0
+        num_left = 1 if step is not None and self.async_scheduling and not step.is_due else 0
         while len(self.pending) > num_left:
             step_, tokens = self.pending.popleft()
             self.observer.begin()

@@ -172,10 +172,7 @@ class LLMEngine(SharedEngine):
         step = self._schedule()
         if step is not None:
             step.get_output = self.runner.run(step.plan)
-        num_left = 1 if step is not None and self.async_scheduling else 0
-        speculation = self.scheduler.speculation
-        if step is not None and num_left and speculation and speculation.needs_results(step):
-            num_left = 0
+        num_left = 1 if step is not None and self.async_scheduling and not step.is_due else 0
         while len(self.scheduler.in_flight) > num_left:
             oldest = self.scheduler.in_flight[0]
             assert oldest.get_output is not None
@@ -291,20 +288,18 @@ class LLMEngine(SharedEngine):
         scheduler = self.scheduler
         blocks = scheduler.block_manager
         self.run_pending_aborts()
-        return (
-            {
-                "running": len(scheduler.running),
-                "waiting": scheduler.num_unfinished - len(scheduler.running),
-                "blocks_in_use": blocks.num_blocks - blocks.num_available,
-                "blocks_evictable": len(blocks.evictable),
-                "blocks_free": len(blocks.free),
-                "prefix_hit_rate": scheduler.cached_tokens / max(1, scheduler.prompt_tokens),
-                "preemptions": scheduler.preemptions,
-                "evictions": blocks.evictions,
-                "recomputed_tokens": scheduler.recomputed_tokens,
-                "prompt_tokens": self.progress.num_prompt_tokens,
-                "output_tokens": self.progress.num_output_tokens,
-            }
-            | blocks.stats()
-            | (scheduler.speculation.stats() if scheduler.speculation else {})
-        )
+        others = scheduler.speculation.stats() if scheduler.speculation is not None else {}
+        return {
+            "running": len(scheduler.running),
+            "waiting": scheduler.num_unfinished - len(scheduler.running),
+            "blocks_in_use": blocks.num_blocks - blocks.num_available,
+            "blocks_evictable": len(blocks.evictable),
+            "blocks_free": len(blocks.free),
+            "prefix_hit_rate": scheduler.cached_tokens / max(1, scheduler.prompt_tokens),
+            "preemptions": scheduler.preemptions,
+            "evictions": blocks.evictions,
+            "recomputed_tokens": scheduler.recomputed_tokens,
+            "prompt_tokens": self.progress.num_prompt_tokens,
+            "output_tokens": self.progress.num_output_tokens,
+            **(blocks.stats() | others),
+        }

@@ -43,6 +43,7 @@ class InFlightStep:
     seqs: dict[int, Sequence] = field(default_factory=dict)  # by row
     evicted: list[int] = field(default_factory=list)  # blocks that were evicted for it
     get_output: Callable[[], StepOutput] | None = None  # the result of `runner.run`
+    is_due: bool = False  # whether it must be committed before the next step is planned
 
     @property
     def sampling_seqs(self) -> list[Sequence]:
@@ -107,13 +108,11 @@ class Scheduler:
         while i < len(self.running) and budget > 0:
             seq = self.running[i]
             i += 1
-            drafts: list[int] = []
-            if self.speculation is not None:
-                # Each running sequence computes its own token before another computes drafts.
-                drafts = self.speculation.propose(self, seq, budget - 1 - (len(self.running) - i))
-            if drafts or not seq.decoding:
+            room = budget - (len(self.running) - i)  # each later sequence gets a token too
+            if self.speculation and (planned := self.speculation.plan(self, step, seq, room)):
+                budget -= planned
+            elif not seq.decoding:
                 budget -= self._plan_chunk(step, seq, budget)
-                budget -= self._add_drafts(step, seq, drafts)
             # If its placeholders reach `max_length`, its last token is already in flight.
             elif len(seq.token_ids) + seq.num_output_placeholders < seq.max_length:
                 if seq.needs_copy_on_write or seq.num_computed == len(seq.block_table) * block_size:
@@ -140,6 +139,7 @@ class Scheduler:
         if not plan.num_tokens:
             return self.schedule() if result_kinds.preempt_idle_beam(self) else None
         step.evicted = self.block_manager.fill_copies(plan)
+        step.is_due = self.speculation is not None and self.speculation.needs_results(step)
         self.in_flight.append(step)
         return step
 
@@ -171,16 +171,6 @@ class Scheduler:
             result_kinds.request_logprobs(chunk, seq)
         self.block_manager.cache_blocks(seq, start)
         return tokens
-
-    def _add_drafts(self, step: InFlightStep, seq: Sequence, drafts: list[int]) -> int:
-        """Append drafts to the chunk of the last known token of `seq`. Returns their number."""
-        if drafts:
-            chunk = step.plan.chunks[-1]
-            chunk.token_ids += drafts
-            chunk.num_drafts = len(drafts)
-            step.plan.new_blocks += self._allocate(seq, len(drafts))
-            seq.num_computed += len(drafts)
-        return len(drafts)
 
     def _allocate(self, seq: Sequence, tokens: int) -> list[tuple[int, int, int]]:
         """Append blocks for the next `tokens` of `seq`. Returns entries for `plan.new_blocks`."""

@@ -668,6 +668,15 @@ def host_cache(directory: str, runs: tuple[Run, ...] = ((True, True, 5), (False,
         return serve(directory, runs, **HOST_TIER)
 
 
+def drafts(directory: str) -> Any:
+    """Speculation. Outputs of two different tokens repeat themselves."""
+    two: list[dict[str, Any]] = [
+        {"allowed_token_ids": [3, 4], "logprobs": i or None} for i in (0, 1)
+    ]
+    with patch.dict(SAMPLING, plain=[*two, {**two[0], "n": 3}]):
+        return serve(directory, speculative_config={"prompt_lookup_min": 1})
+
+
 def serve(
     directory: str,
     runs: tuple[Run, ...] = RUNS,
@@ -931,7 +940,7 @@ SCENARIOS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "int8": ("qwen3", partial(quantized, quantization="int8")),
     "int4": ("qwen3", partial(quantized, quantization="int4")),
     "ranks": ("qwen3", ranks),
-    "drafts": ("qwen3", partial(serve, speculative_config={"prompt_lookup_min": 1})),
+    "drafts": ("qwen3", drafts),
     "hybrid experts": ("hybrid experts", serve),
     "int8 experts": ("experts", partial(quantized, quantization="int8")),
     "decode": ("wide", decode),

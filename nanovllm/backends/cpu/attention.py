@@ -36,7 +36,7 @@ from nanovllm.utils.log import logger
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 # The kernel computes chunks of at most this many tokens after others, such as drafts.
-FEW_TOKENS = 8
+FEW_TOKENS = 16
 # A chunk is treated as decodes if at most this many tokens are outside its shared prefix.
 MAX_UNSHARED_TOKENS = 64
 # With more queries per KV head than this, torch's flash attention is faster for a prefix than a
@@ -156,14 +156,12 @@ class NumbaAttention(PlainAttention):
                 if num_shared and longest - num_shared <= MAX_UNSHARED_TOKENS:
                     groups.append(group)
                     chunks = np.setdiff1d(chunks, group.members)
-            lens = seqs.query_lens[chunks]
-            few = chunks[(lens <= FEW_TOKENS) & (seqs.context_lens[chunks] > lens)]
-            if len(few):
-                groups.append(SequenceGroup(few, 0))
-                chunks = np.setdiff1d(chunks, few)
-        if self.unit.reads_prompts and len(chunks):
-            return [*groups, SequenceGroup(chunks, 0)], chunks[:0]
-        return groups, chunks
+        lens = seqs.query_lens[chunks]
+        is_few = (lens <= FEW_TOKENS) & (seqs.context_lens[chunks] > lens)
+        by_kernel = chunks if self.unit.reads_prompts else chunks[is_few]
+        if len(by_kernel):
+            groups.append(SequenceGroup(by_kernel, 0))
+        return groups, np.setdiff1d(chunks, by_kernel)
 
     def _plan_work(self, plan: AttentionPlan, seqs: Sequences, groups: list[SequenceGroup]) -> None:
         """Set the kernel's work, and the prefixes that torch reads for it."""

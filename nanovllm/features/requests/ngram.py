@@ -29,8 +29,8 @@ again by the next tokens. States of linear attention cannot be taken back to an 
 hybrid models are refused.
 
 Drafts pay while a step is limited by reading weights (lesson 5). Beyond that, each draft takes
-time, also if it is wrong. Steps with drafts therefore have at most MAX_TOKENS tokens: with 16 rows
-or more on a CPU, no row gets drafts.
+time, also if it is wrong. Steps with drafts therefore have at most 16 tokens on a CPU and 64 on a
+GPU (config.MAX_DRAFT_STEP): with so many rows or more, no row gets drafts.
 """
 
 from __future__ import annotations
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from nanovllm.config import SpeculativeConfig
     from nanovllm.engine.scheduler import InFlightStep, Scheduler
 
-# A step with drafts has at most so many tokens. More would make it limited by computing.
-MAX_TOKENS = {"cpu": 16, "cuda": 64}
 # After its drafts have failed, a row gets none for this many tokens: the first time, and at most.
 FIRST_PAUSE, LONGEST_PAUSE = 8, 64
 
@@ -102,6 +100,21 @@ class NgramSpeculation:
     def stats(self) -> dict[str, int]:
         """Return the counters that are added to `LLMEngine.stats`."""
         return {"drafted_tokens": self.drafted_tokens, "accepted_tokens": self.accepted_tokens}
+
+    def plan(self, scheduler: Scheduler, step: InFlightStep, seq: Sequence, budget: int) -> int:
+        """Plan the last known token of a running sequence with drafts, if it gets any.
+
+        Returns the number of these tokens: at most `budget`, or 0.
+        """
+        if not (drafts := self.propose(scheduler, seq, budget - 1)):
+            return 0
+        scheduler._plan_chunk(step, seq, 1)
+        chunk = step.plan.chunks[-1]
+        chunk.token_ids += drafts
+        chunk.num_drafts = len(drafts)
+        step.plan.new_blocks += scheduler._allocate(seq, len(drafts))
+        seq.num_computed += len(drafts)
+        return 1 + len(drafts)
 
     def propose(self, scheduler: Scheduler, seq: Sequence, budget: int) -> list[int]:
         """Return at most `budget` drafts for a running sequence, or none.
