@@ -1,8 +1,8 @@
 """Speculation by n-grams (prompt lookup): several tokens of a row in one step, if its text repeats.
 
-Computing six tokens of a row takes about as long as one, because both read all weights once. If the
-last tokens of a row occurred earlier in its prompt or output, the tokens that followed them there
-are *drafts* for the next ones. A chunk computes the last known token and the drafts:
+Computing six tokens takes about as long as one, because both read all weights once. If the last
+tokens of a row occurred earlier in its prompt or output, the tokens that followed them there are
+*drafts* for the next ones. A chunk computes the last known token and the drafts:
 
     known   [ a b c d e a b ]   the last occurrence of "a b" was followed by c d e
     chunk         [ b | c d e ]     with drafts c, d, e; "a" is computed already
@@ -23,14 +23,11 @@ float32, tests find equal tokens. In bfloat16, int8 and int4, a token that is al
 another may be drawn in its place, as it may in another batch.
 
 Rows whose rules depend on the output (penalties, bad words, grammars, logits processors) and beams
-take no drafts. Drafts take neither budget nor blocks that the next token of a running row needs.
-Their KV is not cached as a prefix before they are accepted. The slots of the others are written
-again by the next tokens. States of linear attention cannot be taken back to an earlier token, so
-hybrid models are refused.
-
-Drafts pay while a step is limited by reading weights (lesson 5). Beyond that, each draft takes
-time, also if it is wrong. Steps with drafts therefore have at most 16 tokens on a CPU and 64 on a
-GPU (config.MAX_DRAFT_STEP): with so many rows or more, no row gets drafts.
+take no drafts. Their KV is not cached as a prefix before they are accepted, and the next tokens
+overwrite the slots of the others. The states of hybrid models could not be taken back, so these
+models are refused. Drafts pay while a step is limited by reading weights (lesson 5). Steps with
+drafts therefore have at most 16 tokens on a CPU and 64 on a GPU (config.MAX_DRAFT_STEP): with so
+many rows or more, no row gets drafts.
 """
 
 from __future__ import annotations
@@ -62,8 +59,7 @@ class Lookup:
     def find(self, token_ids: list[int], sizes: range) -> int | None:
         """Return the position after the last occurrence of the longest n-gram at the end.
 
-        The n-grams of new tokens are added first, so a call takes time in proportion to their
-        number.
+        Its time depends on the number of new tokens, whose n-grams are added first.
         """
         length, followers = len(token_ids), self.followers
         for end in range(self.num_tokens, length):
@@ -102,10 +98,7 @@ class NgramSpeculation:
         return {"drafted_tokens": self.drafted_tokens, "accepted_tokens": self.accepted_tokens}
 
     def plan(self, scheduler: Scheduler, step: InFlightStep, seq: Sequence, budget: int) -> int:
-        """Plan the last known token of a running sequence with drafts, if it gets any.
-
-        Returns the number of these tokens: at most `budget`, or 0.
-        """
+        """Plan the last known token of `seq` with drafts, if it gets any. Returns their number."""
         if not (drafts := self.propose(scheduler, seq, budget - 1)):
             return 0
         scheduler._plan_chunk(step, seq, 1)
@@ -117,13 +110,11 @@ class NgramSpeculation:
         return 1 + len(drafts)
 
     def propose(self, scheduler: Scheduler, seq: Sequence, budget: int) -> list[int]:
-        """Return at most `budget` drafts for a running sequence, or none.
-
-        Only its last known token may be uncomputed, and no token of it may be in flight.
-        """
+        """Return at most `budget` drafts for a running sequence, or none."""
         length = len(seq.token_ids)
         budget = min(budget, budget - scheduler.token_budget + self.max_tokens)
         number = min(budget, seq.max_length - length - 1)  # the token after the last draft fits too
+        # All tokens but the last one must be computed, so no token is in flight.
         if number <= 0 or seq.num_computed != length - 1 or not seq.num_output:
             return []
         if (at := self._find(seq)) is None:
@@ -141,18 +132,12 @@ class NgramSpeculation:
         """Return the position whose token is the first draft of a sequence, if it may have any."""
         if seq.result_kind is not ResultKind.TOKEN or depend_on_output(seq.sampling.rules):
             return None
-        if seq.lookup is None:
-            seq.lookup = Lookup(self.max_drafts)
-        if len(seq.token_ids) < seq.lookup.pause_end:
-            return None
-        found: int | None = seq.lookup.find(seq.token_ids, self.sizes)
-        return found
+        lookup: Lookup = seq.lookup or Lookup(self.max_drafts)
+        seq.lookup, is_paused = lookup, len(seq.token_ids) < lookup.pause_end
+        return None if is_paused else lookup.find(seq.token_ids, self.sizes)
 
     def needs_results(self, step: InFlightStep) -> bool:
-        """Return whether a step must be committed before the next is planned.
-
-        It must be if it has drafts, or if a sequence is likely to have drafts in the next step.
-        """
+        """Return whether a step has drafts, or a sequence of it may have some in the next step."""
         if any(chunk.num_drafts for chunk in step.plan.chunks):
             return True
         seqs = step.seqs.values() if len(step.seqs) < self.max_tokens else ()
@@ -161,10 +146,7 @@ class NgramSpeculation:
     def accept(
         self, step: InFlightStep, results: Iterable[tuple[Sequence, int]]
     ) -> Iterator[tuple[Sequence, int]]:
-        """Yield the results of a step, without tokens that were drawn after a wrong draft.
-
-        Before the first token of a chunk with drafts is yielded, its other drafts are taken back.
-        """
+        """Yield the results of a step, without tokens that were drawn after a wrong draft."""
         results = iter(results)
         for chunk in step.plan.chunks:
             if chunk.result_kind is not ResultKind.TOKEN:
@@ -175,6 +157,7 @@ class NgramSpeculation:
                 matches = [a == b for a, (_, b) in zip(drafts, drawn, strict=False)]
                 num_accepted = [*matches, False].index(False)
                 drawn = drawn[: num_accepted + 1]
+                # Before a token is appended, because that may cache blocks.
                 self._take_back(step.seqs[chunk.row], len(drafts), num_accepted)
             yield from drawn
         yield from results
