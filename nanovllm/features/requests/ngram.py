@@ -18,9 +18,8 @@ every temperature and every filter, and no rejection sampling is needed. The oth
 al. 2023, arXiv:2211.17192) accepts a draft with the ratio of two probabilities. It keeps the
 distribution, not the tokens, and needs the probabilities of the drafts.
 
-Logits are equal up to rounding, because a step with more rows may add numbers in another order. In
-float32, tests find equal tokens. In bfloat16, int8 and int4, a token that is almost as likely as
-another may be drawn in its place, as it may in another batch.
+Logits are equal up to rounding, because a step with more rows may add in another order. In float32,
+tests find equal tokens. In lower precision, an almost equally likely token may be drawn.
 
 Rows whose rules depend on the output (penalties, bad words, grammars, logits processors) and beams
 take no drafts. Their KV is not cached as a prefix before they are accepted, and the next tokens
@@ -89,7 +88,6 @@ class NgramSpeculation:
     def __init__(self, config: SpeculativeConfig, max_tokens: int) -> None:
         """max_tokens: a step with drafts has at most so many tokens."""
         self.max_drafts, self.max_tokens = config.num_speculative_tokens, max_tokens
-        # The longest n-gram first.
         self.sizes = range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1)
         self.drafted_tokens = self.accepted_tokens = 0
 

@@ -10,7 +10,7 @@ from oracle_engine import Engine, right, sequence
 from lessons.oracle.drafts import MUTANTS, DraftHistory
 from lessons.oracle.mutants import Mutant, apply
 from lessons.oracle.oracle import run_history
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.config import SpeculativeConfig
 from nanovllm.engine import sampling
 from nanovllm.features.requests import ngram
@@ -251,6 +251,28 @@ def test_results_are_those_without_speculation(without: LLM, how: str) -> None:
     if llm.engine.scheduler.block_manager.num_blocks == 30:
         assert stats["preemptions"] > 5
     assert is_idle(llm.engine)
+
+
+RULES: list[tuple[dict[str, Any], bool]] = [
+    ({}, True),
+    (dict(logit_bias={5: 1.0}, min_tokens=2, allowed_token_ids=[5, 6], logprobs=1), True),
+    (dict(repetition_penalty=1.001), False),
+    (dict(presence_penalty=0.001), False),
+    (dict(frequency_penalty=0.001), False),
+    (dict(bad_words=["planet"]), False),
+    (dict(logits_processors=[lambda ids, logits: logits]), False),
+]
+
+
+def test_rows_whose_rules_depend_on_the_output_take_no_drafts() -> None:
+    llm = engine_of(**PLENTY)
+    for rules, has_drafts in RULES:
+        before = llm.stats()["drafted_tokens"]
+        llm.generate(list(TEXTS), SamplingParams(**GREEDY, **rules), use_tqdm=False)
+        assert (llm.stats()["drafted_tokens"] > before) == has_drafts, rules
+    before = llm.stats()["drafted_tokens"]
+    llm.beam_search(list(TEXTS), BeamSearchParams(2, 20), use_tqdm=False)
+    assert llm.stats()["drafted_tokens"] == before
 
 
 def test_ends_in_the_middle_of_accepted_drafts(without: LLM) -> None:
