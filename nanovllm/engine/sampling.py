@@ -1,6 +1,7 @@
 """Sampling: the task that generates tokens, and their text.
 
-features/requests/logit_rules/sampling.py adds logit rules and log-probabilities.
+The class that runs is RuledSampling in features/requests/logit_rules/sampling.py. It adds logit
+rules and log-probabilities, and without them does the same as Sampling.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Sampling(Task):
         """End a sequence if its text from `start` on completes a stop string. Returns whether."""
         seq, params = sample.seq, self.params
         if params.min_tokens and sample.num_detokenized <= params.min_tokens:
-            return False
+            return False  # as in vLLM, a stop string in these tokens does not end the sequence
         # The text ends at the stop string that is complete first, as if characters were added one
         # by one. If one character completes several stop strings, the first in the list is used.
         matches = [
