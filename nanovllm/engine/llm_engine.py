@@ -53,9 +53,7 @@ class LLMEngine(SharedEngine):
             self.async_scheduling = runner.async_scheduling
         self.observer = NO_OBSERVER  # see nanovllm/cli/trace/trace.py
         self.requests: dict[str, Request] = {}  # those that have not ended, by id
-        self.finished: dict[
-            str, Any
-        ] = {}  # outputs that are not returned by `step` yet, by request id
+        self.finished: dict[str, Any] = {}  # outputs that `step` has not returned yet, by id
         self.progress = Progress()  # of all requests
         self.num_requests = 0
 
@@ -206,20 +204,27 @@ class LLMEngine(SharedEngine):
             for seq in updated:
                 if seq.request.is_watched:
                     results.setdefault(seq, ONLY_A_TOKEN)
-            for seq, result in results.items():
-                try:
-                    if seq.request is not None:
-                        seq.request.task.receive(seq.request, seq, result)
-                except Exception as error:  # ends only this request
-                    self._record_error(seq.request, error)
-                    for other in seq.request.seqs:
-                        other.finish_reason, other.stop_reason = "error", None
-                    if seq.request.task.changes_queues:  # they may be inconsistent
-                        self._revert(error)
-                        return
-            ended = [seq.request for seq in (*updated, *results) if seq.finish_reason is not None]
-            self._end(ended)
-            self.observer.committed(step, updated, output)
+            if self._receive(results):
+                seqs = (*updated, *results)
+                self._end([seq.request for seq in seqs if seq.finish_reason is not None])
+                self.observer.committed(step, updated, output)
+
+    def _receive(self, results: dict[Sequence, RowResult]) -> bool:
+        """Pass results to the tasks. Returns False if an error reverted all steps in flight."""
+        for seq, result in results.items():
+            request = seq.request
+            if request is None:  # it ended while the step was in flight
+                continue
+            try:
+                request.task.receive(request, seq, result)
+            except Exception as error:  # ends only this request
+                self._record_error(request, error)
+                for other in request.seqs:
+                    other.finish_reason, other.stop_reason = "error", None
+                if request.task.changes_queues:  # they may be inconsistent
+                    self._revert(error)
+                    return False
+        return True
 
     def _record_first_results(self, seqs: list[Sequence]) -> None:
         for request in [seq.request for seq in seqs]:

@@ -1,6 +1,7 @@
 """Sampling: the task that generates tokens, and their text.
 
-features/requests/logit_rules/sampling.py adds logit rules and log-probabilities.
+The class that runs is RuledSampling in features/requests/logit_rules/sampling.py. It adds logit
+rules and log-probabilities, and without them does the same as Sampling.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Sampling(Task):
         sample.text += detokenizer.add(self.text_ids(seq)[sample.num_detokenized :])
         sample.num_detokenized = seq.num_output
         if params.min_tokens and seq.num_output <= params.min_tokens:
-            return
+            return  # as in vLLM, a stop string in these tokens does not end the sequence
         # The text ends at the stop string that is complete first, as if characters were added one
         # by one. If one character completes several stop strings, the first in the list is used.
         matches = [

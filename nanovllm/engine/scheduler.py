@@ -135,7 +135,7 @@ class Scheduler:
     def _plan_chunk(self, step: InFlightStep, seq: Sequence, budget: int) -> int:
         """Plan at most `budget` known tokens of a running sequence. Returns their number."""
         tokens = min(len(seq.token_ids) - seq.num_computed, budget)
-        # It is 0 while a result is in flight, and until the next token of a beam is chosen.
+        # `tokens` is 0 while a result is in flight, and until the next token of a beam is chosen.
         if tokens == 0 or not self._make_room(seq, tokens):
             return 0
         start, end = seq.num_computed, seq.num_computed + tokens

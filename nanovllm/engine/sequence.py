@@ -31,7 +31,7 @@ class Status(Enum):
 @dataclass(slots=True, eq=False)
 class Sequence:
     request_id: str
-    arrival: int  # 0, 1, 2, ... in the order of add_request
+    arrival: int  # 0, 1, 2, ... in the order in which requests are queued
     token_ids: list[int]  # prompt, then output; Scheduler.commit appends to it
     num_prompt: int
     max_length: int  # of prompt and output together

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StepBatch:
-    """A plan as tensors. The plan has S sequences, and R of them sample a token.
+    """A plan as tensors. The step has S sequences, of which R sample a token.
 
     Consecutive decode steps of the same rows share one StepBatch. Only `forward_batch`, `rules` and
     the positions of `sampling_batch` change.
