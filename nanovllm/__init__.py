@@ -1,4 +1,4 @@
-"""nanovllm: a minimal, offline LLM inference engine to read and to use.
+"""nanovllm: an offline LLM inference engine to read and to use.
 
     from nanovllm import LLM
     print(LLM().chat([{"role": "user", "content": "What is 12 + 30?"}])[0].outputs[0].text)

@@ -67,7 +67,7 @@ class LLM(OptionalCalls):
         """Return the tokenizer of transformers."""
         inputs = self.engine.input_processor
         tokenizer = inputs.get_tokenizer()
-        # The embedded model uses it from now on, so that a chat template that is set has an effect.
+        # From now on the engine uses this tokenizer, so setting its chat_template has an effect.
         inputs.tokenizer = getattr(tokenizer, "full", tokenizer)
         return inputs.get_tokenizer()
 
@@ -99,11 +99,11 @@ class LLM(OptionalCalls):
             generation_config.json.
         use_tqdm: whether to show a progress bar, or a function that makes it, as tqdm does.
 
-        All prompts are checked first. If one is invalid, none is started. Raises GenerationError,
-        which contains all results, after the last request has ended if no token could be sampled
-        for one of them. Ctrl-C or any other error, as in a logits processor, aborts the requests of
-        this call. Its attribute `outputs` has one result per prompt too. A request that is aborted,
-        also by another thread, has its output so far and the finish_reason "abort".
+        All prompts are checked first. If one is invalid, none is started. If no token could be
+        sampled for a request, GenerationError is raised after all requests have ended. Ctrl-C or
+        any other error, as in a logits processor, aborts the requests of this call. The attribute
+        `outputs` of each of these errors has one result per prompt. A request that is aborted, also
+        by another thread, has its output so far and the finish_reason "abort".
         """
         pairs = pair_up(prompts, sampling_params, SamplingParams, "sampling_params")
         requests = self._run(pairs, use_tqdm)

@@ -79,7 +79,7 @@ def test_groups_have_tests(pytestconfig: pytest.Config) -> None:
 def test_reading_order(folder: str) -> None:
     """A backend's docstring names all its files, each after those that it imports."""
     package = ROOTS[0] / "backends" / folder
-    order = re.findall(r"^(\S+\.py)  ", (package / "__init__.py").read_text(), re.MULTILINE)
+    order = re.findall(r"^(\S+\.py) +", (package / "__init__.py").read_text(), re.MULTILINE)
     files = {path.relative_to(package).as_posix() for path in package.rglob("*.py")}
     assert sorted(order) == sorted(name for name in files if not name.endswith("__init__.py"))
     for place, name in enumerate(order):

@@ -150,8 +150,6 @@ def cases(device: torch.device) -> Iterator[Case]:
             yield case(dtype, "expert_mlp", experts_row, weights=weights)
         yield case(dtype, "delta_rule", delta_rule_row)
         yield case(dtype, "sample", sample_row)
-        if on_gpu:
-            yield case(dtype, "decode_inputs", lambda pair: check.decode_inputs(pair, 16))
 
 
 # ---- rows ----

@@ -150,7 +150,7 @@ class BlockManager:
         return num_blocks - len(seq.block_table) + (self._shared_block(seq) is not None)
 
     def attach_cached(self, seq: Sequence, matched: list[Block]) -> None:
-        """Set `seq.block_table` to cached blocks. The step being planned may compute their KV."""
+        """Set `seq.block_table` to cached blocks, whose KV this step may compute."""
         for block in matched:
             if block.ref_count == 0:
                 del self.evictable[block.block_id]

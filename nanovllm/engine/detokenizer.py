@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 else:
     Tokenizer = Any
 
-CONTEXT = 4  # tokens that a character has at most
+CONTEXT = 4  # the most tokens that encode one character
 MAX_CONTEXT = 24  # tokens of a prompt that are tried
 
 

@@ -80,7 +80,7 @@ class InputProcessor:
         raise TypeError(f"sampling_params must be a {known}, not {params!r}")
 
     def check_length(self, num_tokens: int, limit: int) -> None:
-        """Raise ValueError if a prompt is longer than `limit`, which max_model_len determines."""
+        """Raise ValueError if a prompt is longer than `limit` tokens."""
         if num_tokens > limit:
             raise ValueError(
                 f"the prompt has {num_tokens} tokens, and may have {limit} with "

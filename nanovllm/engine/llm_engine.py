@@ -54,9 +54,7 @@ class LLMEngine(SharedEngine):
         self.observer = NO_OBSERVER  # see nanovllm/cli/trace/trace.py
         self.checkpoint: Any = None  # for features/memory/disk_cache.py
         self.requests = {}
-        self.finished: dict[
-            str, Any
-        ] = {}  # outputs that are not returned by `step` yet, by request id
+        self.finished: dict[str, Any] = {}  # outputs that `step` has not returned yet, by id
         self.progress = Progress()  # of all requests
         self.num_requests = 0
 
@@ -173,7 +171,7 @@ class LLMEngine(SharedEngine):
         step = self._schedule()
         if step is not None:
             step.get_output = self.runner.run(step.plan)
-        num_left = 1 if step is not None and self.async_scheduling else 0
+        num_left = 1 if step is not None and self.async_scheduling and not step.is_due else 0
         while len(self.scheduler.in_flight) > num_left:
             oldest = self.scheduler.in_flight[0]
             assert oldest.get_output is not None
@@ -207,20 +205,27 @@ class LLMEngine(SharedEngine):
             for seq in updated:
                 if seq.request.is_watched:
                     results.setdefault(seq, ONLY_A_TOKEN)
-            for seq, result in results.items():
-                try:
-                    if seq.request is not None:
-                        seq.request.task.receive(seq.request, seq, result)
-                except Exception as error:  # ends only this request
-                    self._record_error(seq.request, error)
-                    for other in seq.request.seqs:
-                        other.finish_reason, other.stop_reason = "error", None
-                    if seq.request.task.changes_queues:  # they may be inconsistent
-                        self._revert(error)
-                        return
-            ended = [seq.request for seq in (*updated, *results) if seq.finish_reason is not None]
-            self._end(ended)
-            self.observer.committed(step, updated, output)
+            if self._receive(results):
+                seqs = (*updated, *results)
+                self._end([seq.request for seq in seqs if seq.finish_reason is not None])
+                self.observer.committed(step, updated, output)
+
+    def _receive(self, results: dict[Sequence, RowResult]) -> bool:
+        """Pass results to the tasks. Returns False if an error reverted all steps in flight."""
+        for seq, result in results.items():
+            request = seq.request
+            if request is None:  # it ended while the step was in flight
+                continue
+            try:
+                request.task.receive(request, seq, result)
+            except Exception as error:  # ends only this request
+                self._record_error(request, error)
+                for other in request.seqs:
+                    other.finish_reason, other.stop_reason = "error", None
+                if request.task.changes_queues:  # they may be inconsistent
+                    self._revert(error)
+                    return False
+        return True
 
     def _record_first_results(self, seqs: list[Sequence]) -> None:
         for request in [seq.request for seq in seqs]:
@@ -289,6 +294,7 @@ class LLMEngine(SharedEngine):
         scheduler = self.scheduler
         blocks = scheduler.block_manager
         self.run_pending_aborts()
+        others = scheduler.speculation.stats() if scheduler.speculation is not None else {}
         return {
             "running": len(scheduler.running),
             "waiting": scheduler.num_unfinished - len(scheduler.running),
@@ -301,4 +307,5 @@ class LLMEngine(SharedEngine):
             "recomputed_tokens": scheduler.recomputed_tokens,
             "prompt_tokens": self.progress.num_prompt_tokens,
             "output_tokens": self.progress.num_output_tokens,
-        } | blocks.stats()
+            **(blocks.stats() | others),
+        }

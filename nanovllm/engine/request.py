@@ -5,8 +5,8 @@
     Scoring     features/requests/loglikelihood.py     log-probabilities of the prompt's last tokens
     BeamSearch  features/requests/beam_search.py       the most likely outputs
 
-A task holds checked parameters. Requests with the same parameters share a task, which saves memory
-if a million requests wait. The data of one request is in its Request.
+A task holds checked parameters. Requests with the same parameters object share a task, which saves
+memory if a million requests wait. The data of one request is in its Request.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Request:
     task: Task
     prompt: str | None
     progress: Progress  # the counters of its call
-    stream: bool = False  # whether `Task.read_stream` reads it while it runs; it has no output then
+    stream: bool = False  # it has no `output`, and `Task.read_stream` reads it while it runs
     number: int = 0  # among the requests of its call
     request_id: str = ""  # set when it is queued
     returned_by_step: bool = False  # whether `step` returns its output; else the caller reads it
@@ -102,7 +102,7 @@ class Progress:
 
 
 class Task(ABC):
-    """The engine calls these methods. An error in one ends only the request that it gets."""
+    """The engine calls these methods. An error ends only the request of the call."""
 
     input_processor: InputProcessor
     params: Any
@@ -140,7 +140,7 @@ class Task(ABC):
         """Undo the partial changes of a failed step. Returns the sequences to queue again.
 
         Results that were committed and not received are removed, so that they are computed again.
-        Without sampling, this is the result of the prompt.
+        If a task samples nothing, only the prompt has a result.
         """
         for seq in request.seqs:
             seq.awaits_token = False

@@ -31,7 +31,7 @@ class Status(Enum):
 @dataclass(slots=True, eq=False)
 class Sequence:
     request_id: str
-    arrival: int  # 0, 1, 2, ... in the order of add_request
+    arrival: int  # 0, 1, 2, ... in the order in which requests are queued
     token_ids: list[int]  # prompt, then output; Scheduler.commit appends to it
     num_prompt: int
     max_length: int  # of prompt and output together
@@ -66,6 +66,8 @@ class Sequence:
     forks: list["Sequence"] = field(default_factory=list)  # not queued yet
     # Whether its next token may be written to a shared or cached block.
     needs_copy_on_write: bool = False
+
+    lookup: Any = None  # its n-grams, from which features/requests/ngram.py makes drafts
 
     # Beams.
     num_candidates: int = 0  # number of candidates, if `result_kind` is CANDIDATES

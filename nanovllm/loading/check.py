@@ -99,13 +99,14 @@ def add_rms_norm(backends: Backends, size: int, weight_dtype: torch.dtype) -> Co
     new = normal_numbers(backends[0])
     x, weight = new(3, size), new(size, dtype=weight_dtype)
     for residual in (None, new(3, size)):
-        copies = [(x.clone(), None if residual is None else residual.clone()) for _ in backends]
-        found, wanted = (
-            backend.add_rms_norm(*inputs, weight, 1e-6)
-            for backend, inputs in zip(backends, copies, strict=True)
-        )
-        yield Comparison("the norm", found[0], wanted[0])
-        yield Comparison("the sum", found[1], wanted[1])
+        results = [
+            backend.add_rms_norm(
+                x.clone(), None if residual is None else residual.clone(), weight, 1e-6
+            )
+            for backend in backends
+        ]
+        for what, found, wanted in zip(("the norm", "the sum"), *results, strict=True):
+            yield Comparison(what, found, wanted)
 
 
 def silu_and_mul(backends: Backends, size: int) -> Comparisons:
@@ -122,42 +123,13 @@ def sample(backends: Backends, vocab_size: int) -> Comparisons:
     logits = torch.full((48, vocab_size), -20.0, dtype=dtype, device=device)
     pair, second = torch.arange(8, device=device), torch.arange(2, device=device)[:, None]
     logits[:, (pair + 1) * vocab_size // 8 - 1 - second] = (pair / 2 + second).to(dtype)
-    # Temperature, top_k, top_p and min_p of each row.
-    rows = [
-        (0, 0, 1, 0),
-        (1, 0, 1, 0),
-        (2, 0, 1, 0),
-        (1.5, 2, 1, 0),
-        (1, 0, 0.6, 0),
-        (1, 0, 1, 0.4),
-    ]
-    params = torch.tensor(8 * rows, dtype=torch.float32).T.contiguous().to(device)
+    # Temperature, top_k, top_p and min_p of 6 rows, 8 times.
+    columns = (0, 1, 2, 1.5, 1, 1), (0, 0, 0, 2, 0, 0), (1, 1, 1, 1, 0.6, 1), (0, 0, 0, 0, 0, 0.4)
+    params = torch.tensor(columns, dtype=torch.float32, device=device).repeat(1, 8)
     seeds = torch.arange(48, device=device)
     batch = sampling_batch(params, 7 * seeds, seeds)
     found, wanted = (backend.sample(logits, batch) for backend in backends)
     yield Comparison("48 rows", found[:, None], wanted[:, None])
-
-
-def decode_inputs(backends: Backends, block_size: int) -> Comparisons:
-    """Compare what is read from the tensors of 3 rows and of padding, and the new positions."""
-    kernel, _ = backends
-    tables = 1 + torch.arange(4 * 9, dtype=torch.int32).view(4, 9)
-    params = torch.arange(16, dtype=torch.float32).view(4, 4)
-    state = [
-        tables,
-        torch.tensor([3, 4 * block_size, 5, 0]),
-        params,
-        torch.arange(4),
-        9 - tables[0],
-    ]
-    rows, results = torch.tensor([2, 0, 1, 3]), []
-    for device in (kernel.device, torch.device("cpu")):
-        copied = [x.clone().to(device) for x in state]
-        inputs = kernel.decode_inputs(rows.to(device), *copied, block_size)
-        results.append([x.cpu()[:, None] for x in (*inputs[:4], *inputs.params, copied[1])])
-        results[-1].append(inputs.block_tables.cpu())
-    for found, wanted in zip(*results, strict=True):
-        yield Comparison("4 rows", found, wanted)
 
 
 def filled(
@@ -388,8 +360,6 @@ def checks(
             name = "lm_head" if "lm_head" in names else "q_proj"
             add(linear, name, fit(outputs, 256), fit(inputs, 1024), module.bias is not None)
     add(sample, min(vocab_size, 4096) if is_cpu else vocab_size)
-    if kernels.captures:
-        add(decode_inputs, block_size)
     for function, sizes in calls:
         yield function.__name__, function(backends, *sizes)
 

@@ -91,7 +91,7 @@ def make_runner(
 def make_backend(
     config: EngineConfig, on_meta: Qwen3, device: torch.device, vocab_size: int
 ) -> Backend:
-    """Make and check the backend for a model, whose sizes `on_meta` and `vocab_size` are."""
+    """Make and check the backend for the model that `on_meta` describes."""
     dtype = pick_dtype(config.dtype, device, on_meta.config.dtype)
     num_weights = memory.num_weights(on_meta)
     backend = pick_backend(config.attention_backend, device, dtype, num_weights)
@@ -101,8 +101,6 @@ def make_backend(
 
         quantized = (int8 if config.quantization == "int8" else int4).quantized
         backend, plain = quantized(backend), quantized(plain)
-    if type(backend) is type(plain) and not backend.captures:
-        return backend
     return checked(backend, plain, config, on_meta, vocab_size)
 
 
@@ -142,7 +140,7 @@ def make_eager_runner(
     rows = Rows(config.max_num_seqs, max_blocks, block_size, device)
     rows.rules = RulesState(config.max_num_seqs, max_blocks * block_size, vocab_size, device)
     # Eager decodes use device rows too, so that they compute the same as captured decodes.
-    device_rows = DeviceRows(rows, model.backend) if model.backend.captures else None
+    device_rows = DeviceRows(rows) if model.backend.captures else None
     thread_limit: Callable[[], AbstractContextManager[object]] = nullcontext
     if device.type == "cpu":
         thread_limit = limit = ThreadLimit()

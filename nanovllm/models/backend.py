@@ -21,7 +21,6 @@ from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.layers import Linear
 
 if TYPE_CHECKING:
-    from nanovllm.backends.gpu.decode_inputs import DecodeInputs
     from nanovllm.backends.gpu.graphs import DecodeGraphs
     from nanovllm.models.qwen3 import Qwen3
 
@@ -43,8 +42,7 @@ class Backend:
     """The backend in plain torch, for any device. loading/select_backend.py selects a backend."""
 
     attention_class: type[PlainAttention] = PlainAttention
-    captures = False  # whether `capture_decode` and `decode_inputs` are implemented
-    decode_inputs: Callable[..., DecodeInputs]  # see backends/gpu/decode_inputs.py
+    captures = False  # whether `capture_decode` is implemented
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         """`dtype` is the dtype of the model."""
@@ -59,8 +57,8 @@ class Backend:
         raise NotImplementedError
 
     def is_checked(self) -> bool:
-        """Return whether an earlier process has compared these kernels with plain torch."""
-        return False
+        """Return whether there are no kernels, or an earlier process has found them right."""
+        return True
 
     def set_checked(self) -> None:
         """Remember for later processes that the kernels are right."""
@@ -105,14 +103,14 @@ class Backend:
         return None
 
     def experts(self, module: Linear) -> ModuleType | None:
-        """Return a module with the function `expert_linear` of models/moe/experts.py, or None.
+        """Return a module with the function `expert_linear` of features/models/moe/experts.py.
 
         `module` is a Linear with the weights of all experts.
         """
         return None
 
     def expert_mlp(self, gate_up: Linear, down: Linear) -> Callable[..., Tensor] | None:
-        """Return a faster `expert_mlp` of models/moe/experts.py for these weights, or None."""
+        """Return a faster `expert_mlp` of features/models/moe/experts.py, or None."""
         return None
 
     # ---- results, as in models/sampler.py ----

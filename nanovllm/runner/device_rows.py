@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.models.backend import Backend
 from nanovllm.models.batch import ForwardBatch, SamplingBatch
 from nanovllm.models.transfers import send
 from nanovllm.plan import StepPlan
@@ -18,8 +17,8 @@ from nanovllm.runner.rows import Rows, sampling_batch
 class DeviceRows:
     """The arrays of Rows as tensors: N rows, and row N for padding."""
 
-    def __init__(self, rows: Rows, backend: Backend) -> None:
-        self.rows, self.decode_inputs, device = rows, backend.decode_inputs, rows.device
+    def __init__(self, rows: Rows) -> None:
+        self.rows, device = rows, rows.device
         self.block_tables = torch.tensor(rows.block_tables, device=device)  # [N + 1, B] int32
         self.positions = torch.tensor(rows.positions, device=device)  # [N + 1] int64
         self.params = torch.tensor(rows.params, device=device)  # [1 + filters, N + 1] float32
@@ -48,22 +47,24 @@ class DeviceRows:
 
         All filters are present, because a graph is captured before the used filters are known.
         """
-        size = rows.shape[0]
-        tensors = self.block_tables, self.positions, self.params, self.seeds
-        inputs = self.decode_inputs(rows, *tensors, self.rows.last_tokens, self.rows.block_size)
+        num, size = rows.shape[0], self.rows.block_size
+        self.positions[-1:].zero_()  # row N, which is padding, stays at position 0
+        positions = self.positions[rows]
+        self.positions[rows] = context_lens = positions + 1
+        blocks = self.block_tables[rows, positions // size]
         forward = ForwardBatch(
-            input_ids=inputs.input_ids,
-            positions=inputs.positions,
-            slot_mapping=inputs.slot_mapping,
-            query_start_loc=self.arange[: size + 1],
-            context_lens=inputs.context_lens,
-            block_tables=inputs.block_tables,
-            query_lens=np.ones(size, np.int64),
+            input_ids=self.rows.last_tokens[rows],
+            positions=positions,
+            slot_mapping=blocks * size + positions % size,
+            query_start_loc=self.arange[: num + 1],
+            context_lens=context_lens,
+            block_tables=self.block_tables[rows],
+            query_lens=np.ones(num, np.int64),
             order=order,
-            num_decodes=size,
+            num_decodes=num,
         )
         # A token is sampled for the position after the context.
-        return forward, sampling_batch(inputs.params, inputs.seeds, inputs.context_lens)
+        return forward, sampling_batch(self.params[:, rows], self.seeds[rows], context_lens)
 
     def sampling_batch(self, rows: Tensor) -> SamplingBatch:
         """Return the sampling parameters of `rows` [R] for their next position."""

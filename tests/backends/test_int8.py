@@ -170,14 +170,19 @@ def test_integers_of_the_kernel_are_exact(shape: tuple[int, int, int]) -> None:
 
 
 @needs_numba
-def test_tile_without_vnni() -> None:
+@pytest.mark.parametrize("name", ["plain", "avx2"])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_tiles_without_vnni(name: str, tokens: int) -> None:
+    if name == "avx2" and not kernels.HAS_AVX2:
+        pytest.skip("this processor has no AVX2")
     torch.manual_seed(0)
-    x, weight = (torch.randint(-127, 128, (n, 320), dtype=torch.int8) for n in (4, 64))
+    x, weight = (torch.randint(-127, 128, (n, 320), dtype=torch.int8) for n in (tokens, 64))
     stored = packed(module(weight.float(), torch.float32)).weight
     stored.store(0, weight, torch.ones(64))
-    sums = np.zeros((4, 64), np.int32)
-    kernels.plain_tile(sums.ctypes.data, x.data_ptr(), stored.values.data_ptr(), 80, 320, 4)
-    assert torch.equal(torch.from_numpy(sums).long(), x.long() @ (weight.long() + 128).T)
+    sums = np.ones((tokens, 64), np.int32)
+    tile = getattr(kernels, f"{name}_tile")
+    tile(sums.ctypes.data, x.data_ptr(), stored.values.data_ptr(), 80, 320, tokens)
+    assert torch.equal(torch.from_numpy(sums).long(), x.long() @ (weight.long() + 128).T + 1)
 
 
 @needs_numba

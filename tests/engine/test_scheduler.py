@@ -57,9 +57,8 @@ def test_fully_cached_prompt_computes_its_last_block() -> None:
     again = sequence([1, 2, 3, 4] * 3, 3, arrival=1)
     engine.add(again)
     plan = engine.step()
-    assert (
-        again.num_cached_tokens == 8
-    )  # the last block's logits are needed, so all of it is computed
+    # The logits of the last block are needed, so all of it is computed.
+    assert again.num_cached_tokens == 8
     assert plan.num_tokens == 4
     engine.run()
     assert right(again)

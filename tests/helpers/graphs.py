@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.backends.gpu.decode_inputs import decode_inputs
 from nanovllm.backends.gpu.graphs import DecodeGraphs
 from nanovllm.loading import make_runner as start
 from nanovllm.loading.select_backend import pick_backend
@@ -27,8 +26,7 @@ def capture_with(patch: pytest.MonkeyPatch, capture_decode: Callable) -> None:
 
     def pick(*args: Any) -> Backend:
         backend = pick_backend(*args)
-        methods = {"capture_decode": capture_decode, "decode_inputs": decode_inputs}
-        vars(backend).update(captures=True, **methods)
+        vars(backend).update(captures=True, capture_decode=capture_decode)
         return backend
 
     patch.setattr(start, "pick_backend", pick)

@@ -19,14 +19,12 @@ kernels/units/unit.py     Which of the three units is used.
 kernels/int8.py           Linear layers with weights in int8.
 kernels/llvm/dot_int4.py      The inner loop of products in int4.
 kernels/int4.py           Linear layers with weights in int4.
-kernels/experts.py        Products of rows with the weights of their experts.
-kernels/expert_mlp.py     All that follows the routing of a mixture of experts, in one call.
+kernels/experts.py        All that follows the routing of a mixture of experts, in one call.
 kernels/sampler.py        Filters, draws and log-probabilities of tokens.
 kernels/fused_decode.py   All layers of a decode step in one call.
 compile.py                Compiles the kernels above once.
 attention.py              NumbaAttention: who computes which tokens of a step.
-kernels/delta_tokens.py   The convolution and the norm of linear attention.
-kernels/delta_rule.py     The gated delta rule of hybrid models.
+kernels/delta_rule.py     Linear attention of hybrid models.
 kernels/delta_layers.py   All layers of a hybrid model's decode step in one call.
 backend.py                Joins all of it into a Backend.
 thread_limit.py           Limits the threads of a step to free cores. It stands alone.

@@ -17,7 +17,6 @@ from nanovllm.backends.gpu.attention import (
     check_capability,
 )
 from nanovllm.backends.gpu.chunk_graphs import ChunkGraphs
-from nanovllm.backends.gpu.decode_inputs import decode_inputs
 from nanovllm.backends.gpu.graphs import CudaCapture, DecodeGraphs
 from nanovllm.backends.gpu.kernels import (
     delta_rule,
@@ -53,7 +52,6 @@ class GpuBackend(Backend):
     add_rms_norm = staticmethod(pointwise.add_rms_norm)
     silu_and_mul = staticmethod(pointwise.silu_and_mul)
     sample = staticmethod(sampler.sample)
-    decode_inputs = staticmethod(decode_inputs)
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
@@ -65,16 +63,18 @@ class GpuBackend(Backend):
             return SimpleNamespace(decode=delta_rule.decode)
         return delta_rule
 
+    def is_checked(self) -> bool:
+        return not self.captures  # nothing is compiled for Triton's interpreter
+
     def replace_kernel(self, name: str, plain: Backend) -> bool:
         if name == "norm_rope_store":
             self.attention_class = PlainStoreAttention
             return True
         names = {"attend": "attention_class", "expert_mlp": "experts"}
         attribute = names.get(name, name)
-        if attribute != "decode_inputs":
-            setattr(self, attribute, getattr(plain, attribute))
-        if name in ("attend", "expert_mlp", "sample", "decode_inputs"):
-            self.captures = False  # in plain torch they wait for the device, or cannot run at all
+        setattr(self, attribute, getattr(plain, attribute))
+        if name in ("attend", "expert_mlp", "sample"):
+            self.captures = False  # plain torch waits for the device in these
         return True
 
     def experts(self, module: Linear) -> Any:

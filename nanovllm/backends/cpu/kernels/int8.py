@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nanovllm.backends.cpu.jit import compiled, has_feature
-from nanovllm.backends.cpu.kernels.llvm.dot import INT8, dot_pairs, dot_rows
+from nanovllm.backends.cpu.kernels.llvm.dot import INT8, INT8_PAIRS, dot_rows
 from nanovllm.backends.cpu.kernels.parallel import address_for
 from nanovllm.backends.cpu.kernels.primitives import array, bytes_of
 from nanovllm.backends.cpu.kernels.product import (
@@ -172,11 +172,11 @@ def avx2_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
         if tokens == 2:
             for c in range(0, 4 * OUTPUTS, 64):
                 w, sums = (weight + c, 4 * OUTPUTS), (sums_ptr + c, 4 * OUTPUTS)
-                dot_pairs(2, 4, x, w, count, sums, (ahead + c * count, 64, 1))
+                dot_rows(INT8_PAIRS, 2, 4, 1, x, w, count, sums, (ahead + c * count, 64, 1))
         else:
             for c in range(0, 4 * OUTPUTS, 128):
                 w, sums = (weight + c, 4 * OUTPUTS), (sums_ptr + c, 4 * OUTPUTS)
-                dot_pairs(1, 8, x, w, count, sums, (ahead + c * count, 128, 2))
+                dot_rows(INT8_PAIRS, 1, 8, 1, x, w, count, sums, (ahead + c * count, 128, 2))
 
 
 @compiled()

@@ -83,6 +83,20 @@ def _load(address, is_bf16, start, values, maxima):
 
 
 @compiled()
+def _most_likely(address, is_bf16, start, size, maxima):
+    """Return the maximum of a row and the first token that has it. The row is stored nowhere."""
+    values = np.empty(GROUP, f32)
+    for group in range(len(maxima)):
+        first = group * GROUP
+        part = values[: min(GROUP, size - first)]
+        _load(address, is_bf16, start + first, part, maxima[group : group + 1])
+    first = np.argmax(maxima) * GROUP
+    part = values[: min(GROUP, size - first)]
+    _load(address, is_bf16, start + first, part, np.empty(1, f32))
+    return maximum(maxima), first + np.argmax(part)
+
+
+@compiled()
 def _first_largest(values, maxima):
     """Return the index of the first of the largest values, and its group."""
     group = np.argmax(maxima)
@@ -217,15 +231,17 @@ def _draw_rows(address, is_bf16, size, temperatures, seeds, positions, filters, 
                start, stop):
     """Set tokens [R]; filters [3, R] are top_k, top_p and min_p."""
     # Allocating them for each row would cost more than drawing the row.
-    values, weights, ids = np.empty(size, f32), np.empty(size, f32), np.empty(size, np.int32)
+    room = size if np.any(temperatures[start:stop] > 0) else 0
+    values, weights, ids = np.empty(room, f32), np.empty(room, f32), np.empty(room, np.int32)
     maxima, sums = np.empty((2, (size + GROUP - 1) // GROUP), f32)
     for row in range(start, stop):
+        if temperatures[row] == 0:
+            top, token = _most_likely(address, is_bf16, row * size, size, maxima)
+            tokens[row] = token if -INFINITY < top < INFINITY else -1
+            continue
         top = _load(address, is_bf16, row * size, values, maxima)
         if not -INFINITY < top < INFINITY:
             tokens[row] = -1
-            continue
-        if temperatures[row] == 0:
-            tokens[row], _ = _first_largest(values, maxima)
             continue
         temperature, count = max(temperatures[row], MIN_TEMPERATURE), size
         if 0 < filters[0, row] <= len(maxima):

@@ -5,7 +5,7 @@ import torch
 
 from nanovllm.backends import int8
 from nanovllm.backends.cpu.backend import make_backend
-from nanovllm.backends.cpu.kernels import expert_mlp as kernels
+from nanovllm.backends.cpu.kernels import experts as kernels
 from nanovllm.backends.int4 import Int4Backend
 from nanovllm.features.models.moe.experts import expert_mlp
 from nanovllm.features.models.moe.moe_config import Experts

@@ -1,0 +1,53 @@
+"""The three runs of `python -m tools.gpu`."""
+
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from bench_module import bench
+
+from tools import gpu
+from tools.gpu import RUNS, Step
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_ends_within_nine_minutes_and_its_commands_exist(name: str) -> None:
+    assert sum(step.limit for step in RUNS[name]) <= 540
+    assert len({step.name for step in RUNS[name]}) == len(RUNS[name])
+    for step in RUNS[name]:
+        first, *rest = step.arguments
+        if first == "bench.py":
+            bench.check(bench.make_parser().parse_args(rest))
+        elif first.endswith(".py"):
+            assert (gpu.ROOT / first).exists()
+        assert all((gpu.ROOT / file).exists() for file in rest if file.endswith(".py"))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no groups of processes")
+def test_a_command_that_fails_or_hangs_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hang = (
+        "import subprocess, sys, time\n"
+        "other = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'])\n"
+        "print('other', other.pid)\ntime.sleep(100)"
+    )
+    steps = [
+        Step("first", 60, "whether it prints", ("-c", "print('one')")),
+        Step("second", 60, "whether it fails", ("-c", "1 / 0")),
+        Step("third", 3, "whether it hangs", ("-c", hang)),
+        Step("fourth", 60, "whether the rest runs", ("-c", "print('four')")),
+    ]
+    monkeypatch.setitem(gpu.RUNS, "right", steps)
+    assert gpu.main(["right", "--out", str(tmp_path / "out")]) == 1
+    shown, log = capsys.readouterr().out, (tmp_path / "out" / "right.txt").read_text()
+    ends = [["status", "0,"], ["status", "1,"], ["cut", "after"], ["status", "0,"]]
+    for text in (shown, log):
+        lines = text.splitlines()
+        assert {"one", "ZeroDivisionError: division by zero", "four"} <= set(lines)
+        assert [line.split()[1:3] for line in lines[-4:]] == ends
+    [pid] = [int(line.split()[1]) for line in log.splitlines() if line.startswith("other ")]
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert gpu.main(["right", "--out", str(tmp_path / "out"), "--only", "first"]) == 0
+    assert "four" not in capsys.readouterr().out

@@ -1,0 +1,179 @@
+"""Three runs of at most nine minutes each on a machine with a GPU, the most important first.
+
+  python -m tools.gpu right       is it right: a user's first start, and the tests for a GPU
+  python -m tools.gpu fast        is it fast: README's figure, latency, memory, each kernel's share
+  python -m tools.gpu next        what next: all kernels, quantization, experts, prompts, a peer
+  python -m tools.gpu fast --only nano stream
+  python -m tools.gpu fast --small           the same commands at sizes for a CPU, to try them
+
+A run is a list of commands, each with a limit in seconds, after which it is killed. What they print
+appears at once, and is added to OUT/right.txt, so that nothing is lost if the run is cut.
+"""
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+# With the name of each test, so that a run that is cut says where.
+TESTS = "-m", "pytest", "-vv", "--tb=short", "-m", "gpu"
+
+
+class Step(NamedTuple):
+    name: str
+    limit: int  # seconds, with compilation
+    decides: str
+    arguments: tuple[str, ...]  # of Python
+
+
+def bench(workload: str, *arguments: str) -> tuple[str, ...]:
+    return ("bench.py", "--repeats", "1", "--workload", workload, *arguments)
+
+
+def tests(part: str, *arguments: str) -> tuple[str, ...]:
+    return (*TESTS, *arguments, f"tests/backends/gpu/test_gpu_{part}.py")
+
+
+FP8, INT8, INT4, EAGER = (
+    ("--set", option)
+    for option in (
+        "kv_cache_dtype=fp8",
+        "quantization=int8",
+        "quantization=int4",
+        "enforce_eager=True",
+    )
+)
+SMALLEST, LARGE = ("--shape", "qwen3-0.6b"), ("--shape", "qwen3-8b")
+EXPERTS, HYBRID = ("--shape", "qwen3-30b-a3b"), ("--shape", "qwen3.5-0.8b")
+PEER = *SMALLEST, "--baseline", "hf-compiled"
+CHECK = "-m", "nanovllm", "check", "--only", "bfloat16"
+STARTS = "-c", "from tools.gpu import starts; starts('qwen3-0.6b', 'qwen3-8b')"
+# The figures are of an H100: measured on 2026-11-22, or estimated where there is a question mark.
+RUNS = {
+    "right": [
+        Step("example", 90, "a user's first start, in bfloat16", ("example.py",)),
+        Step("kernels", 100, "every kernel, and races", tests("kernels", "-n", "8")),
+        Step("engines", 180, "graphs, host cache, experts", tests("engines", "-n", "0")),
+        Step("models", 170, "answers, and Qwen3's sizes", tests("models", "-n", "0")),
+    ],
+    "fast": [
+        Step("nano", 75, "20,509 tokens/s, 77 % of the roofline", bench("nano")),
+        Step("nano-fp8", 60, "24,858 tokens/s, 51 %", bench("nano", *FP8)),
+        Step("latency", 45, "714 tokens/s; few rows: commit 5d72968", bench("latency", *SMALLEST)),
+        Step("stream", 45, "graphs of steps with chunks", bench("stream")),
+        Step("stream-eager", 45, "half as fast without graphs?", bench("stream", *EAGER)),
+        Step("start", 100, "seconds of a start, memory of its graphs", STARTS),
+        Step("check", 160, "each kernel's share of the peak", CHECK),
+    ],
+    "next": [
+        Step("8b", 60, "one request at a time: 5.3 ms a token?", bench("latency", *LARGE)),
+        Step("8b-int8", 50, "2.7 ms?", bench("latency", *LARGE, *INT8)),
+        Step("8b-int4", 50, "1.6 ms?", bench("latency", *LARGE, *INT4)),
+        Step("experts", 90, "200 tokens/s, or a kernel for routing?", bench("latency", *EXPERTS)),
+        Step("hybrid", 45, "linear attention", bench("latency", *HYBRID)),
+        Step("long", 55, "a library for the attention of prompts?", bench("long")),
+        Step("peer", 80, "torch.compile, one request at a time", bench("latency", *PEER)),
+        Step("tiles", 110, "all kernels at many sizes", ("bench.py", "--kernels")),
+    ],
+}
+# Added to the arguments of bench.py with --small, which are read after those above.
+SMALL = (
+    *("--shape", "cpu-small", "--num-seqs", "2", "--input", "4", "8", "--output", "3", "3"),
+    *("--dtype", "float32"),
+)
+
+
+def starts(*shapes: str) -> None:
+    """Print the seconds of a start with graphs and without, and the memory of the graphs."""
+    import torch
+
+    from nanovllm import LLM
+    from tools.benchmarks.workloads import write_shape
+
+    for shape in shapes:
+        outside = []  # bytes outside torch's allocator
+        for eager in (True, False):
+            with tempfile.TemporaryDirectory() as directory:
+                path, start = str(write_shape(shape, Path(directory))), time.perf_counter()
+                llm = LLM(path, load_format="dummy", skip_tokenizer_init=True, enforce_eager=eager)
+                seconds = time.perf_counter() - start
+            text = f"{shape}, {'eager' if eager else 'with graphs'}: {seconds:.1f} s"
+            if torch.cuda.is_available():
+                free, total = torch.cuda.mem_get_info()
+                outside.append(total - free - torch.cuda.memory_reserved())
+                text += f", {outside[-1] >> 20} MiB outside torch's allocator, {free >> 20} free"
+            print(text, flush=True)
+            del llm
+
+
+def run_step(step: Step, arguments: tuple[str, ...], log: Path) -> str:
+    """Run a command and show what it prints. Returns how it ended."""
+    start = time.monotonic()
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1"}
+    with log.open("ab") as output, log.open("rb") as shown:
+        shown.seek(0, os.SEEK_END)
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+        try:
+            while process.poll() is None and time.monotonic() < start + step.limit:
+                show(shown)
+                time.sleep(0.2)
+            status = process.poll()
+        finally:
+            with suppress(ProcessLookupError):  # also the processes that it has started
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            show(shown)
+    seconds = time.monotonic() - start
+    how = f"cut after {step.limit} s" if status is None else f"status {status}, {seconds:.0f} s"
+    return f"{step.name:13} {how:18} {step.decides}"
+
+
+def show(log: BinaryIO) -> None:
+    sys.stdout.write(log.read().decode(errors="replace"))
+    sys.stdout.flush()
+
+
+def main(argv: list[str] | None = None) -> int:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("tools.gpu", description=__doc__, formatter_class=raw)
+    parser.add_argument("run", choices=RUNS)
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="some commands")
+    parser.add_argument("--out", type=Path, default=Path("gpu-runs"), help="(%(default)s)")
+    parser.add_argument("--small", action="store_true", help="at sizes for a CPU")
+    args = parser.parse_args(argv)
+    steps = [step for step in RUNS[args.run] if step.name in (args.only or step.name)]
+    args.out.mkdir(parents=True, exist_ok=True)
+    log, ends = args.out / f"{args.run}.txt", []
+    for step in steps:
+        arguments = step.arguments
+        if args.small and "--kernels" not in arguments:
+            arguments += SMALL if arguments[0] == "bench.py" else ()
+            arguments = tuple(x.replace("qwen3-0.6b', 'qwen3-8b", "cpu-small") for x in arguments)
+        print(f"\n== {step.name}: {step.decides}\npython {shlex.join(arguments)}\n", flush=True)
+        with log.open("a") as output:
+            output.write(f"\n== python {shlex.join(arguments)}\n")
+        ends.append(run_step(step, arguments, log))
+    print("\n" + "\n".join(ends))
+    with log.open("a") as output:
+        output.write("\n" + "\n".join(ends) + "\n")
+    return 0 if all(" status 0," in end for end in ends) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
