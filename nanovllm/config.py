@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any, Concatenate, ParamSpec, TypeAlias, get_args
 
-from nanovllm.utils.checks import Positive, Seed, check_scalars, unknown_name
+from nanovllm.utils.checks import KnownFields, Positive, Seed, check_scalars, located, unknown_name
 
 EMBEDDED = "qwen3-nano"  # the model that ships with the package
 P = ParamSpec("P")
@@ -38,6 +38,28 @@ FORMATS = (
     *("fp8", "fbgemm_fp8", "compressed-tensors"),
     *("awq", "awq_marlin", "gptq", "gptq_marlin"),
 )
+
+
+# A step with drafts has at most so many tokens. More would make it limited by computing.
+MAX_DRAFT_STEP = {"cpu": 16, "cuda": 64}
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig(KnownFields):
+    """Speculation by n-grams: the option speculative_config, with the names of vLLM."""
+
+    method: Annotated[str, "ngram"] = "ngram"
+    num_speculative_tokens: Annotated[int, 1, 64] = 5  # at most so many drafts of a row in a step
+    prompt_lookup_max: Annotated[int, 1, 64] = 4  # size of the longest n-gram that is looked up
+    prompt_lookup_min: Annotated[int, 1, 64] = 2  # and of the shortest
+
+    def __post_init__(self) -> None:
+        check_scalars(self)
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min={self.prompt_lookup_min} must be at most prompt_lookup_max="
+                f"{self.prompt_lookup_max}"
+            )
 
 
 @dataclass(frozen=True)
@@ -97,6 +119,8 @@ class EngineConfig:
     # unused token for each sequence.
     async_scheduling: bool | None = None
     enforce_eager: bool = False  # no CUDA graphs
+    # Several tokens of a row in a step, if its text repeats: a dict of fields of SpeculativeConfig.
+    speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None
     # "triton" on a GPU, "numba" on a CPU; "sdpa" anywhere
     attention_backend: Annotated[str, "auto", "triton", "numba", "sdpa"] = "auto"
     # Whether each kernel is compared with plain torch at the start. On a CPU only the first start
@@ -112,8 +136,14 @@ class EngineConfig:
         dtype = str(self.dtype).removeprefix("torch.")
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(dtype, dtype))
         check_scalars(self)
-        if not isinstance(self.hf_overrides, Mapping | None):
-            raise TypeError(f"hf_overrides must be a dict, not {self.hf_overrides!r:.80}")
+        for name in ("hf_overrides", "speculative_config"):
+            value = getattr(self, name)
+            if not isinstance(value, Mapping | SpeculativeConfig | None):
+                raise TypeError(f"{name} must be a dict, not {value!r:.80}")
+        if isinstance(self.speculative_config, Mapping):
+            with located("speculative_config: "):
+                speculation = SpeculativeConfig(**self.speculative_config)
+            object.__setattr__(self, "speculative_config", speculation)
         if self.gpu_memory_utilization == 0:
             raise ValueError("gpu_memory_utilization must be more than 0, not 0")
         if not re.fullmatch(r"auto|cpu|cuda(:(\d|[1-9]\d))?", self.device):
@@ -140,6 +170,12 @@ class EngineConfig:
     def token_budget(self) -> int:
         """`max_num_batched_tokens`, which loading/make_engine.py sets for a CPU."""
         return self.max_num_batched_tokens or 8192
+
+    @property
+    def max_drafts(self) -> int:
+        """The number of drafts that a row may have in a step."""
+        config = self.speculative_config
+        return config.num_speculative_tokens if isinstance(config, SpeculativeConfig) else 0
 
     @property
     def rank(self) -> int:

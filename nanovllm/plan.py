@@ -70,6 +70,9 @@ class Chunk:
     logprobs_from: int = 0
     num_logprobs: int = 0  # how many of the most likely tokens to report with each target
     num_candidates: int = 0  # number of candidates, if `result_kind` is CANDIDATES
+    # The last tokens that are drafts. The row yields a token at each of them and at the token
+    # before them; see features/requests/ngram.py.
+    num_drafts: int = 0
 
 
 class ResultKind(Enum):
@@ -90,7 +93,8 @@ COMPLETE = -2  # the row's grammar is complete
 class StepOutput:
     """The results of the rows of one step."""
 
-    # A token id, NO_TOKEN or COMPLETE for each row that yields a token, in plan order.
+    # A token id, NO_TOKEN or COMPLETE for each row that yields a token, in plan order. A chunk with
+    # drafts yields `num_drafts` more.
     token_ids: list[int]
 
     # ---- optional features ----
@@ -158,7 +162,7 @@ class RowResult:
     hidden_state: list[float] = field(default_factory=list)  # [E]
     # (token id, log-probability) of its `num_candidates`, the best first.
     candidates: list[tuple[int, float]] = field(default_factory=list)
-    logprobs: TokenLogprobs = field(default_factory=list)  # of its sampled token, if requested
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its tokens, if requested
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each logprob target
     first_position: int = 0  # of the first of `prompt_logprobs`
 

@@ -67,6 +67,19 @@ OPTIONS = [
     ({"tokenizer": 3}, TypeError, "tokenizer"),
     ({"skip_tokenizer_init": False}, ValueError, "skip_tokenizer_init=True"),  # it has none
     ({"trust_remote_code": True}, ValueError, "trust_remote_code=True is not supported; .*=False"),
+    ({"speculative_config": "ngram"}, TypeError, "speculative_config must be a dict, not 'ngram'"),
+    ({"speculative_config": {"method": "eagle"}}, ValueError, "speculative_config: method must be"),
+    ({"speculative_config": {"prompt_lookup": 2}}, TypeError, "did you mean 'prompt_lookup_m"),
+    (
+        {"speculative_config": {"num_speculative_tokens": 0}},
+        ValueError,
+        "num_speculative_tokens must be between 1 and 64, not 0",
+    ),
+    (
+        {"speculative_config": {"prompt_lookup_min": 5}},
+        ValueError,
+        "prompt_lookup_min=5 must be at most prompt_lookup_max=4",
+    ),
     ({"quantization": "int3"}, ValueError, "must be one of int8, int4, fp8, .*not 'int3'"),
     ({"tensor_parallel_sise": 1}, TypeError, "did you mean 'tensor_parallel_size'"),
     ({"lora_dtype": "auto"}, TypeError, "unknown option .*; known: model, device, dtype"),

@@ -27,6 +27,7 @@ from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.plan import RowSampling, StepOutput, StepPlan
 
 ALPHABET = 3  # small, so that sequences often have equal blocks
+NOT_KNOWN = ALPHABET  # no request has this token
 
 INVARIANTS = {
     "answers": "Every request ends with the tokens that the model's definition gives.",
@@ -136,8 +137,11 @@ class OracleRunner:
         for host_block, block in plan.loads:
             memory[block * size : (block + 1) * size] = self.host[host_block]
 
-        work = [(c.row, c.start, c.token_ids, c.result_kind is not None) for c in plan.chunks]
-        work += [(row, self.positions[row], [self.last[row]], True) for row in plan.decode_rows]
+        work = [
+            (c.row, c.start, c.token_ids, 0 if c.result_kind is None else 1 + c.num_drafts)
+            for c in plan.chunks
+        ]
+        work += [(row, self.positions[row], [self.last[row]], 1) for row in plan.decode_rows]
         require(len({row for row, *_ in work}) == len(work), "budget", "a row is twice in a step")
         num_tokens = sum(len(ids) for _, _, ids, _ in work)
         detail = f"the plan has {num_tokens} tokens and states {plan.num_tokens}"
@@ -153,10 +157,13 @@ class OracleRunner:
                 memory[slot] = (token, position)
             self.positions[row] = start + len(ids)
         drawn = []
-        for row, _, _, sample in work:
-            if sample:
-                self.last[row] = next_token(self.context(row), self.seeds[row])
-                drawn.append(self.last[row])
+        for row, _, _, number in work:
+            if number:
+                context = self.context(row)
+                ends = range(len(context) - number + 1, len(context) + 1)
+                drawn += [next_token(context[:end], self.seeds[row]) for end in ends]
+                # After drafts, the host has to say which token is the next.
+                self.last[row] = drawn[-1] if number == 1 else NOT_KNOWN
         return drawn
 
     def take_blocks(self, plan: StepPlan) -> None:
@@ -312,7 +319,8 @@ class History:
                 require(kept, "oldest", "the oldest sequence was preempted")
             self.pending.append((step, self.runner.run(plan)))
             self.planned()
-        while len(self.pending) > (self.async_scheduling if step is not None else 0):
+        num_left = 1 if step is not None and self.async_scheduling and not step.is_due else 0
+        while len(self.pending) > num_left:
             step_, tokens = self.pending.popleft()
             self.observer.begin()
             updated = self.scheduler.commit(step_, tokens)

@@ -170,7 +170,7 @@ class LLMEngine(SharedEngine):
         step = self._schedule()
         if step is not None:
             step.get_output = self.runner.run(step.plan)
-        num_left = 1 if step is not None and self.async_scheduling else 0
+        num_left = 1 if step is not None and self.async_scheduling and not step.is_due else 0
         while len(self.scheduler.in_flight) > num_left:
             oldest = self.scheduler.in_flight[0]
             assert oldest.get_output is not None
@@ -293,6 +293,7 @@ class LLMEngine(SharedEngine):
         scheduler = self.scheduler
         blocks = scheduler.block_manager
         self.run_pending_aborts()
+        others = scheduler.speculation.stats() if scheduler.speculation is not None else {}
         return {
             "running": len(scheduler.running),
             "waiting": scheduler.num_unfinished - len(scheduler.running),
@@ -305,4 +306,5 @@ class LLMEngine(SharedEngine):
             "recomputed_tokens": scheduler.recomputed_tokens,
             "prompt_tokens": self.progress.num_prompt_tokens,
             "output_tokens": self.progress.num_output_tokens,
-        } | blocks.stats()
+            **(blocks.stats() | others),
+        }

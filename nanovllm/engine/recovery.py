@@ -38,7 +38,7 @@ def revert_in_flight(scheduler: Scheduler, seqs: Iterable[Sequence]) -> None:
     scheduler.waiting = WaitingQueue()
     scheduler.free_rows = list(range(scheduler.max_num_seqs - 1, -1, -1))
     for seq in unfinished:
-        seq.status, seq.row, seq.decoding = Status.UNQUEUED, -1, False
+        seq.status, seq.row, seq.decoding, seq.lookup = Status.UNQUEUED, -1, False, None
         seq.num_output_placeholders = 0
         if seq.finish_reason is None and seq.result_kind is ResultKind.TOKEN and seq.num_output:
             scheduler.finish_if_complete(seq)

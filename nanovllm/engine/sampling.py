@@ -82,12 +82,20 @@ class Sampling(Task):
 
     def _add_text(self, sample: Sample, detokenizer: Detokenizer) -> None:
         """Append the text of the new tokens. Ends the sequence if a stop string is complete."""
+        seq, text_ids = sample.seq, self.text_ids(sample.seq)
+        for i in range(sample.num_detokenized, seq.num_output):
+            start = len(sample.text)
+            sample.text += detokenizer.add(text_ids[i : i + 1])
+            sample.num_detokenized = i + 1
+            if self._ends_with_stop(sample, start):
+                del seq.token_ids[seq.num_prompt + i + 1 :]  # with drafts, a step yields several
+                return
+
+    def _ends_with_stop(self, sample: Sample, start: int) -> bool:
+        """End a sequence if its text from `start` on completes a stop string. Returns whether."""
         seq, params = sample.seq, self.params
-        start = len(sample.text)
-        sample.text += detokenizer.add(self.text_ids(seq)[sample.num_detokenized :])
-        sample.num_detokenized = seq.num_output
-        if params.min_tokens and seq.num_output <= params.min_tokens:
-            return  # as in vLLM, a stop string in these tokens does not end the sequence
+        if params.min_tokens and sample.num_detokenized <= params.min_tokens:
+            return False  # as in vLLM, a stop string in these tokens does not end the sequence
         # The text ends at the stop string that is complete first, as if characters were added one
         # by one. If one character completes several stop strings, the first in the list is used.
         matches = [
@@ -100,6 +108,7 @@ class Sampling(Task):
             end -= 0 if params.include_stop_str_in_output else len(stop)
             sample.text = sample.text[:end]
             seq.finish_reason, seq.stop_reason = "stop", stop
+        return bool(matches)
 
     def text_ids(self, seq: Sequence) -> list[int]:
         """Return the output tokens to decode, without a stop token unless it is requested."""

@@ -21,14 +21,18 @@ One step, with a budget of 8 tokens and blocks of 4:
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from nanovllm.engine import result_kinds
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.policies import HEAD, POLICIES, WaitingQueue
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.plan import COMPLETE, Chunk, NewRow, ResultKind, StepOutput, StepPlan
+
+if TYPE_CHECKING:
+    from nanovllm.features.requests.ngram import NgramSpeculation
 
 
 @dataclass(slots=True)
@@ -39,12 +43,14 @@ class InFlightStep:
     seqs: dict[int, Sequence] = field(default_factory=dict)  # by row
     evicted: list[int] = field(default_factory=list)  # blocks that were evicted for it
     get_output: Callable[[], StepOutput] | None = None  # the result of `runner.run`
+    is_due: bool = False  # whether it must be committed before the next step is planned
 
     @property
     def sampling_seqs(self) -> list[Sequence]:
         """The sequence of each token that the step yields, in plan order."""
-        chunks = [chunk.row for chunk in self.plan.chunks if chunk.result_kind is ResultKind.TOKEN]
-        return [self.seqs[row] for row in chunks + self.plan.decode_rows]
+        chunks = [c for c in self.plan.chunks if c.result_kind is ResultKind.TOKEN]
+        rows = [chunk.row for chunk in chunks for _ in range(1 + chunk.num_drafts)]
+        return [self.seqs[row] for row in rows + self.plan.decode_rows]
 
 
 class Scheduler:
@@ -68,6 +74,7 @@ class Scheduler:
         self.prompt_tokens = 0  # prompt tokens of admitted sequences
         self.cached_tokens = 0  # how many of these were in the prefix cache
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self.speculation: NgramSpeculation | None = None  # an optional feature
 
     def has_work(self) -> bool:
         return bool(self.running or self.waiting or self.in_flight)
@@ -101,7 +108,10 @@ class Scheduler:
         while i < len(self.running) and budget > 0:
             seq = self.running[i]
             i += 1
-            if not seq.decoding:
+            room = budget - (len(self.running) - i)  # each later sequence gets a token too
+            if self.speculation and (planned := self.speculation.plan(self, step, seq, room)):
+                budget -= planned
+            elif not seq.decoding:
                 budget -= self._plan_chunk(step, seq, budget)
             # If its placeholders reach `max_length`, its last token is already in flight.
             elif len(seq.token_ids) + seq.num_output_placeholders < seq.max_length:
@@ -129,6 +139,7 @@ class Scheduler:
         if not plan.num_tokens:
             return self.schedule() if result_kinds.preempt_idle_beam(self) else None
         step.evicted = self.block_manager.fill_copies(plan)
+        step.is_due = self.speculation is not None and self.speculation.needs_results(step)
         self.in_flight.append(step)
         return step
 
@@ -244,7 +255,7 @@ class Scheduler:
             self.running.remove(seq)
             self.block_manager.release(seq)
             self.free_rows.append(seq.row)
-            seq.row, seq.decoding = -1, False
+            seq.row, seq.decoding, seq.lookup = -1, False, None
         elif seq.status is Status.WAITING:
             self.waiting.remove(seq)
 
@@ -253,13 +264,16 @@ class Scheduler:
     def commit(self, step: InFlightStep, token_ids: list[int]) -> list[Sequence]:
         """Append the tokens of the oldest step in flight. Returns the sequences that got a result.
 
-        `token_ids` has one for each chunk that yields a token and each decode row, in plan order.
+        `token_ids` has a token for each of `step.sampling_seqs`.
         """
         assert step is self.in_flight[0], "steps must be committed in the order of their plans"
         self.in_flight.popleft()
         block_size = self.block_manager.block_size
         updated = result_kinds.commit_other_results(self, step)
-        for seq, token in zip(step.sampling_seqs, token_ids, strict=True):
+        results: Iterable[tuple[Sequence, int]] = zip(step.sampling_seqs, token_ids, strict=True)
+        if self.speculation is not None:
+            results = self.speculation.accept(step, results)
+        for seq, token in results:
             if seq.status is Status.FINISHED:
                 continue  # it ended while this token was in flight
             updated.append(seq)

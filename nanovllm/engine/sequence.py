@@ -67,6 +67,8 @@ class Sequence:
     # Whether its next token may be written to a shared or cached block.
     needs_copy_on_write: bool = False
 
+    lookup: Any = None  # its n-grams, from which features/requests/ngram.py makes drafts
+
     # Beams.
     num_candidates: int = 0  # number of candidates, if `result_kind` is CANDIDATES
     # Whether it has yielded a result, such as candidates, and its next token has not been chosen

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanovllm.config import FORMATS, EngineConfig
+from nanovllm.config import FORMATS, MAX_DRAFT_STEP, EngineConfig, SpeculativeConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
@@ -105,6 +105,12 @@ def load_engine(
         )
     agreeing = runner if ranks is None else ranks.agreeing(runner)
     engine = LLMEngine(config, agreeing, input_processor, block_manager)
+    if isinstance(config.speculative_config, SpeculativeConfig):
+        from nanovllm.features.requests.ngram import NgramSpeculation
+
+        max_tokens = MAX_DRAFT_STEP[pick_device(config.device).type]
+        speculation = NgramSpeculation(config.speculative_config, max_tokens)
+        engine.scheduler.speculation = speculation
     pooling = read_pooling_settings(checkpoint.directory, model_config.hidden_size)
     input_processor.task_factories = all_tasks(engine.scheduler, pooling)
     if not has_head:

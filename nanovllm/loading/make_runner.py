@@ -101,8 +101,6 @@ def make_backend(
 
         quantized = (int8 if config.quantization == "int8" else int4).quantized
         backend, plain = quantized(backend), quantized(plain)
-    if type(backend) is type(plain) and not backend.captures:
-        return backend
     return checked(backend, plain, config, on_meta, vocab_size)
 
 

@@ -37,7 +37,8 @@ class StepBatch:
     decode_rows: list[int]  # [] for a plan with chunks
     rows: np.ndarray  # [S] int64
     query_lens: np.ndarray  # [S] int64
-    samples: np.ndarray  # [S] bool, true for a sequence that samples a token
+    sampled: np.ndarray  # [R] int64, the sequence of each token that is sampled
+    tokens_after: np.ndarray  # [R] int64, the number of drafts that follow in its sequence
     query_start_loc: Tensor  # [S + 1] int32
     logits_indices: Tensor  # [R] int64, the tokens whose logits are sampled
     sampling_rows: Tensor  # [R] int64
@@ -101,7 +102,7 @@ class Rows:
             self.slots(token_rows, positions),
             context_lens,
             self.block_tables[:, : -(-int(context_lens.max()) // self.block_size)][rows],
-            context_lens[step.samples],
+            context_lens[step.sampled] - step.tokens_after,
         )
         last = self.last_tokens[step.sampling_rows[len(step.sampling_rows) - len(decode_rows) :]]
         step.forward_batch = ForwardBatch(
@@ -115,7 +116,7 @@ class Rows:
             host_lens=context_lens,
             num_decodes=step.num_decodes,
         )
-        step.rules = self.rules_of(rows[step.samples])
+        step.rules = self.rules_of(rows[step.sampled])
         step.sampling_batch.positions = sampling_positions
         return step
 
@@ -142,14 +143,18 @@ class Rows:
         query_lens = np.ones(len(rows), np.int64)
         query_lens[: len(chunks)] = [len(c.token_ids) for c in chunks]
         starts = np.concatenate(([0], np.cumsum(query_lens)))
-        samples = np.ones(len(rows), bool)
-        samples[: len(chunks)] = [c.result_kind is ResultKind.TOKEN for c in chunks]
-        sampling_rows = rows[samples]
+        counts = np.ones(len(rows), np.int64)  # tokens that each sequence samples
+        counts[: len(chunks)] = [
+            1 + c.num_drafts if c.result_kind is ResultKind.TOKEN else 0 for c in chunks
+        ]
+        sampled, ends = np.repeat(np.arange(len(rows)), counts), np.cumsum(counts)
+        tokens_after = ends[sampled] - 1 - np.arange(len(sampled))
+        sampling_rows = rows[sampled]
         params = self.params.take(sampling_rows, axis=1)  # kernels need contiguous values
         query_start_loc, logits_indices, sent_rows, seeds, *sent_params = send(
             self.device,
             starts.astype(np.int32),
-            starts[1:][samples] - 1,
+            starts[1:][sampled] - 1 - tokens_after,
             sampling_rows,
             self.seeds[sampling_rows],
             *params,
@@ -166,7 +171,8 @@ class Rows:
             decode_rows=[] if chunks else plan.decode_rows,
             rows=rows,
             query_lens=query_lens,
-            samples=samples,
+            sampled=sampled,
+            tokens_after=tokens_after,
             query_start_loc=query_start_loc,
             logits_indices=logits_indices,
             sampling_rows=sent_rows,

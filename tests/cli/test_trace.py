@@ -18,9 +18,11 @@ from fake_runner import FakeRunner, greedy
 from nanovllm import LLM, BeamSearchParams, GenerationError, SamplingParams, Trace
 from nanovllm.cli.trace.show import describe_changes, steps
 from nanovllm.cli.trace.trace import Event, State
+from nanovllm.config import SpeculativeConfig
 from nanovllm.engine.block_manager import Block
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.observer import NO_OBSERVER
+from nanovllm.features.requests.ngram import NgramSpeculation
 from nanovllm.plan import StepOutput
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -124,8 +126,24 @@ def test_events_equal_the_engine(llm: LLM) -> None:
         assert replay(trace) == trace._state
         assert len(str(trace).splitlines()) > trace.num_steps
     others = {"failed", "dropped", "likely", "states_read", "states_saved"}
-    others |= {"scores", "results"}
+    others |= {"scores", "results", "drafts"}
     assert kinds | others == set(Event.__annotations__)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_accepted_and_wrong_drafts(make, asynchronous: bool) -> None:
+    llm = make(asynchronous, speculative_config={"prompt_lookup_min": 1}, num_kv_cache_blocks=40)
+    with CheckedTrace(llm) as trace:
+        llm.generate(PROMPTS, greedy(max_tokens=30), use_tqdm=False)
+    drafts = [entry for event in trace.events for entry in event.get("drafts", ())]
+    stats = llm.stats()
+    assert sum(drafted for _, drafted, _ in drafts) == stats["drafted_tokens"]
+    accepted = sum(accepted for *_, accepted in drafts)
+    assert 0 < accepted < stats["drafted_tokens"]
+    assert stats["accepted_tokens"] - accepted in range(len(PROMPTS) + 1)  # the last is an end
+    table = str(trace)
+    assert "Drafts: 1 of 2 drafts of request" in table
+    assert max(map(len, table.splitlines())) <= 100
 
 
 def test_a_plan_comes_before_the_commit_of_the_step_before(llm: LLM) -> None:
@@ -178,7 +196,7 @@ def kinds(trace: Trace) -> list[dict[int, str]]:
 
     The trace must begin on an idle engine, and no step of it may fail.
     """
-    state, reached, steps = State(), dict[int, int](), []
+    state, reached, before, steps = State(), dict[int, int](), dict[int, int](), []
     for event in trace.events:
         state.apply(event)
         if "plan" in event:
@@ -187,7 +205,10 @@ def kinds(trace: Trace) -> list[dict[int, str]]:
             for n, start, count in work:
                 output = "prompt" if start < state.seqs[n].num_prompt else "decode"
                 steps[-1][n] = "again" if start < reached.get(n, 0) else output
-                reached[n] = max(reached.get(n, 0), start + count)
+                before[n] = reached.get(n, 0)
+                reached[n] = max(before[n], start + count)
+        for n, drafted, accepted in event.get("drafts", ()):
+            reached[n] = max(before[n], reached[n] - drafted + accepted)
     return steps
 
 
@@ -538,7 +559,9 @@ browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
 
 @browser
 @pytest.mark.slow
-@pytest.mark.parametrize("which", ["failed", "error", "hostile", "random", "embedded", "resumed"])
+@pytest.mark.parametrize(
+    "which", ["failed", "error", "hostile", "random", "drafts", "embedded", "resumed"]
+)
 def test_the_browser_agrees_in_every_step(
     llm: LLM, which: str, embedded_run: Trace, resumed_run: Trace, tmp_path: Path
 ) -> None:
@@ -562,8 +585,12 @@ def test_the_browser_agrees_in_every_step(
     elif which == "hostile":
         trace = hostile_trace(llm)
     else:
+        if which == "drafts":
+            config = SpeculativeConfig(prompt_lookup_min=1)
+            llm.engine.scheduler.speculation = NgramSpeculation(config, max_tokens=9)
         with Trace(llm) as trace:
             drive(llm.engine, random.Random(1))
+        assert any("drafts" in event for event in trace.events) == (which == "drafts")
     agree(trace, which, tmp_path)
 
 

@@ -26,6 +26,10 @@ from nanovllm.features.requests.loglikelihood import tokenize_pairs
 
 PLAIN = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 PROMPT = "What is 12 + 30?\n"
+# Its answer is " gets gets gets gets gets ones is", of which three tokens are accepted drafts.
+DRAFTED = SamplingParams(
+    temperature=0, max_tokens=12, ignore_eos=True, n=2, stop=["ones is"], logprobs=1
+)
 
 # ---- an error ----
 
@@ -44,6 +48,7 @@ FILES = (
         "features/requests/embeddings/pooling.py",
     ),
     *("features/requests/structured.py", "features/requests/logit_rules/sampling.py", "outputs.py"),
+    "features/requests/ngram.py",
 )
 
 
@@ -61,6 +66,7 @@ KINDS: dict[str, Callable[[LLM], Request]] = {
     "samples": sampled(n=2, seed=1),
     "text": sampled(stop=["= 4"], logprobs=2, prompt_logprobs=1, n=2),
     "stream": lambda llm: llm.engine.submit(PROMPT, PLAIN, stream=True),
+    "drafts": lambda llm: llm.engine.submit("A A A A", DRAFTED),
     "embedding": lambda llm: llm.engine.submit(PROMPT, PoolingParams()),
     "score": scored,
     "beams": lambda llm: llm.engine.submit(PROMPT, BeamSearchParams(3, 5)),
@@ -111,7 +117,7 @@ def serve(llm: LLM, kind: str) -> tuple[list[Request], list[Exception]]:
 
 
 @functools.cache
-def small(asynchronous: bool) -> LLM:
+def small(asynchronous: bool, with_drafts: bool = False) -> LLM:
     """The embedded model, with so few blocks that a sequence of "text" is preempted."""
     llm = LLM(
         dtype="float32",
@@ -122,6 +128,7 @@ def small(asynchronous: bool) -> LLM:
         block_size=4,
         max_model_len=40,
         swap_space=0.01,
+        speculative_config={"prompt_lookup_min": 1} if with_drafts else None,
     )
     # Faster; its answer is "NowIn, now A". With the first layer alone all tokens would be the same.
     del llm.engine.runner.model.layers[:-1]
@@ -162,7 +169,7 @@ def test_an_error_at_any_line(kind: str, asynchronous: bool, all_but_few: bool) 
     """It ends one request, or fails one step after which all requests go on."""
     if kind == "structured":
         pytest.importorskip("llguidance")
-    llm = small(asynchronous)
+    llm = small(asynchronous, with_drafts=kind == "drafts")
     llm.reset_prefix_cache()
     requests: list[Request] = []
     raised: list[Exception] = []
@@ -171,9 +178,12 @@ def test_an_error_at_any_line(kind: str, asynchronous: bool, all_but_few: bool) 
         nonlocal requests, raised
         requests, raised = serve(llm, kind)
 
-    preemptions = llm.stats()["preemptions"]
+    before = llm.stats()
     action()
-    assert (llm.stats()["preemptions"] > preemptions) == (kind == "text")
+    stats = llm.stats()
+    assert (stats["preemptions"] > before["preemptions"]) == (kind == "text")
+    if kind == "drafts":
+        assert 0 < stats["accepted_tokens"] < stats["drafted_tokens"]
     want = [result(request) for request in requests]
     assert raised == []
     llm.reset_prefix_cache()

@@ -668,6 +668,15 @@ def host_cache(directory: str, runs: tuple[Run, ...] = ((True, True, 5), (False,
         return serve(directory, runs, **HOST_TIER)
 
 
+def drafts(directory: str) -> Any:
+    """Speculation. Outputs of two different tokens repeat themselves."""
+    two: list[dict[str, Any]] = [
+        {"allowed_token_ids": [3, 4], "logprobs": i or None} for i in (0, 1)
+    ]
+    with patch.dict(SAMPLING, plain=[*two, {**two[0], "n": 3}]):
+        return serve(directory, speculative_config={"prompt_lookup_min": 1})
+
+
 def serve(
     directory: str,
     runs: tuple[Run, ...] = RUNS,
@@ -725,6 +734,8 @@ def serve(
                 share = 1.0 if kv_cache_dtype == "auto" else 0.8
                 run[f"{kind} is right"] = sum(right) >= share * len(right)
         run["preemptions"] = llm.stats()["preemptions"]
+        run["accepted"] = llm.stats().get("accepted_tokens", 0)
+        run["drafted"] = llm.stats().get("drafted_tokens", 0)
         run["loads"] = llm.stats().get("host_loads", 0)
         run["variants at start"] = list(GPU.variants.values())[:num_at_start]
         run["variants while serving"] = list(GPU.variants.values())[num_at_start:]
@@ -929,6 +940,7 @@ SCENARIOS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "int8": ("qwen3", partial(quantized, quantization="int8")),
     "int4": ("qwen3", partial(quantized, quantization="int4")),
     "ranks": ("qwen3", ranks),
+    "drafts": ("qwen3", drafts),
     "hybrid experts": ("hybrid experts", serve),
     "int8 experts": ("experts", partial(quantized, quantization="int8")),
     "decode": ("wide", decode),

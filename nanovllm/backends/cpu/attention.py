@@ -35,6 +35,8 @@ from nanovllm.utils.log import logger
 # which two parts of a context are merged.
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
+# The kernel computes chunks of at most this many tokens after others, such as drafts.
+FEW_TOKENS = 16
 # A chunk is treated as decodes if at most this many tokens are outside its shared prefix.
 MAX_UNSHARED_TOKENS = 64
 # With more queries per KV head than this, torch's flash attention is faster for a prefix than a
@@ -137,8 +139,8 @@ class NumbaAttention(PlainAttention):
     ) -> tuple[list[SequenceGroup], np.ndarray]:
         """Return the groups that the kernel computes, and the other prompts and chunks [n].
 
-        The kernel computes all decodes, and chunks with few tokens after a shared prefix. A unit
-        with `reads_prompts` computes all.
+        The kernel computes all decodes, chunks of few tokens, and chunks with few tokens after a
+        shared prefix. A unit with `reads_prompts` computes all.
         """
         groups: list[SequenceGroup] = []
         chunks = np.arange(num_chunks)
@@ -154,9 +156,12 @@ class NumbaAttention(PlainAttention):
                 if num_shared and longest - num_shared <= MAX_UNSHARED_TOKENS:
                     groups.append(group)
                     chunks = np.setdiff1d(chunks, group.members)
-        if self.unit.reads_prompts and len(chunks):
-            return [*groups, SequenceGroup(chunks, 0)], chunks[:0]
-        return groups, chunks
+        lens = seqs.query_lens[chunks]
+        is_few = (lens <= FEW_TOKENS) & (seqs.context_lens[chunks] > lens)
+        by_kernel = chunks if self.unit.reads_prompts else chunks[is_few]
+        if len(by_kernel):
+            groups.append(SequenceGroup(by_kernel, 0))
+        return groups, np.setdiff1d(chunks, by_kernel)
 
     def _plan_work(self, plan: AttentionPlan, seqs: Sequences, groups: list[SequenceGroup]) -> None:
         """Set the kernel's work, and the prefixes that torch reads for it."""

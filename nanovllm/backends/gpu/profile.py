@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm.config import EngineConfig
+from nanovllm.config import MAX_DRAFT_STEP, EngineConfig
 from nanovllm.plan import FILTERS, Chunk, LogitRules, NewRow, ResultKind, RowSampling, StepPlan
 
 if TYPE_CHECKING:
@@ -66,6 +66,10 @@ def largest_plans(config: EngineConfig, max_model_len: int) -> Iterator[StepPlan
     yield StepPlan(new, decode_rows=list(range(num_seqs)))
     yield StepPlan(new_rows([None] * num_seqs), decode_rows=[0])
     tokens = [0] * length
+    drafts = min(config.max_drafts, length - 1, max(0, MAX_DRAFT_STEP["cuda"] // num_rows - 1))
     yield StepPlan(
-        chunks=[Chunk(row, 0, tokens, ResultKind.TOKEN, tokens) for row in range(num_rows)]
+        chunks=[
+            Chunk(row, 0, tokens, ResultKind.TOKEN, tokens, num_drafts=drafts)
+            for row in range(num_rows)
+        ]
     )

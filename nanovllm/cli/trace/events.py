@@ -64,6 +64,8 @@ class Event(TypedDict, total=False):
     # (token, probability). The first pair is for its token. The most likely other tokens follow.
     likely: list[tuple[int, int, list[tuple[int, float]]]]
     dropped: list[int]  # sequences that ended before their token was read
+    # Drafts of n-gram speculation: sequence, number of drafts in the step, number of accepted ones.
+    drafts: list[tuple[int, int, int]]
     # Outputs that a beam search found: the beam before it ended, the last token, the score that is
     # normalized by the length, and the reason.
     results: list[tuple[int, int, float, str]]
@@ -132,6 +134,8 @@ class State:
             for number, token in zip(self.receivers, event["tokens"], strict=True):
                 if token >= 0:
                     self.seqs[number].tokens.append(token)
+            for number, drafted, accepted in event.get("drafts", ()):
+                self.seqs[number].computed -= drafted - accepted
 
     def pool(self, num_blocks: int) -> tuple[int, int, int]:
         """Return the numbers of free blocks, cached blocks without owners, and shared blocks."""

@@ -82,10 +82,13 @@ def table(options: dict[str, Any], events: list[Event], texts: dict[int, str]) -
                 rows = {number: ["nothing", "", "", ""] for number in state.running}
                 for chunk in planned(event, state):
                     rows[chunk[0]] = describe_work(state, chunk, size)
+            got: dict[int, list[str]] = {}
             for number, token in zip(state.receivers, event.get("tokens", ()), strict=False):
                 text = repr(texts[token]) if token in texts else str(token)
+                got.setdefault(number, []).append(text)
+            for number, tokens in got.items():
                 late = f"{event['commit']}: " if step[0] != str(event["commit"]) else ""
-                rows.setdefault(number, [""] * 4)[3] = late + text
+                rows.setdefault(number, [""] * 4)[3] = late + " ".join(tokens)
             sentences += describe_changes(event, state, options["policy"], size)
         for number, row in rows.items():
             lines.append(table_row((*step, state.seqs[number].name, *row)))
@@ -135,7 +138,7 @@ def describe_work(state: State, chunk: list[int], size: int) -> list[str]:
     seq = state.seqs[number]
     end = start + count
     kind = seq.kind(start)
-    what = f"{kind} {start}" + f"-{end - 1}" * (kind != "decode")
+    what = f"{kind} {start}" + f"-{end - 1}" * (kind != "decode" or count > 1)
     what = f"{kind}: nothing" if start == end else what
     # A faulty scheduler may plan positions without a block; see lessons/break_it.py.
     ranges: list[list[int]] = []
@@ -211,6 +214,8 @@ def describe_changes(event: Event, state: State, policy: str, size: int) -> Iter
         yield f"Waiting: {join_names(waiting)}, because {why}."
     for i in event.get("dropped", ()):
         yield f"The token of {names[i]} is dropped, because the sequence had already ended."
+    for i, drafted, accepted in event.get("drafts", ()):
+        yield f"Drafts: {accepted} of {plural(drafted, 'draft')} of {names[i]} are accepted."
     yield from describe_beams(event, state)
     for i, reason, stop in event.get("finished", ()):
         if reason == "dropped" or (reason == "stop" and state.seqs[i].score is not None):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice, takewhile
@@ -141,34 +141,45 @@ class Trace(Observer):
         event = self._changes()
         # A beam gets its token when the other beams have results, and some beams get none.
         known = self._state.seqs
-        got = [
-            (number, -1 if seq.finish_reason == "error" else seq.token_ids[-1])
-            for seq in self._preemptions
-            if len(seq.token_ids) > len(known[number := self._numbers[seq]].tokens)
-            or (seq.finish_reason == "error" and seq in updated)
-        ]
+        got = []
+        for seq in self._preemptions:
+            number = self._numbers[seq]
+            got += [(number, token) for token in seq.token_ids[len(known[number].tokens) :]]
+            if seq.finish_reason == "error" and seq in updated:
+                got.append((number, -1))
         receivers = [number for number, _ in got]
+        counts = Counter(receivers)
         sampled = [self._numbers[seq] for seq in step.sampling_seqs if seq in self._numbers]
         event |= Event(
             commit=self._in_flight.popleft(),
             time=self._micros(self._begun),
             tokens=[token for _, token in got],
             receivers=receivers,
-            likely=list(self._likely(step, output, receivers)),
-            dropped=[number for number in sampled if number not in receivers],
+            likely=list(self._likely(step, output, counts)),
+            dropped=[number for number in dict.fromkeys(sampled) if number not in counts],
+            drafts=[
+                (number, chunk.num_drafts, counts[number] - 1)
+                for chunk in step.plan.chunks
+                if (number := self._numbers.get(step.seqs[chunk.row], -1)) in counts
+                if chunk.num_drafts
+            ],
             results=list(self._results(updated)),
         )
         self._add(event)
 
     def _likely(
-        self, step: InFlightStep, output: StepOutput, receivers: list[int]
+        self, step: InFlightStep, output: StepOutput, counts: Counter[int]
     ) -> Iterator[tuple[int, int, list[tuple[int, float]]]]:
-        """Yield `Event.likely`. Probabilities have four digits to keep the trace small."""
+        """Yield `Event.likely`. `counts` has the number of tokens that each sequence got.
+
+        Probabilities have four digits to keep the trace small.
+        """
         for row, seq in step.seqs.items():
             number = self._numbers.get(seq, -1)
             logprobs = output.results[row].logprobs if row in output.results else []
-            if logprobs and number in receivers and logprobs[0][0] >= 0:
-                sampled, *others = logprobs
+            for sampled, *others in logprobs[: counts[number]]:
+                if sampled[0] < 0:
+                    continue
                 others = [entry for entry in others if entry[0] != sampled[0]][:MAX_LIKELY]
                 likely = [(t, float(f"{math.exp(p):.4g}")) for t, p, _ in (sampled, *others)]
                 yield number, sampled[2], likely

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 # The scenarios of dry_run.py. Those of a process share the answers of the CPU.
 FIRST = ("qwen3", "faults")
-OTHERS = ("int8", "int4", "host cache", "ranks", "qwen2", "memory", "decode", "bfloat16")
+OTHERS = ("int8", "int4", "host cache", "ranks", "drafts", "qwen2", "memory", "decode", "bfloat16")
 OTHERS += ("bfloat16 with fp8", "hybrid experts", "int8 experts")
 # Of 32, as in all models.
 MULTIPLES = dict(moe_intermediate_size=64, shared_expert_intermediate_size=64)
@@ -57,12 +57,15 @@ def test_the_model_of_the_device_finds_faults(found: Callable[[str], Any]) -> No
 
 
 @scenarios(
-    "qwen3", "qwen2", "int8", "int4", "ranks", "host cache", "hybrid experts", "int8 experts"
+    *("qwen3", "qwen2", "int8", "int4", "ranks", "drafts", "host cache", "hybrid experts"),
+    "int8 experts",
 )
 def test_tokens_are_those_of_the_cpu_engine(found: Callable[[str], Any], name: str) -> None:
     for run in found(name)["found"]:
         assert run["plain is right"], run["options"]
         assert run["ruled is right"], run["options"]
+        if name == "drafts":
+            assert 5 < run["accepted"] < run["drafted"] - 5
         assert (run["preemptions"] > 0) == (run["options"]["num_kv_cache_blocks"] < 99)
 
 
@@ -81,7 +84,7 @@ def test_the_host_waits_for_tokens_only(found: Callable[[str], Any], name: str) 
 
 
 @scenarios(
-    *("qwen3", "qwen2", "bfloat16", "bfloat16 with fp8", "int8", "int4", "ranks"),
+    *("qwen3", "qwen2", "bfloat16", "bfloat16 with fp8", "int8", "int4", "ranks", "drafts"),
     *("hybrid experts", "int8 experts"),
 )
 def test_nothing_is_compiled_while_serving(found: Callable[[str], Any], name: str) -> None:

@@ -76,14 +76,16 @@ class HybridConfig(ModelConfig):
         return config
 
     def check_options(self, config: EngineConfig) -> None:
-        for value, option in (
-            (config.tensor_parallel_size > 1, "tensor_parallel_size"),
-            (config.swap_space, "swap_space"),
+        one_device = "are kept on one device only"
+        for value, option, reason in (
+            (config.tensor_parallel_size > 1, "tensor_parallel_size", one_device),
+            (config.swap_space, "swap_space", one_device),
+            (config.max_drafts, "speculative_config", "cannot be taken back to an earlier token"),
         ):
             if value:
                 raise ValueError(
                     f"{self.architecture} does not support {option}, because the states of its "
-                    f"linear attention are kept on one device only; leave {option} out"
+                    f"linear attention {reason}; leave {option} out"
                 )
 
     def select_tensors(self, files: dict[Path, Any]) -> dict[Path, Any]:

@@ -210,6 +210,8 @@ class RulesBatch:
         `positions` [R] are the positions of the tokens to be sampled.
         """
         assert self.logits is not None  # there are rules that change logits
+        if len(self.logits) < len(logits):  # a row with drafts has several
+            self.logits = torch.empty_like(logits, dtype=torch.float32)
         logits = self.logits[: len(logits)].copy_(logits)
         flat, vocab_size = logits.view(-1), logits.shape[1]
         if len(self.restricted):
@@ -282,7 +284,7 @@ class RulesBatch:
             for i in completed:
                 done.token_ids[i] = COMPLETE
             for (i, row, k), packed in zip(self.reported, logprobs(), strict=True):
-                done.result(row).logprobs = unpack_logprobs(packed, done.token_ids[i], k)
+                done.result(row).logprobs.append(unpack_logprobs(packed, done.token_ids[i], k))
 
         output.results.append(add_to)
         return output

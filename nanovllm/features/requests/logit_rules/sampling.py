@@ -37,12 +37,13 @@ class RuledSampling(Sampling):
     def receive(self, request: Request, seq: Sequence, result: RowResult) -> None:
         sample = request.samples[seq.index]
         # If the sequence ended while this token was in flight, its log-probabilities are dropped.
-        if result.logprobs and len(sample.logprobs) < seq.num_output:
+        for entry in result.logprobs[: seq.num_output - len(sample.logprobs)]:
             position = seq.num_prompt + len(sample.logprobs)
-            sample.logprobs.append(self.decode_logprobs(result.logprobs, seq, position))
+            sample.logprobs.append(self.decode_logprobs(entry, seq, position))
         for i, entry in enumerate(result.prompt_logprobs, result.first_position):
             request.state[i] = self.decode_logprobs(entry, seq, i)
         super().receive(request, seq, result)
+        del sample.logprobs[seq.num_output :]  # of tokens after a stop string
 
     def decode_logprobs(
         self, entry: TokenLogprobs, seq: Sequence, position: int

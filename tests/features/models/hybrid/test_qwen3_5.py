@@ -386,7 +386,9 @@ def test_repeated_prefixes_of_names(times: int, tmp_path: Path) -> None:
     assert found[0]["token_ids"] == wanted[0]["token_ids"]
 
 
-@pytest.mark.parametrize("option", [{"swap_space": 1}, {"tensor_parallel_size": 2}])
+@pytest.mark.parametrize(
+    "option", [{"swap_space": 1}, {"tensor_parallel_size": 2}, {"speculative_config": {}}]
+)
 def test_refused_options(checkpoint: tuple[Path, torch.nn.Module], option: dict[str, Any]) -> None:
     model_config = Checkpoint(checkpoint[0]).model_config
     with pytest.raises(ValueError, match=f"does not support {next(iter(option))}"):

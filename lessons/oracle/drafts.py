@@ -1,0 +1,78 @@
+"""Histories with speculation, in which drafts are right, partly right and wrong, and its faults.
+
+tests/features/requests/test_ngram.py catches every fault. No torch.
+"""
+
+import random
+from types import ModuleType
+
+from lessons.oracle.mutants import Mutant
+from lessons.oracle.oracle import History, answer
+from nanovllm.config import SpeculativeConfig
+from nanovllm.engine import block_manager, scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.features.requests import ngram
+
+NGRAM = ngram
+
+MUTANTS = {
+    "one token too many is accepted": Mutant(
+        NGRAM, "accept", "drawn[: A + 1]", "drawn[: num_accepted + 2]"
+    ),
+    "a token after a wrong draft is accepted": Mutant(
+        NGRAM, "accept", "A.index(False)", "sum(matches)"
+    ),
+    "a draft is compared with the token before": Mutant(
+        NGRAM, "accept", "chunk.token_ids[A:]", "chunk.token_ids[-chunk.num_drafts - 1 : -1]"
+    ),
+    "a wrong draft counts as computed, and a block that ends with it is cached": Mutant(
+        NGRAM, "_take_back", "A - num_accepted", "A - num_accepted - (num_accepted < num_drafts)"
+    ),
+    "the runner is asked for a token that it does not know": Mutant(
+        NGRAM, "_take_back", "seq.decoding = False", "pass"
+    ),
+    "a step with drafts stays in flight": Mutant(
+        NGRAM, "needs_results", "return True", "return False"
+    ),
+    "drafts are not in the budget": Mutant(NGRAM, "plan", "return 1 + len(A)", "return 1"),
+    "drafts are more than the budget": Mutant(NGRAM, "plan", "budget - 1", "budget"),
+    "drafts take blocks that are not available": Mutant(
+        NGRAM, "propose", "A + B > blocks.num_available", "False"
+    ),
+    "the blocks of drafts are not reported": Mutant(NGRAM, "plan", "A.new_blocks += B", "B"),
+    "drafts follow a token that is not known": Mutant(
+        NGRAM, "propose", "seq.num_computed != length - 1", "False"
+    ),
+}
+
+
+class DraftHistory(History):
+    """A part of the drafts is replaced by right tokens, up to a random one."""
+
+    def __init__(
+        self,
+        seed: int,
+        schedulers: ModuleType = scheduler,
+        managers: ModuleType = block_manager,
+        ngrams: ModuleType = ngram,
+    ) -> None:
+        super().__init__(seed, schedulers, managers)
+        rng: random.Random = self.rng
+        config = SpeculativeConfig(
+            num_speculative_tokens=rng.choice((1, 2, 3, 5, 8)),
+            prompt_lookup_max=3,
+            prompt_lookup_min=1,
+        )
+        speculation = ngrams.NgramSpeculation(config, rng.choice((4, 8, 64)))
+        self.share_of_right = rng.choice((0.0, 0.3, 0.8, 1.0))
+        propose = speculation.propose
+
+        def improved(planner: scheduler.Scheduler, seq: Sequence, budget: int) -> list[int]:
+            drafts: list[int] = propose(planner, seq, budget)
+            if drafts and rng.random() < self.share_of_right:
+                known, number = seq.token_ids, rng.randint(0, len(drafts))
+                drafts[:number] = answer(known, len(known) + number, frozenset(), seq.sampling.seed)
+            return drafts
+
+        speculation.propose = improved
+        self.scheduler.speculation = speculation

@@ -1,0 +1,332 @@
+"""Speculation by n-grams: results equal those without it, in histories and in whole engines."""
+
+import random
+from typing import Any
+
+import pytest
+from engines import is_idle
+from oracle_engine import Engine, right, sequence
+
+from lessons.oracle.drafts import MUTANTS, DraftHistory
+from lessons.oracle.mutants import Mutant, apply
+from lessons.oracle.oracle import run_history
+from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.config import SpeculativeConfig
+from nanovllm.engine import sampling
+from nanovllm.features.requests import ngram
+from nanovllm.features.requests.logit_rules import sampling as ruled_sampling
+from nanovllm.features.requests.ngram import FIRST_PAUSE, LONGEST_PAUSE, Lookup, NgramSpeculation
+from nanovllm.runner import rows
+
+SLOW = pytest.mark.slow
+
+# ---- n-grams ----
+
+
+def found(token_ids: list[int], sizes: range) -> int | None:
+    """The definition: the longest n-gram first, and its last occurrence before the end."""
+    for size in sizes:
+        last = token_ids[-size:]
+        for end in range(len(token_ids) - 1, size - 1, -1):
+            if len(last) == size and token_ids[end - size : end] == last:
+                return end
+    return None
+
+
+def test_the_last_occurrence_of_the_longest_n_gram() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        sizes = range(rng.randint(1, 4), 0, -1)
+        lookup, token_ids, hits = Lookup(5), [rng.randrange(3)], 0
+        for _ in range(40):
+            token_ids += [rng.randrange(3) for _ in range(rng.choice((1, 1, 3)))]
+            assert lookup.find(token_ids, sizes) == found(token_ids, sizes)
+            hits += found(token_ids, sizes) is not None
+        assert hits > 20
+
+
+def test_drafts_get_shorter_and_pause() -> None:
+    lookup, lengths = Lookup(5), []
+    while not lookup.pause_end:
+        lengths.append(lookup.limit)
+        lookup.record(lookup.limit, 0, 100)
+    assert lengths == [5, 2, 1]
+    assert lookup.pause_end == 100 + FIRST_PAUSE
+    pauses = []
+    for _ in range(9):
+        lookup.record(1, 0, 0)
+        pauses.append(lookup.pause_end)
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == pauses[-2] == LONGEST_PAUSE
+    lengths = []
+    for _ in range(4):
+        lengths.append(lookup.limit)
+        lookup.record(lookup.limit, lookup.limit, 0)
+    assert lengths == [1, 2, 4, 5]
+    lookup.record(5, 3, 0)
+    assert lookup.limit == 3
+
+
+def speculating(
+    engine: Engine, drafts: int = 3, smallest: int = 1, max_tokens: int = 64
+) -> NgramSpeculation:
+    config = SpeculativeConfig(
+        num_speculative_tokens=drafts, prompt_lookup_max=3, prompt_lookup_min=smallest
+    )
+    engine.scheduler.speculation = speculation = NgramSpeculation(config, max_tokens)
+    return speculation
+
+
+@pytest.mark.parametrize(
+    ("budget", "max_tokens", "drafts"), [(64, 64, [3, 3]), (5, 64, [3, 0]), (64, 4, [2, 0])]
+)
+def test_each_sequence_computes_its_own_token_first(
+    budget: int, max_tokens: int, drafts: list[int]
+) -> None:
+    engine = Engine(40, 4, 4, budget)
+    speculation = speculating(engine, max_tokens=max_tokens)
+    engine.add(*(sequence([0, 1, 2] * 2, 20, arrival) for arrival in range(2)))
+    plan = engine.step()
+    while not any(chunk.num_drafts for chunk in plan.chunks):
+        plan = engine.step()
+    counts = {chunk.row: chunk.num_drafts for chunk in plan.chunks}
+    planned = [*counts, *plan.decode_rows]
+    assert sorted(planned) == sorted(seq.row for seq in engine.scheduler.running)
+    assert [counts.get(seq.row, 0) for seq in engine.scheduler.running] == drafts
+    engine.run()
+    assert all(map(right, engine.finished))
+    assert speculation.stats()["drafted_tokens"] > 0
+
+
+def test_drafts_end_before_the_last_position() -> None:
+    engine = Engine(40, 4, 1, 64)
+    speculating(engine, drafts=8)
+    seq = sequence([0] * 8, 12)
+    engine.add(seq)
+    engine.run()
+    ends = [chunk.start + len(chunk.token_ids) for p in engine.plans for chunk in p.chunks]
+    assert max(ends) < seq.max_length
+    assert right(seq)
+
+
+# ---- histories ----
+
+
+@pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 1000), marks=SLOW)])
+def test_random_histories_with_drafts(seeds: range) -> None:
+    drafted = accepted = preemptions = 0
+    for seed in seeds:
+        history = run_history(seed, make=DraftHistory)
+        drafted += history.scheduler.speculation.drafted_tokens
+        accepted += history.scheduler.speculation.accepted_tokens
+        preemptions += history.scheduler.preemptions
+    assert drafted - accepted > 5 * len(seeds)
+    assert accepted > 5 * len(seeds)
+    assert preemptions > len(seeds)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[SLOW] * (i % 4 > 0)) for i, name in enumerate(MUTANTS)]
+)
+def test_fault_is_caught(name: str) -> None:
+    key = "ngrams" if MUTANTS[name].module is ngram else "schedulers"
+    faulty = apply(MUTANTS[name])
+    with pytest.raises(AssertionError, match="fails"):
+        for seed in range(200):
+            run_history(seed, make=DraftHistory, **{key: faulty})
+
+
+# ---- whole engines ----
+
+TEXTS = (
+    "What is 12 + 30?\n12 + 30 = 42\n\nWhat is 12 + 31?\n",
+    "Reverse the word planet.\ntenalp\nReverse the word planet.\n",
+    "2, 3, 5, 7, 11, 13, 2, 3, 5, 7,",
+    "a b a b a b a",
+    "x",
+)
+GREEDY: dict[str, Any] = dict(temperature=0, max_tokens=40, ignore_eos=True)
+PLENTY = dict(num_kv_cache_blocks=200)
+# Preemption, chunked prefill, steps in flight, shortest job first, no prefix cache.
+TIGHT: dict[str, dict[str, Any]] = {
+    "few blocks": dict(num_kv_cache_blocks=30),
+    "async": dict(async_scheduling=True, num_kv_cache_blocks=30),
+    "small budget": dict(max_num_batched_tokens=7, scheduling_policy="sjf"),
+    "no prefix cache": dict(enable_prefix_caching=False, max_num_seqs=2),
+    "host cache": dict(num_kv_cache_blocks=30, swap_space=0.001),
+}
+
+
+def engine_of(speculative: bool = True, **options: Any) -> LLM:
+    """The embedded model with one layer, which repeats itself."""
+    settings = dict(dtype="float32", device="cpu", attention_backend="sdpa", block_size=4)
+    settings |= dict(max_model_len=96, max_num_seqs=6)
+    drafts = {"method": "ngram", "prompt_lookup_min": 1} if speculative else None
+    llm = LLM(**(settings | options), speculative_config=drafts)
+    del llm.engine.runner.model.layers[1:]
+    return llm
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    params: dict[str, Any] = dict(
+        temperature=rng.choice((0, 0, 0.3, 1.0)),
+        seed=rng.randrange(9),
+        max_tokens=rng.randint(1, 40),
+        ignore_eos=rng.random() < 0.7,
+        n=rng.choice((1, 1, 1, 3)),
+    )
+    for name, values in {
+        "top_k": (0, 0, 5),
+        "top_p": (1.0, 0.9),
+        "min_p": (0.0, 0.05),
+        "logprobs": (None, 0, 2),
+        "prompt_logprobs": (None, None, 1),
+        "stop": (None, ["a", "12"], [" = "], ["\n"]),
+        "stop_token_ids": (None, None, [rng.randrange(300)]),
+        "include_stop_str_in_output": (False, True),
+        "min_tokens": (0, 0, 5),
+        "repetition_penalty": (1.0, 1.0, 1.0, 1.2),
+        "logit_bias": (None, None, {17: -2.0}),
+    }.items():
+        params[name] = rng.choice(values)
+    params["min_tokens"] = min(params["min_tokens"], params["max_tokens"])
+    return SamplingParams(**params)
+
+
+def workload(seed: int, number: int = 24) -> tuple[list[str], list[SamplingParams]]:
+    rng = random.Random(seed)
+    return [rng.choice(TEXTS) for _ in range(number)], [random_params(rng) for _ in range(number)]
+
+
+def results(llm: LLM, seed: int, number: int = 24) -> list[Any]:
+    outputs = llm.generate(*workload(seed, number), use_tqdm=False)
+    return [
+        (out.token_ids, out.text, out.finish_reason, out.stop_reason, entries(out.logprobs))
+        for request in outputs
+        for out in request.outputs
+    ] + [entries(request.prompt_logprobs) for request in outputs]
+
+
+def stopped(llm: LLM, whole: list[str]) -> list[Any]:
+    """Results of requests that a stop string or the length ends, at many places of their text."""
+    pairs = list(zip(TEXTS, whole, strict=True))
+    cases = [
+        (prompt, {**GREEDY, "logprobs": 1, "stop": [text[at : at + 4]]})
+        for prompt, text in pairs
+        for at in range(len(text) // 3, len(text) - 4, 3)
+    ]
+    cases += [(prompt, {**GREEDY, "max_tokens": 20 + i}) for prompt in TEXTS for i in range(9)]
+    prompts = [prompt for prompt, _ in cases]
+    params = [SamplingParams(**fields) for _, fields in cases]
+    outputs = [request.outputs[0] for request in llm.generate(prompts, params, use_tqdm=False)]
+    return [(out.token_ids, out.text, out.finish_reason, entries(out.logprobs)) for out in outputs]
+
+
+def whole_texts(llm: LLM) -> list[str]:
+    params = SamplingParams(**GREEDY)
+    return [out.outputs[0].text for out in llm.generate(list(TEXTS), params, use_tqdm=False)]
+
+
+def entries(logprobs: Any) -> list[Any]:
+    """(token, rank, log-probability) of each position. Numbers depend a little on the batch."""
+    return [
+        [(token, x.rank, pytest.approx(x.logprob, abs=1e-3)) for token, x in (entry or {}).items()]
+        for entry in logprobs or ()
+    ]
+
+
+@pytest.fixture(scope="module")
+def without() -> LLM:
+    return engine_of(speculative=False, **PLENTY)
+
+
+@pytest.mark.parametrize("how", [h if h == "async" else pytest.param(h, marks=SLOW) for h in TIGHT])
+def test_results_are_those_without_speculation(without: LLM, how: str) -> None:
+    """Tokens, texts, finish reasons and log-probabilities, greedy and sampled."""
+    llm = engine_of(**TIGHT[how])
+    for seed in range(4):
+        assert results(llm, seed) == results(without, seed)
+    stats = llm.stats()
+    assert 50 < stats["accepted_tokens"] < stats["drafted_tokens"] - 50
+    if llm.engine.scheduler.block_manager.num_blocks == 30:
+        assert stats["preemptions"] > 5
+    assert is_idle(llm.engine)
+
+
+RULES: list[tuple[dict[str, Any], bool]] = [
+    ({}, True),
+    (dict(logit_bias={5: 1.0}, min_tokens=2, allowed_token_ids=[5, 6], logprobs=1), True),
+    (dict(repetition_penalty=1.001), False),
+    (dict(presence_penalty=0.001), False),
+    (dict(frequency_penalty=0.001), False),
+    (dict(bad_words=["planet"]), False),
+    (dict(logits_processors=[lambda ids, logits: logits]), False),
+]
+
+
+def test_rows_whose_rules_depend_on_the_output_take_no_drafts() -> None:
+    llm = engine_of(**PLENTY)
+    for rules, has_drafts in RULES:
+        before = llm.stats()["drafted_tokens"]
+        llm.generate(list(TEXTS), SamplingParams(**GREEDY, **rules), use_tqdm=False)
+        assert (llm.stats()["drafted_tokens"] > before) == has_drafts, rules
+    before = llm.stats()["drafted_tokens"]
+    llm.beam_search(list(TEXTS), BeamSearchParams(2, 20), use_tqdm=False)
+    assert llm.stats()["drafted_tokens"] == before
+
+
+def test_ends_in_the_middle_of_accepted_drafts(without: LLM) -> None:
+    whole = whole_texts(without)
+    assert stopped(engine_of(**PLENTY), whole) == stopped(without, whole)
+
+
+def test_streams_get_several_tokens_at_once(without: LLM) -> None:
+    prompts, params = workload(1)
+    want = without.generate(prompts, params, use_tqdm=False)
+    llm, longest = engine_of(**PLENTY), 0
+    got: dict[tuple[int, int], list[Any]] = {}
+    for part in llm.stream(prompts, params):
+        got.setdefault((part.request_index, part.index), []).append(part)
+        longest = max(longest, len(part.token_ids))
+    assert longest > 3
+    for i, output in enumerate(want):
+        for out in output.outputs:
+            parts = got[i, out.index]
+            assert "".join(part.text for part in parts) == out.text
+            assert [t for part in parts for t in part.token_ids] == out.token_ids
+            assert parts[-1].finish_reason == out.finish_reason
+
+
+FAULTS = {
+    "the random number is one position late": Mutant(
+        rows, "build", "A[step.sampled] - step.tokens_after", "A[step.sampled]"
+    ),
+    "logits are of the last draft": Mutant(
+        rows, "_start_step", "A[sampled] - 1 - tokens_after", "A[sampled] - 1"
+    ),
+    "tokens after a stop string stay": Mutant(
+        sampling, "_add_text", "del seq.token_ids[A:]", "pass"
+    ),
+    "log-probabilities after a stop string stay": Mutant(
+        ruled_sampling, "receive", "del sample.logprobs[A:]", "pass"
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[SLOW] * (i > 0)) for i, name in enumerate(FAULTS)]
+)
+def test_fault_of_results_is_caught(
+    without: LLM, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = whole_texts(without)
+    want = results(without, 0), stopped(without, whole)
+    mutant, faulty = FAULTS[name], apply(FAULTS[name])
+    if mutant.module is ruled_sampling:
+        monkeypatch.setattr(ruled_sampling, "RuledSampling", faulty.RuledSampling)
+    else:
+        owner = rows.Rows if mutant.module is rows else sampling.Sampling
+        function = getattr(getattr(faulty, owner.__name__), mutant.function)
+        monkeypatch.setattr(owner, mutant.function, function)
+    llm = engine_of(**PLENTY)
+    assert (results(llm, 0), stopped(llm, whole)) != want
