@@ -114,13 +114,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if session.config.option.markexpr == "gpu":
         return  # a card's time is short
     try:
-        from nanovllm.backends.cpu import compile, kernel_files
+        from nanovllm.backends.cpu import backend, compile, kernel_files
     except ImportError:
         return  # without Numba
     if hasattr(session.config, "workerinput") and kernel_files.DIRECTORY:
         share_compilation()
     for dtype in DTYPES:
         compile.compile_now(dtype)
+        # Tests replace kernels, which the first start would find to be wrong.
+        for kind in (backend.CpuBackend, backend.CpuInt8Backend, backend.CpuInt4Backend):
+            kind(torch.device("cpu"), dtype).set_checked()
 
 
 def share_compilation() -> None:

@@ -24,8 +24,7 @@ from nanovllm.runner.rows import sampling_batch
 
 # (query heads, KV heads, head size): Qwen3-0.6B, Qwen2.5-7B, Qwen3.5, Llama 3.2.
 HEADS = (16, 8, 128), (28, 4, 128), (8, 2, 256), (32, 8, 64)
-# (Hk, Hv, Dk, Dv) of linear attention: Qwen3.5-0.8B and Qwen3.5-35B-A3B.
-DELTA_RULE = (16, 16, 128, 128), (16, 32, 128, 128)
+DELTA_RULE = 16, 32, 128, 128  # (Hk, Hv, Dk, Dv) of linear attention in Qwen3.5-35B-A3B
 IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -250,9 +249,8 @@ def delta_rule_row(pair: Backends) -> Row:
     """Decodes are timed, which read and write their states."""
     from nanovllm.features.models.hybrid.states import kernels_of
 
-    for sizes in DELTA_RULE:
-        yield from check.delta_rule(pair, sizes)
+    yield from check.delta_rule(pair, DELTA_RULE)
     rows, decode = max(1, large(pair[0].device) // 128), kernels_of(pair[0])[0]
-    layer, x, conv, rule = check.linear_attention(partial(new, pair[0]), sizes, rows, rows)
+    layer, x, conv, rule = check.linear_attention(partial(new, pair[0]), DELTA_RULE, rows, rows)
     index = torch.arange(rows, device=x.device)
     yield Timed(lambda: decode(layer, x, conv, rule, index), 2 * rule.nbytes)

@@ -18,6 +18,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.loading import check, memory
 from nanovllm.loading.memory import MemoryBudget
 from nanovllm.loading.select_backend import (
+    check_device,
     checked,
     explain_lost_device,
     pick_backend,
@@ -101,8 +102,6 @@ def make_backend(
 
         quantized = (int8 if config.quantization == "int8" else int4).quantized
         backend, plain = quantized(backend), quantized(plain)
-    if type(backend) is type(plain) and not backend.captures:
-        return backend
     return checked(backend, plain, config, on_meta, vocab_size)
 
 
@@ -210,7 +209,8 @@ def make_fast_steps(config: EngineConfig, runner: ModelRunner, ranks: Ranks | No
                 return
             if config.check_kernels:
                 check.check(check.replay(runner, graphs, config.token_budget), backend.dtype)
-        except ArithmeticError as error:
+        except (ArithmeticError, RuntimeError) as error:
+            check_device(backend.device)  # raises an error that no later step survives
             logger.warning(
                 f"decodes run without CUDA graphs, which is slower, because {error}, on "
                 f"{check.system(backend.device)}. Please report it with the output of the command "

@@ -89,6 +89,9 @@ class PlainAttention:
         """Copy K and V of `blocks` [n], without the fp8 scales. Returns [2, K, n * B, D]."""
         kv = self.cache[layer].transpose(1, 2)  # [2, K, blocks, B, D]
         # `kv[:, :, blocks]` takes several times as long on a CPU.
+        if kv.dtype == FP8:  # a GPU may not select numbers in fp8
+            bits = kv.view(torch.uint8).index_select(2, blocks)
+            return bits.view(FP8).flatten(2, 3).to(self.dtype)
         return kv.index_select(2, blocks).flatten(2, 3).to(self.dtype)
 
     def norm_rope_store(

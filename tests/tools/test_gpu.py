@@ -1,5 +1,6 @@
 """The three runs of `python -m tools.gpu`."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def test_a_command_that_fails_or_hangs_does_not_end_the_run(
         lines = text.splitlines()
         assert {"one", "ZeroDivisionError: division by zero", "four"} <= set(lines)
         assert [line.split()[1:3] for line in lines[-4:]] == ends
-    [pid] = [int(line.split()[1]) for line in log.splitlines() if line.startswith("other ")]
+    [pid] = map(int, re.findall(r"^other (\d+)$", log, re.MULTILINE))
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     assert gpu.main(["right", "--out", str(tmp_path / "out"), "--only", "first"]) == 0
     assert "four" not in capsys.readouterr().out
