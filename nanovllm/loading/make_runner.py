@@ -18,6 +18,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.loading import check, memory
 from nanovllm.loading.memory import MemoryBudget
 from nanovllm.loading.select_backend import (
+    check_device,
     checked,
     explain_lost_device,
     pick_backend,
@@ -208,7 +209,8 @@ def make_fast_steps(config: EngineConfig, runner: ModelRunner, ranks: Ranks | No
                 return
             if config.check_kernels:
                 check.check(check.replay(runner, graphs, config.token_budget), backend.dtype)
-        except ArithmeticError as error:
+        except (ArithmeticError, RuntimeError) as error:
+            check_device(backend.device)  # raises an error that no later step survives
             logger.warning(
                 f"decodes run without CUDA graphs, which is slower, because {error}, on "
                 f"{check.system(backend.device)}. Please report it with the output of the command "

@@ -171,6 +171,7 @@ def main() -> None:
         "chunks": (lambda: raising(ChunkGraphs, "_capture", unsupported), {}),
         "memory of chunks": (lambda: raising(ChunkGraphs, "_capture", out), {}),
         "replay": (incomplete_replay, {}),
+        "failed replay": (lambda: raising(Graph, "replay", RuntimeError("invalid handle")), {}),
         "illegal access": (lost, {}),
         "T4": (lambda: on_card(7, 5, 64), {}),
         "V100": (lambda: on_card(7, 0, 96), {}),

@@ -135,6 +135,7 @@ FALLBACKS = {
     "chunks": ("chunks for 0 of 16 sizes.*not permitted when", True, False, False),
     "memory of chunks": ("chunks for 0 of 16 sizes.*out of memory", True, False, False),
     "replay": ("without CUDA graphs, .*decodes in a CUDA graph has", False, False, False),
+    "failed replay": ("without CUDA graphs, .*because invalid handle", False, False, False),
 }
 
 
