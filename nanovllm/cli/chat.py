@@ -2,6 +2,7 @@
 
   nanovllm chat
   nanovllm chat --model Qwen/Qwen3-0.6B --system "Answer in one sentence." --set dtype=bfloat16
+  nanovllm chat --prefix-cache ~/.cache/chat
 
 Ctrl-C ends an answer. /new begins a new conversation. Ctrl-D, /quit or /exit ends the program, and
 /help shows this. A question that begins with "/" needs a space before it. The exit status is 1 if
@@ -57,6 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--temperature", type=float, help="0 is greedy (the checkpoint's default)")
     length = "largest number of tokens of an answer (all that max_model_len leaves)"
     add("--max-tokens", type=int, metavar="N", help=length)
+    add("--prefix-cache", metavar="DIR", help="keep the KV of prompts here for the next chat")
     add_model_options(parser)
     return parser
 
@@ -72,10 +74,20 @@ def main(argv: list[str] | None = None) -> int:
             params.temperature = args.temperature
         params = params.clone()  # checks the fields
         llm.engine.input_processor.get_tokenizer()  # transformers' is not needed
+        if args.prefix_cache:
+            llm.load_prefix_cache(args.prefix_cache)
+        failed = converse(llm, params, args.system)
+        if args.prefix_cache:
+            llm.save_prefix_cache(args.prefix_cache)
     except (OSError, TypeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    start: list[Message] = [{"role": "system", "content": args.system}] if args.system else []
+    return int(failed)
+
+
+def converse(llm: LLM, params: SamplingParams, system: str | None) -> bool:
+    """Answer questions until the end of the input. Returns whether one failed, as in `main`."""
+    start: list[Message] = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     terminal = sys.stdin.isatty()
     if terminal:
@@ -87,13 +99,13 @@ def main(argv: list[str] | None = None) -> int:
         try:
             question = input("> " if terminal else "").rstrip()
         except EOFError:
-            return int(failed)
+            return failed
         except KeyboardInterrupt:
             print()
             continue
         command = question.lower()
         if command in ("/quit", "/exit"):
-            return int(failed)
+            return failed
         if command == "/new":
             messages = list(start)
         elif command == "/help":

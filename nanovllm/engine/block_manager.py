@@ -45,6 +45,7 @@ class Block:
     # These fields are set while the block is cached.
     block_hash: bytes = b""
     token_ids: list[int] = field(default_factory=list)
+    parent_block_hash: bytes = b""  # of the block before it, if any
 
     @property
     def is_cached(self) -> bool:
@@ -130,11 +131,15 @@ class BlockManager:
             block_hash = self.block_hash(seq, i)
             if block_hash not in self.hash_to_block:
                 block = self.blocks[seq.block_table[i]]
-                self._cache(block, block_hash, self._token_ids(seq, i))
+                parent_block_hash = seq.block_hashes[i - 1] if i else b""
+                self.cache(block, block_hash, self._token_ids(seq, i), parent_block_hash)
             seq.num_cached_blocks += 1
 
-    def _cache(self, block: Block, block_hash: bytes, token_ids: list[int]) -> None:
+    def cache(
+        self, block: Block, block_hash: bytes, token_ids: list[int], parent_block_hash: bytes
+    ) -> None:
         block.block_hash, block.token_ids = block_hash, token_ids
+        block.parent_block_hash = parent_block_hash
         self.hash_to_block[block_hash] = block
 
     # ---- ownership ----

@@ -52,7 +52,8 @@ class LLMEngine(SharedEngine):
         if config.async_scheduling is None:
             self.async_scheduling = runner.async_scheduling
         self.observer = NO_OBSERVER  # see nanovllm/cli/trace/trace.py
-        self.requests: dict[str, Request] = {}  # those that have not ended, by id
+        self.checkpoint: Any = None  # for features/memory/disk_cache.py
+        self.requests = {}
         self.finished: dict[str, Any] = {}  # outputs that `step` has not returned yet, by id
         self.progress = Progress()  # of all requests
         self.num_requests = 0

@@ -47,6 +47,8 @@ def hold_interrupt() -> Iterator[list[Any]]:
 
 
 class SharedEngine(ABC):
+    requests: dict[str, Request]  # those that have not ended, by id
+
     def __init__(self) -> None:
         self._process = os.getpid()
         # An RLock would let the garbage collector call `abort` in the middle of a change.
@@ -92,6 +94,21 @@ class SharedEngine(ABC):
     def run_pending_aborts(self) -> None:
         if self._to_abort:
             self.abort(())
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Hold the lock while nothing runs: requests that are added meanwhile wait for the end.
+
+        Raises RuntimeError if a request is unfinished or a step runs.
+        """
+        self.run_pending_aborts()
+        with self.lock:
+            if self.requests or self._step_lock.locked():
+                raise RuntimeError(
+                    "the prefix cache cannot be saved or loaded while requests run; wait for their "
+                    "end, or abort them"
+                )
+            yield
 
     @abstractmethod
     def _abort_request(self, request: Request) -> None:

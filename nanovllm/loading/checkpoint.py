@@ -97,6 +97,7 @@ class Checkpoint:
         Raises ValueError for a model, or a format of its weights, that is not supported.
         """
         self.directory = directory
+        self.opened: dict[Path, os.stat_result] = {}  # files of weights, when they were opened
         # Messages show this name.
         self.config_path = directory / ("config.json" + " with hf_overrides" * bool(overrides))
         self.config = read_config(directory, overrides or {})
@@ -145,6 +146,7 @@ class Checkpoint:
             for path in weight_files(self.directory) if has_weights else []:
                 try:
                     files[path] = stack.enter_context(safe_open(path, framework="pt"))
+                    self.opened[path] = path.stat()
                 except Exception as error:  # the error types of safetensors are not public
                     raise unreadable(path, "a readable safetensors file", error) from None
             files = self.model_config.select_tensors(files)

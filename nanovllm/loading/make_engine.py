@@ -105,6 +105,7 @@ def load_engine(
         )
     agreeing = runner if ranks is None else ranks.agreeing(runner)
     engine = LLMEngine(config, agreeing, input_processor, block_manager)
+    engine.checkpoint = checkpoint
     if isinstance(config.speculative_config, SpeculativeConfig):
         from nanovllm.features.requests.ngram import NgramSpeculation
 

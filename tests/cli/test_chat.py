@@ -4,6 +4,7 @@ import io
 import signal
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,6 +51,28 @@ def test_a_question_that_does_not_fit_is_left_out(
     captured = capsys.readouterr()
     assert captured.out == "2 + 3 = 5\n"
     assert "/new begins a new conversation" in captured.err
+
+
+def test_the_prefix_cache_outlives_the_chat(
+    embedded: LLM,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments, cached = ("--system", "word " * 100, "--prefix-cache", str(tmp_path / "new")), []
+    for _ in range(2):
+        embedded.reset_prefix_cache()
+        before = embedded.engine.scheduler.cached_tokens
+        assert talk(monkeypatch, embedded, "What is 2 + 3?\n", *arguments)[0] == 0
+        cached.append(embedded.engine.scheduler.cached_tokens - before)
+    assert cached[0] == 0
+    assert cached[1] > 100
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == second
+    [file] = (tmp_path / "new").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    assert talk(monkeypatch, embedded, "What is 2 + 3?\n", *arguments)[0] == 1
+    assert f"error: {file} is damaged, and nothing was loaded" in capsys.readouterr().err
 
 
 def test_commands(

@@ -1,11 +1,13 @@
-"""The calls of LLM that do not generate text by sampling: beams, embeddings, log-likelihoods."""
+"""The calls of LLM that do not sample: beams, embeddings, log-likelihoods, the disk cache."""
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from nanovllm.config import EngineConfig
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Request
 from nanovllm.features.requests.beam_search import BeamSearchOutput
@@ -19,6 +21,7 @@ class OptionalCalls(ABC):
     """The base class of LLM."""
 
     engine: LLMEngine
+    _config: EngineConfig
 
     @abstractmethod
     def _run(
@@ -87,6 +90,33 @@ class OptionalCalls(ABC):
         """
         pairs = tokenize_pairs(self.engine.input_processor, prompts, continuations)
         return unaborted(self._run(pairs, use_tqdm, "Scoring"))
+
+    def save_prefix_cache(self, path: str | os.PathLike[str]) -> int:
+        """Save the blocks of the prefix cache to a file in the directory `path`, which is made.
+
+        Replaces the file of an earlier call, unless the prefix cache is empty. Blocks in host
+        memory are not saved. Returns the number of tokens whose KV was saved.
+
+        Raises RuntimeError while requests run, and ValueError if the prefix cache is disabled, for
+        several ranks, for a model with linear attention, and if the files of the checkpoint have
+        changed since they were loaded.
+        """
+        from nanovllm.features.memory import disk_cache  # imports torch
+
+        return disk_cache.save(self.engine, self._config, path)
+
+    def load_prefix_cache(self, path: str | os.PathLike[str]) -> int:
+        """Load what `save_prefix_cache` saved into free blocks, the most recently used first.
+
+        Returns the number of tokens whose KV was loaded: 0 if there is no file yet. Blocks that are
+        cached already are not loaded. Blocks that do not fit are left out.
+
+        Raises ValueError, and loads nothing, if the file is damaged, or if it was saved by another
+        model or with options that change the KV. Other errors are as in `save_prefix_cache`.
+        """
+        from nanovllm.features.memory import disk_cache
+
+        return disk_cache.load(self.engine, self._config, path)
 
 
 def unaborted(requests: list[Request]) -> list[Any]:

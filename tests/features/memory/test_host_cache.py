@@ -72,8 +72,8 @@ BLOCKS_MUTANTS = {
     "blocks for loads are not counted": Mutant(
         BLOCKS,
         "_save",
-        "HostBlock(A, 0, B, C)",
-        "HostBlock(A, 1, B, C)",
+        "HostBlock(A, 0, *B)",
+        "HostBlock(A, 1, *B)",
     ),
     "a saved block is not forgotten when it is replaced": Mutant(
         BLOCKS, "_drop", "del A[B]", "pass"

@@ -77,7 +77,8 @@ class HostCacheBlockManager(BlockManager):
                 return
             self._drop(oldest)
         host_id = self.host_free.pop()
-        host_block = HostBlock(host_id, 0, block.block_hash, block.token_ids)
+        content = block.block_hash, block.token_ids, block.parent_block_hash
+        host_block = HostBlock(host_id, 0, *content)
         self.hash_to_host_block[block.block_hash] = host_block
         self._busy.add(host_id)
         self._saves.append(BlockCopy(block.block_id, host_id))
@@ -116,7 +117,8 @@ class HostCacheBlockManager(BlockManager):
     def _load(self, host_block: Block) -> int:
         """Return a device block with one owner, into which the plan loads `host_block`."""
         block = self.blocks[self._take_block()]
-        self._cache(block, host_block.block_hash, host_block.token_ids)
+        content = host_block.block_hash, host_block.token_ids, host_block.parent_block_hash
+        self.cache(block, *content)
         self._loads.append(BlockCopy(host_block.block_id, block.block_id))
         self.loaded_blocks += 1
         return block.block_id
