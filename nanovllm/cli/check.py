@@ -41,9 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("nanovllm check", description=__doc__, formatter_class=raw)
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="see above")
-    parser.add_argument(
-        "--limit", type=float, default=300, metavar="N", help="seconds of a row (300)"
-    )
+    parser.add_argument("--limit", type=float, default=300, metavar="N", help="seconds (300)")
     return parser
 
 
