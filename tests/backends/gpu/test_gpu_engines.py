@@ -210,11 +210,8 @@ def test_graphs_fit_in_the_margin(tmp_path: Path) -> None:
 
 
 def test_too_little_memory_is_a_clear_error() -> None:
-    for options, what in (
-        ({}, "too little memory for the KV cache"),
-        ({"max_model_len": 512}, "a request of 512 tokens need"),
-    ):
-        with pytest.raises(ValueError, match=rf"{what}.*gpu_memory_util"):
+    for options in ({}, {"max_model_len": 512}):
+        with pytest.raises(ValueError, match="too little memory for the KV cache.*gpu_memory_util"):
             LLM(device=DEVICE, gpu_memory_utilization=1e-5, **options)
     answer = LLM(device=DEVICE, gpu_memory_utilization=0.3).chat(
         [{"role": "user", "content": "hi"}], use_tqdm=False

@@ -77,7 +77,7 @@ def saved(path: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, l
 )
 def test_the_same_kv_and_tokens(path: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     first = random_llm(path, **options)
-    computed = run(first)
+    computed, again = run(first), run(first)
     num_saved = first.save_prefix_cache(tmp_path)
     assert num_saved == len(kv_by_hash(first)) * options.get("block_size", 16) > 150
     second = random_llm(path, **options)
@@ -85,7 +85,9 @@ def test_the_same_kv_and_tokens(path: Path, tmp_path: Path, options: dict[str, A
     assert kv_by_hash(second) == kv_by_hash(first)
     assert is_idle(second.engine)
     outputs = run(second)
-    assert tokens(outputs) == tokens(computed)
+    # In bfloat16, a prompt with a cached prefix has other roundings than one without.
+    assert tokens(outputs) == tokens(again)
+    assert tokens(outputs) == tokens(computed) or options.get("dtype") == "bfloat16"
     size = options.get("block_size", 16)
     assert [output.num_cached_tokens for output in outputs] == [
         (len(prompt) - 1) // size * size for prompt in PROMPTS
