@@ -1,8 +1,8 @@
 """Exercises that break the engine: a fault of one line, and the shortest history that shows it.
 
-`python -m lessons break N` makes the N-th fault of mutants.py, or one of states.py, in memory and
-runs the random histories of oracle.py. It shortens the first failing histories as long as they
-fail, prints the trace of the shortest, and asks which invariant broke.
+`python -m lessons break N` makes the N-th fault of mutants.py, or one of states.py or drafts.py, in
+memory and runs the random histories of oracle.py. It shortens the first failing histories as long
+as they fail, prints the trace of the shortest, and asks which invariant broke.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
-from lessons.oracle import oracle, states
+from lessons.oracle import drafts, oracle, states
 from lessons.oracle.mutants import MUTANTS, Mutant, apply, describe
 from lessons.oracle.oracle import INVARIANTS, Action, History, InvariantError
 from lessons.show import Question, fill, say, show_answers, show_questions, show_table
@@ -30,8 +30,13 @@ STATE_FAULTS = (
     "a slot that is freed is still named",
     "a match uses a state of the plan",
 )
+DRAFT_FAULTS = (
+    "a token after a wrong draft is accepted",
+    "a wrong draft counts as computed, and a block that ends with it is cached",
+)
 FAULTS = dict(MUTANTS)
 FAULTS |= {name: states.MUTANTS[name] for name in STATE_FAULTS}
+FAULTS |= {name: drafts.MUTANTS[name] for name in DRAFT_FAULTS}
 NAMES = list(FAULTS)
 
 
@@ -58,8 +63,13 @@ THEMES = (
     Theme("rows and ends", (19, 20, 21, 23), ("answers", "budget", "progress", "returned")),
     Theme(
         "states of linear attention (lesson 17)",
-        tuple(range(len(MUTANTS) + 1, len(FAULTS) + 1)),
+        tuple(range(len(MUTANTS) + 1, len(MUTANTS) + len(STATE_FAULTS) + 1)),
         ("answers", "context", "cached", "states", "snapshots", "state slots", "no error"),
+    ),
+    Theme(
+        "drafts (lesson 23)",
+        tuple(range(len(FAULTS) - len(DRAFT_FAULTS) + 1, len(FAULTS) + 1)),
+        ("answers", "context", "cached", "budget", "progress", "no error"),
     ),
 )
 EASY, HARD = (1, 9, 13, 16, 19, 21, 23, 26), (3, 4, 5, 8, 10, 14, 20, 25, 29)
@@ -172,11 +182,14 @@ def show_states(history: History) -> None:
 
 def show_failure(mutant: Mutant) -> InvariantError:
     """Print the shortest history that fails with the fault. Returns the error."""
-    module = "schedulers" if mutant.module is scheduler else "managers"
+    keys: dict[Any, str] = {scheduler: "schedulers", drafts.NGRAM: "ngrams"}
+    module = keys.get(mutant.module, "managers")
     modules, seeds = {module: apply(mutant)}, range(SEEDS)
     make = History
     if mutant in states.MUTANTS.values():
         make = states.HybridHistory
+    elif mutant in drafts.MUTANTS.values():
+        make = drafts.DraftHistory
     attempts = (Attempt(modules, i, tuple(oracle.random_actions(i)), make) for i in seeds)
     failing = (attempt for attempt in attempts if attempt.failure() is not None)
     _, attempt = min(map(shorten, islice(failing, FAILURES)), key=lambda pair: pair[0])
@@ -191,7 +204,7 @@ def show_failure(mutant: Mutant) -> InvariantError:
     if error.name == "no error":
         say(f"After that, the plan of step {history.steps + 1} raises {error.detail}.")
     show_blocks(history)
-    if make is not History:
+    if make is states.HybridHistory:
         show_states(history)
     return error
 
@@ -219,7 +232,7 @@ def run(which: str | None, answers: list[str] | None) -> None:
         for i, invariant in enumerate(theme.invariants, 1):
             print(fill(INVARIANTS[invariant], f"{i:2}. ", "    "))
         print()
-    known = states.MUTANTS | MUTANTS
+    known = states.MUTANTS | drafts.MUTANTS | MUTANTS
     functions = {m.function for m in known.values() if m.module is mutant.module}
     function = mutant.function
     if function == "_shared_block":  # its fault cannot be told apart from one of its caller

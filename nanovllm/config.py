@@ -40,7 +40,8 @@ FORMATS = (
 )
 
 
-# A step with drafts has at most so many tokens. More would make it limited by computing.
+# A step with drafts has at most so many tokens. More would make it limited by computing. The number
+# for a GPU is an estimate.
 MAX_DRAFT_STEP = {"cpu": 16, "cuda": 64}
 
 

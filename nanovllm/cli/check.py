@@ -41,8 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("nanovllm check", description=__doc__, formatter_class=raw)
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="see above")
-    help_limit = "of a row, with compilation (%(default)s)"
-    parser.add_argument("--limit", type=float, default=300, metavar="SECONDS", help=help_limit)
+    parser.add_argument("--limit", type=float, default=300, metavar="N", help="seconds (300)")
     return parser
 
 

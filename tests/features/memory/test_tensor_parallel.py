@@ -128,6 +128,7 @@ def test_text_and_stop_strings(ranks: Job) -> None:
     assert {reason for _, reason in one} == {"stop"}
     assert one[0][0] == "12 + 30 = 42"
     assert values(ranks("text", 2)) == [one] * 2
+    assert values(ranks("text", 2, with_drafts=True)) == [one] * 2
 
 
 QUANTIZED = [("qwen2", "int8"), ("moe-128", "int4")]
