@@ -13,6 +13,7 @@ Sharing and copy-on-write are from PagedAttention (Kwon et al. 2023, arXiv:2309.
 """
 
 from itertools import pairwise
+from tempfile import TemporaryDirectory
 
 from lessons.lesson import GREEDY, ask, make_llm
 from lessons.show import Questions, link, say, show_source, show_table
@@ -85,6 +86,18 @@ def evict() -> list[tuple[str, int, int, int]]:
     return rows
 
 
+def reload(llm: LLM) -> tuple[int, int]:
+    """Save the prefix cache and load it into a new engine.
+
+    Returns the number of saved tokens, and how many tokens of A the new engine finds.
+    """
+    other = make_llm(block_size=4, num_kv_cache_blocks=32)
+    with TemporaryDirectory() as directory:
+        num_saved = llm.save_prefix_cache(directory)
+        other.load_prefix_cache(directory)
+    return num_saved, run_prompts(other, [llm.get_tokenizer().encode(A)])[0]
+
+
 def run() -> None:
     llm = make_llm(block_size=4, num_kv_cache_blocks=32)
     a, b = llm.get_tokenizer().encode(A), llm.get_tokenizer().encode(B)
@@ -130,8 +143,19 @@ def run() -> None:
         releases its last block first. The table shows how many tokens of each prompt the next
         request would find in the cache:""")
     show_table(("after", "of A", "of C", "of D"), evict())
+    num_saved, num_found = reload(llm)
+    say(f"""A hash depends on tokens and not on the process, so blocks can outlive the process.
+        save_prefix_cache writes the cached blocks to a file, with their tokens and their parents.
+        Here they are {num_saved} tokens. A new engine that loads the file finds {num_found} tokens
+        of A, which it has never computed. Other weights, another dtype or another block size would
+        make other blocks of the same tokens. The file therefore says what its KV depends on, and
+        is refused if anything differs. Reading the KV of 1,500 tokens takes less than a tenth of
+        the time to compute it (smollm2-135m on two cores).""")
     show_source(
-        link(BlockManager.match), link(BlockManager.copy_on_write), link(BlockManager.choose_victim)
+        link(BlockManager.match),
+        link(BlockManager.copy_on_write),
+        link(BlockManager.choose_victim),
+        link(LLM.save_prefix_cache),
     )
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ def save(engine: LLMEngine, config: EngineConfig, path: str | os.PathLike[str]) 
     """See `LLM.save_prefix_cache`."""
     metadata, file = fingerprint(engine, config), Path(path).expanduser() / NAME
     file.parent.mkdir(parents=True, exist_ok=True)
-    # All processes use this name, so that processes that are killed leave one such file at most.
+    # safetensors may write to a file with a random name. A process that is killed leaves it here,
+    # where the next call removes it.
     temporary = file.with_suffix(".tmp")
     runner: Any = engine.runner
     with FileLock(file.with_suffix(".lock")), engine.idle(), runner.thread_limit():
@@ -58,12 +60,16 @@ def save(engine: LLMEngine, config: EngineConfig, path: str | os.PathLike[str]) 
         }
         metadata["kv checksum"] = checksum_of_kv(tensors["kv"])
         metadata["checksum"] = checksum(metadata, tensors)
+        shutil.rmtree(temporary, ignore_errors=True)
         try:
-            save_file(tensors, temporary, metadata)
+            temporary.mkdir()
+            save_file(tensors, temporary / NAME, metadata)
             # A process that loads the old file meanwhile keeps it open.
-            temporary.replace(file)
+            (temporary / NAME).replace(file)
+        except Exception as error:  # the error types of safetensors are not public
+            raise OSError(f"{file} cannot be written: {error}") from error
         finally:
-            temporary.unlink(missing_ok=True)
+            shutil.rmtree(temporary, ignore_errors=True)
     num_tokens = len(blocks) * config.block_size
     logger.info(f"saved the KV of {num_tokens:,} tokens to {file}")
     return num_tokens
@@ -174,7 +180,8 @@ def load_kv(
 def fingerprint(engine: LLMEngine, config: EngineConfig) -> dict[str, str]:
     """Return what the KV of given tokens depends on, by name.
 
-    Raises ValueError if the prefix cache cannot be saved or loaded.
+    The kernels of a device are not part of it, because their KV differs by rounding only. Raises
+    ValueError if the prefix cache cannot be saved or loaded.
     """
     runner: Any = engine.runner
     reason = ""

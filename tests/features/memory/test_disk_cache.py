@@ -195,6 +195,15 @@ def test_blocks_that_are_cached_already(path: Path, saved: tuple[Path, list[list
     assert tokens(run(llm)) == saved[1]
 
 
+def test_another_backend(path: Path, saved: tuple[Path, list[list[int]]]) -> None:
+    """The layout of the KV cache is the same in all backends."""
+    llm = random_llm(path, attention_backend="sdpa")
+    assert llm.load_prefix_cache(saved[0]) > 0
+    outputs = run(llm)
+    assert tokens(outputs) == saved[1]
+    assert outputs[0].num_cached_tokens == 96
+
+
 def test_the_file_is_in_the_format_of_safetensors(path: Path, saved: tuple[Path, Any]) -> None:
     with safe_open(saved[0] / disk_cache.NAME, framework="pt") as file:
         assert file.metadata()["block_size"] == "16"
@@ -420,7 +429,7 @@ def test_a_fault_at_any_line(
             num_raised += 1
         assert is_idle(llm.engine)
         assert len(blocks.evictable) == len(blocks.hash_to_block)
-        assert not list(tmp_path.glob("*.tmp"))
+        assert not list(tmp_path.glob("*.tmp/*"))
         assert tokens(run(llm)) == saved[1]
         assert random_llm(path).load_prefix_cache(tmp_path) > 0 or call == "load_prefix_cache"
     assert num_raised > 20
@@ -444,11 +453,30 @@ def test_a_load_that_fails(
     assert tokens(run(llm)) == saved[1]
 
 
-def test_a_temporary_file_that_is_left(path: Path, saved: tuple[Path, Any], tmp_path: Path) -> None:
-    """A process that was killed has left it."""
+def test_a_full_disk(path: Path, saved: tuple[Path, Any], tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    llm, file = random_llm(path), tmp_path / disk_cache.NAME
+    llm.load_prefix_cache(saved[0])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match=f"{file} cannot be written: "):
+            llm.save_prefix_cache(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not file.exists()
+    assert not list(tmp_path.glob("*.tmp"))
+    still_serves(llm)
+
+
+def test_temporary_files_that_are_left(path: Path, saved: tuple[Path, Any], tmp_path: Path) -> None:
+    """A process that was killed has left them."""
     llm = random_llm(path)
     run(llm)
-    (tmp_path / disk_cache.NAME).with_suffix(".tmp").write_bytes(bytes(10**7))
+    left = (tmp_path / disk_cache.NAME).with_suffix(".tmp")
+    left.mkdir()
+    for name in (disk_cache.NAME, ".tmp1"):
+        (left / name).write_bytes(bytes(10**6))
     assert llm.save_prefix_cache(tmp_path) > 0
     assert not list(tmp_path.glob("*.tmp"))
     sizes = [(path / disk_cache.NAME).stat().st_size for path in (saved[0], tmp_path)]
