@@ -6,7 +6,7 @@ found as if this process had computed it. The file is in the format of safetenso
     kv         [n, layers, 2, K, B, D] in the dtype of the KV cache
     token_ids  [n, B] int32
     parents    [n] int32, the index of the block before it, or -1
-    metadata   what the KV depends on (`fingerprint`), and a checksum of all this
+    metadata   what the KV depends on (`fingerprint`), and checksums of all this
 
 The most recently used blocks are first, but each block is after its parent. The first blocks are
 therefore whole prefixes, and a cache that is too small for all blocks loads only these.
@@ -43,11 +43,12 @@ def save(engine: LLMEngine, config: EngineConfig, path: str | os.PathLike[str]) 
     file.parent.mkdir(parents=True, exist_ok=True)
     # All processes use this name, so that processes that are killed leave one such file at most.
     temporary = file.with_suffix(".tmp")
-    with FileLock(file.with_suffix(".lock")), engine.idle():
+    runner: Any = engine.runner
+    with FileLock(file.with_suffix(".lock")), engine.idle(), runner.thread_limit():
         blocks = blocks_to_save(engine.scheduler.block_manager)
         if not blocks:
             return 0
-        cache: Any = engine.runner.attention.cache  # type: ignore[attr-defined]
+        cache = runner.attention.cache
         rows = {block.block_hash: row for row, block in enumerate(blocks)}
         parents = [rows.get(block.parent_block_hash, -1) for block in blocks]
         tensors = {
@@ -55,6 +56,7 @@ def save(engine: LLMEngine, config: EngineConfig, path: str | os.PathLike[str]) 
             "token_ids": torch.tensor([block.token_ids for block in blocks], dtype=torch.int32),
             "parents": torch.tensor(parents, dtype=torch.int32),
         }
+        metadata["kv checksum"] = checksum_of_kv(tensors["kv"])
         metadata["checksum"] = checksum(metadata, tensors)
         try:
             save_file(tensors, temporary, metadata)
@@ -83,12 +85,16 @@ def blocks_to_save(block_manager: BlockManager) -> list[Block]:
     return list(ordered.values())
 
 
+def checksum_of_kv(kv: Tensor) -> str:
+    return xxh3_128(kv.view(torch.uint8).numpy().data).hexdigest()
+
+
 def checksum(metadata: dict[str, str], tensors: dict[str, Tensor]) -> str:
-    """Return a checksum of the content of a file."""
+    """Return a checksum of everything but the KV, whose checksum is in `metadata`."""
     digest = xxh3_128(json.dumps(sorted(metadata.items())).encode())
-    for name in TENSORS:
-        digest.update(f"{name} {tensors[name].dtype} {tensors[name].shape}".encode())
-        digest.update(tensors[name].view(torch.uint8).numpy().data)
+    digest.update(f"{tensors['kv'].dtype} {tensors['kv'].shape}".encode())
+    for name in ("token_ids", "parents"):
+        digest.update(tensors[name].numpy().data)
     return digest.hexdigest()
 
 
@@ -104,9 +110,8 @@ def load(engine: LLMEngine, config: EngineConfig, path: str | os.PathLike[str]) 
         if found.pop("checksum") != checksum(found, tensors):
             raise ValueError("its content has another checksum")
     except Exception as error:  # the error types of safetensors are not public
-        raise ValueError(
-            f"{file} is damaged, and nothing was loaded ({error!r:.200}); remove it"
-        ) from None
+        raise damaged(file, error) from None
+    kv_checksum = found.pop("kv checksum")
     different = [
         f"{name} is {found.get(name)!s:.99} in the file and {expected.get(name)!s:.99} here"
         for name in {**expected, **found}
@@ -117,30 +122,53 @@ def load(engine: LLMEngine, config: EngineConfig, path: str | os.PathLike[str]) 
             f"{file} is of the model {found['model']} and cannot be used with {expected['model']}: "
             f"{'; '.join(different[:3])}; use another directory"
         )
-    with engine.idle(), hold_interrupt():
-        num_loaded = load_blocks(engine, *(tensors[name] for name in TENSORS))
-    num_tokens, num_saved = num_loaded * config.block_size, tensors["token_ids"].numel()
+    with engine.idle():
+        kv, token_ids, parents = (tensors[name] for name in TENSORS)
+        loaded = load_kv(engine, kv, token_ids, parents, kv_checksum)
+        if loaded is None:
+            raise damaged(file, "its KV has another checksum")
+        blocks = engine.scheduler.block_manager
+        with hold_interrupt():
+            for block, block_hash, tokens, parent_hash in loaded:
+                blocks.free.pop()
+                blocks.cache(block, block_hash, tokens, parent_hash)
+                # What this process has used is evicted last, and before that the first rows.
+                blocks.evictable[block.block_id] = None
+                blocks.evictable.move_to_end(block.block_id, last=False)
+    num_tokens, num_saved = len(loaded) * config.block_size, token_ids.numel()
     logger.info(f"loaded the KV of {num_tokens:,} of {num_saved:,} tokens in {file}")
     return num_tokens
 
 
-def load_blocks(engine: LLMEngine, kv: Tensor, token_ids: Tensor, parents: Tensor) -> int:
-    """Load blocks that are not cached yet into free blocks. Returns their number."""
+def damaged(file: Path, why: object) -> ValueError:
+    return ValueError(f"{file} is damaged, and nothing was loaded ({why!s:.200}); remove it")
+
+
+def load_kv(
+    engine: LLMEngine, kv: Tensor, token_ids: Tensor, parents: Tensor, kv_checksum: str
+) -> list[tuple[Block, bytes, list[int], bytes]] | None:
+    """Copy the KV of blocks that are not cached to free blocks, while its checksum is computed.
+
+    Returns the arguments of `BlockManager.cache` for each, or None if the checksum is wrong. The
+    blocks are still free, so their content has no meaning yet.
+    """
     blocks: BlockManager = engine.scheduler.block_manager
     cache: Any = engine.runner.attention.cache  # type: ignore[attr-defined]
-    hashes, num_free = list[bytes](), len(blocks.free)
+    source: Any = kv.view(torch.uint8)
+    target, content = cache.view(torch.uint8), source.numpy()
+    if cache.device.type == "cpu":  # NumPy copies faster, with one thread
+        source, target = content, target.numpy()
+    hashes, digest = list[bytes](), xxh3_128()
+    loaded: list[tuple[Block, bytes, list[int], bytes]] = []
     for row, (tokens, parent) in enumerate(zip(token_ids.tolist(), parents.tolist(), strict=True)):
         parent_hash = hashes[parent] if parent >= 0 else b""
         hashes.append(blocks.hash_block(parent_hash, tokens))
-        if blocks.free and hashes[row] not in blocks.hash_to_block:
-            block = blocks.blocks[blocks.free[-1]]
-            cache[:, :, block.block_id] = kv[row]
-            blocks.free.pop()
-            blocks.cache(block, hashes[row], tokens, parent_hash)
-            # The blocks that this process has used are evicted last, and then the first rows.
-            blocks.evictable[block.block_id] = None
-            blocks.evictable.move_to_end(block.block_id, last=False)
-    return num_free - len(blocks.free)
+        digest.update(content[row].data)
+        if len(loaded) < len(blocks.free) and hashes[row] not in blocks.hash_to_block:
+            block = blocks.blocks[blocks.free[-1 - len(loaded)]]
+            target[:, :, block.block_id] = source[row]
+            loaded.append((block, hashes[row], tokens, parent_hash))
+    return loaded if digest.hexdigest() == kv_checksum else None
 
 
 def fingerprint(engine: LLMEngine, config: EngineConfig) -> dict[str, str]:
