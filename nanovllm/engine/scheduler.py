@@ -100,7 +100,7 @@ class Scheduler:
         """
         step = InFlightStep(plan := StepPlan())
         preemptions, budget = self.preemptions, self.token_budget
-        block_size = self.block_manager.block_size
+        block_size, speculation = self.block_manager.block_size, self.speculation
 
         # 1. Running sequences, oldest first. Only the most recently admitted is preempted, so the
         #    sequences that are already in this plan stay in it.
@@ -108,11 +108,12 @@ class Scheduler:
         while i < len(self.running) and budget > 0:
             seq = self.running[i]
             i += 1
-            room = budget - (len(self.running) - i)  # each later sequence gets a token too
-            if self.speculation and (planned := self.speculation.plan(self, step, seq, room)):
-                budget -= planned
-            elif not seq.decoding:
-                budget -= self._plan_chunk(step, seq, budget)
+            planned = 0
+            if speculation is not None:
+                later = len(self.running) - i  # each later sequence gets a token too
+                planned = speculation.plan(self, step, seq, budget - later)
+            if planned or not seq.decoding:
+                budget -= planned or self._plan_chunk(step, seq, budget)
             # If its placeholders reach `max_length`, its last token is already in flight.
             elif len(seq.token_ids) + seq.num_output_placeholders < seq.max_length:
                 if seq.needs_copy_on_write or seq.num_computed == len(seq.block_table) * block_size:
@@ -139,7 +140,7 @@ class Scheduler:
         if not plan.num_tokens:
             return self.schedule() if result_kinds.preempt_idle_beam(self) else None
         step.evicted = self.block_manager.fill_copies(plan)
-        step.is_due = self.speculation is not None and self.speculation.needs_results(step)
+        step.is_due = speculation is not None and speculation.needs_results(step)
         self.in_flight.append(step)
         return step
 
@@ -309,5 +310,6 @@ class Scheduler:
         self.leave(seq)
         self.num_unfinished -= 1
         seq.status = Status.FINISHED
-        # Rules can refer to large objects, and a step in flight may keep the sequence for long.
-        seq.sampling = replace(seq.sampling, rules=None)
+        if seq.sampling.rules is not None:
+            # They can refer to large objects, and a step in flight may keep the sequence for long.
+            seq.sampling = replace(seq.sampling, rules=None)

@@ -60,6 +60,8 @@ class RuledSampling(Sampling):
 
     def request_output(self, request: Request, outputs: list[CompletionOutput]) -> RequestOutput:
         output = super().request_output(request, outputs)
+        if request.state is None:
+            return output
         return replace(output, prompt_logprobs=prompt_logprobs(request))
 
     def completion(self, sample: Sample) -> CompletionOutput:
