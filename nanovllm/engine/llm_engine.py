@@ -163,7 +163,8 @@ class LLMEngine(SharedEngine):
         """Plan and launch one step, and commit the steps whose results are due.
 
         With async scheduling, the results of the previous step are due while the device computes
-        the new step. If no step can be launched, the results of all steps in flight are due.
+        the new step. If no step can be launched, or if the next plan depends on the drafts of this
+        one, the results of all steps in flight are due.
 
         If another thread is running a step, this method only waits until that step ends. If a step
         fails or Ctrl-C interrupts it, the error is raised, and all requests can continue.

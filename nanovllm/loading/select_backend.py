@@ -100,7 +100,7 @@ def checked(
             f"{problem}. attention_backend='auto' computes it in plain torch, and "
             "attention_backend='sdpa' everything"
         ) from first
-    # Attention has two kernels.
+    # The store of attention is not counted: plain attention replaces it too.
     is_replaced &= len(errors.keys() - {"norm_rope_store"}) <= 1
     what = ", ".join(errors) if is_replaced else "everything"
     logger.warning(f"plain torch, which is slower, computes {what}: {problem}")

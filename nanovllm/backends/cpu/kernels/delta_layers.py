@@ -30,7 +30,7 @@ from nanovllm.backends.cpu.kernels.parallel import address_for, in_parts
 from nanovllm.backends.cpu.kernels.primitives import array, exp, f32, from_float32, to_float32
 from nanovllm.models.batch import ForwardBatch
 
-# The columns of the addresses that follow those of decode_layers. LAYER counts only the layers of
+# The columns of the addresses after the columns of decode_layers. LAYER counts only the layers of
 # linear attention. CONV1D is 0 for a layer of attention.
 LAYER, CONV1D, A_LOG, DT_BIAS, NORM = range(DOWN + 3, DOWN + 8)
 
