@@ -12,7 +12,6 @@ import psutil
 import pytest
 import torch
 
-from nanovllm.backends import int4, int8
 from nanovllm.cli import check
 from nanovllm.utils.child import python
 
@@ -96,9 +95,6 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], dict[str, Any]]:
 
     def find(interpreter: bool) -> dict[str, Any]:
         monkeypatch.setattr(check_cases, "IN_INTERPRETER", interpreter)
-        if interpreter:
-            for module in (int8, int4):  # as on a GPU
-                monkeypatch.setattr(module, "dynamic", module.weight_only)
         monkeypatch.setattr(check_cases, "large", lambda device: 64)
         monkeypatch.setattr(check_cases, "seconds", lambda call: (call(), 1e-3)[1])
         return {f"{k} {name}": (row, dtype) for k, name, dtype, row in check_cases.cases(CPU)}

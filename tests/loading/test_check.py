@@ -37,6 +37,13 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: path / name for name in ("dense", "hybrid experts")}
 
 
+def make_backends(weights: str, dtype: torch.dtype) -> Any:
+    kernels, plain = pick_backend("triton", CPU, dtype, 0), Backend(CPU, dtype)
+    kernels, plain = (QUANTIZED[weights](backend) for backend in (kernels, plain))
+    vars(plain).update(rounds_inputs=False)  # as the kernels of a GPU
+    return kernels, plain
+
+
 @needs_interpreter
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -53,12 +60,8 @@ def test_right_kernels_pass(
     model: str,
     weights: str,
     dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (int8, int4):  # the product of a GPU
-        monkeypatch.setattr(module, "dynamic", module.weight_only)
-    backends: Any = pick_backend("triton", CPU, dtype, 0), Backend(CPU, dtype)
-    backends = tuple(QUANTIZED[weights](backend) for backend in backends)
+    backends = make_backends(weights, dtype)
     config = Checkpoint(paths[model]).model_config
     on_meta = config.model_class().on_meta(config)
     names = []
@@ -93,12 +96,9 @@ def test_wrong_kernels_are_caught(
     copy = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(copy)
     monkeypatch.setattr(module, kernel, getattr(copy, kernel))
-    for quantized in (int8, int4):
-        monkeypatch.setattr(quantized, "dynamic", quantized.weight_only)
     weights = name if name in QUANTIZED else "int8" if name == "experts" else ""
     dtype = torch.float32 if weights else torch.float16
-    backends: Any = pick_backend("triton", CPU, dtype, 0), Backend(CPU, dtype)
-    backends = tuple(QUANTIZED[weights](backend) for backend in backends)
+    backends = make_backends(weights, dtype)
     heads = (4, 2, 32), dtype, 16, False
     comparisons = {
         "pointwise": lambda: itertools.chain(
