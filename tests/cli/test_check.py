@@ -153,6 +153,26 @@ def test_a_wrong_kernel_is_reported(
     assert "relative error" in message["why"] or "no shared memory" in message["why"]
 
 
+@pytest.mark.parametrize(
+    ("times", "share"),
+    [
+        ([5, 4, 4, 4.5, 9, 4], 0.5),  # the shortest times, 4 and 4
+        ([4, 4, 4, 4, 4, 8], None),  # torch's differ
+        ([1, 4, 1, 4, 1, 4], None),  # faster than torch's product, which cannot be
+    ],
+)
+def test_shares_on_a_busy_machine(
+    times: list[float], share: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel and torch's product take turns."""
+    turns, half = iter(times), check_cases.Timed(list, 1024.0**3, "TFLOP/s")
+    monkeypatch.setattr(check_cases, "seconds", lambda call: next(turns))
+    found = check_cases.timed(half, CPU, torch.float32)
+    assert found["share"] == share
+    text = check.columns({"result": "right", "error": 0.0} | found)
+    assert text.endswith("busy" if share is None else "50%")
+
+
 def test_a_timing_that_needs_too_much_memory_is_left_out() -> None:
     def row() -> Any:
         same = torch.ones(2, 2)

@@ -16,6 +16,7 @@ from wrong_kernels import WRONG
 
 from nanovllm.backends import int4, int8
 from nanovllm.loading import check
+from nanovllm.loading import comparisons as compare
 from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.loading.select_backend import pick_backend
 from nanovllm.models.backend import Backend
@@ -102,15 +103,15 @@ def test_wrong_kernels_are_caught(
     heads = (4, 2, 32), dtype, 16, False
     comparisons = {
         "pointwise": lambda: itertools.chain(
-            check.add_rms_norm(backends, 64, dtype), check.silu_and_mul(backends, 96)
+            compare.add_rms_norm(backends, 64, dtype), compare.silu_and_mul(backends, 96)
         ),
-        "store": lambda: check.norm_rope_store(backends, *heads),
-        "attention": lambda: check.attend(backends, *heads),
-        "sampler": lambda: check.sample(backends, 2500),
-        "int8": lambda: check.linear(backends, "q_proj", 96, 100),
-        "int4": lambda: check.linear(backends, "q_proj", 96, 100),
-        "experts": lambda: check.expert_mlp(backends, 5, 48, 40),
-        "delta_rule": lambda: check.delta_rule(backends, (2, 4, 16, 24)),
+        "store": lambda: compare.norm_rope_store(backends, *heads),
+        "attention": lambda: compare.attend(backends, *heads),
+        "sampler": lambda: compare.sample(backends, 2500),
+        "int8": lambda: compare.linear(backends, "q_proj", 96, 100),
+        "int4": lambda: compare.linear(backends, "q_proj", 96, 100),
+        "experts": lambda: compare.expert_mlp(backends, 5, 48, 40),
+        "delta_rule": lambda: compare.delta_rule(backends, (2, 4, 16, 24)),
     }
     with filled_memory(), pytest.raises(ArithmeticError, match="has a relative error of"):
         check.check(comparisons[name](), dtype)
