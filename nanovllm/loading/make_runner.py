@@ -198,7 +198,8 @@ def make_fast_steps(config: EngineConfig, runner: ModelRunner, ranks: Ranks | No
     """Reduce the overhead of decodes: fuse the layers on a CPU, or capture on a GPU."""
     backend, model = runner.backend, runner.model
     if ranks is None:  # fused layers have no all-reduce
-        runner.fused_model = backend.fuse_layers(model, runner.attention) or model
+        runner.fused_model = layers = backend.fuse_layers(model, runner.attention) or model
+        runner.fused_step = backend.fuse_step(layers, runner.attention, runner.rows)
     # A capture runs steps, in which ranks wait for each other: all of them capture, or none does.
     if config.enforce_eager or not smallest(int(backend.captures), ranks):
         return

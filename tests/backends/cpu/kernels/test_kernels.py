@@ -376,7 +376,7 @@ def test_without_amx(tmp_path) -> None:
         "from nanovllm.backends.cpu.kernels import int4, int8, product, sampler\n"
         "from nanovllm.backends.cpu.kernels.units import amx, any, avx512\n"
         "from nanovllm.models import sampler as plain\n"
-        "same = [sampler._draw_rows, sampler._logprobs_of_rows]\n"
+        "same = [sampler.draw_rows, sampler._logprobs_of_rows]\n"
         "same += [product.quantize_rows, int8.product_blocks, int4.int4_blocks]\n"
         "every = compile.kernels_in_parts\n"
         "def other(*a): return [kernel for kernel in every(*a) if kernel not in same]\n"
