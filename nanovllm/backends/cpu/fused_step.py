@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 import numpy as np
 import torch
@@ -25,7 +27,8 @@ class FusedStep:
         model, dtype = layers.model, layers.model.backend.dtype
         self.layers, self.rows, self.shape = layers, rows, attention.shape
         self.key, self.buffers = (0, 0), list[Tensor]()  # of the last step
-        size, rotary, table = model.config.vocab_size, model.rotary.table, model.embed_tokens
+        size, rotary = model.config.vocab_size, model.rotary.table
+        table: Any = model.embed_tokens
         is_int8 = isinstance(table, PackedWeight)
         tensors = (table.values, table.scale) if is_int8 else (table,)
         embeddings = (*(tensor.data_ptr() for tensor in tensors), 0)[:2]
@@ -33,9 +36,11 @@ class FusedStep:
         tables = *embeddings, rotary.data_ptr(), rotary.shape[1], MIN_SAVED_TOKENS
         self.host = Host(*host, *tables)
         self.logits = torch.empty(PACKED_FOR, size, dtype=dtype)
-        kernels = (address_for(kernel, dtype, dtype) for kernel in (group_blocks, sampler.draw_rows))
+        kernels = (
+            address_for(kernel, dtype, dtype) for kernel in (group_blocks, sampler.draw_rows)
+        )
         addresses = model.norm.data_ptr(), self.logits.data_ptr(), *kernels
-        self.head = Head(*layers.head, *addresses, size, dtype is torch.bfloat16)
+        self.head = Head._make((*layers.head, *addresses, size, dtype is torch.bfloat16))
 
     def __call__(self, decode_rows_: list[int]) -> np.ndarray | None:
         """Return the tokens [R] that are sampled for rows [R], or None if this is not for them."""

@@ -76,7 +76,9 @@ def embed(host, token, x, example):
     """Set x [E] to the embedding of a token."""
     size = len(x)
     if host.scale == 0:
-        x[:] = array(host.embeddings, (token + 1, size), example)[token]
+        row = array(host.embeddings, (token + 1, size), example)[token]
+        for c in range(size):  # the error message of `x[:] = row` would take seconds to compile
+            x[c] = row[c]
         return
     block, output, columns = token // OUTPUTS, token % OUTPUTS, (size + 3) // 4
     values = array(host.embeddings, (block + 1, columns, OUTPUTS, 4), np.uint8(0))[block]
@@ -110,7 +112,8 @@ def look_up(host, step, rows):
     (_, _, block_size, dim), example, rest = step.shape, step.example, step.attention.rest
     x = array(step.x, (step.rows, step.size), example)
     residual = array(step.residual, (step.rows, step.size), example)
-    cos, sin = array(step.cos, (step.rows, dim), example), array(step.sin, (step.rows, dim), example)
+    cos = array(step.cos, (step.rows, dim), example)
+    sin = array(step.sin, (step.rows, dim), example)
     rotary = array(host.rotary, (2, host.max_len, dim), example)
     residual[:] = 0
     order = balanced(host.positions[rows], step.parts)
@@ -118,13 +121,14 @@ def look_up(host, step, rows):
         row = rows[i]
         position = host.positions[row] - 1
         embed(host, host.last_tokens[row], x[i], example)
-        cos[i], sin[i] = rotary[0, position], rotary[1, position]
+        for c in range(dim):
+            cos[i, c], sin[i, c] = rotary[0, position, c], rotary[1, position, c]
         block = np.int64(host.block_tables[row, position // block_size])
         step.slot_mapping[i] = block * block_size + position % block_size
         row, rest.queries[i, 0] = rows[order[i]], order[i]
         rest.context_lens[i, 0] = host.positions[row]
-        blocks = (host.positions[row] - 1) // block_size + 1
-        rest.block_tables[i, :blocks] = host.block_tables[row, :blocks]
+        for b in range((host.positions[row] - 1) // block_size + 1):
+            rest.block_tables[i, b] = host.block_tables[row, b]
 
 
 @compiled()
@@ -160,7 +164,8 @@ def decode_rows(code, step, addresses, host, head, rows, tokens):
     if np.any(temperatures > 0):
         filters, positions = np.empty((len(host.params) - 1, count), f32), host.positions[rows]
         for i in range(len(filters)):
-            filters[i] = host.params[1 + i][rows]
+            for r in range(count):
+                filters[i, r] = host.params[1 + i, rows[r]]
         sampled = (head.logits, head.is_bf16, size, temperatures, host.seeds[rows], positions,
                    filters, tokens)
         in_parts(head.draw, sampled, count, min(count, step.parts))
