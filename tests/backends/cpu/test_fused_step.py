@@ -4,7 +4,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint, random_llm
 
-from nanovllm import SamplingParams
+from nanovllm import GenerationError, SamplingParams
 
 pytest.importorskip("numba")
 
@@ -63,9 +63,15 @@ def test_steps_that_are_not_one_call(tmp_path) -> None:
 
 
 def test_logits_that_are_nan(tmp_path) -> None:
-    """They give token 0, as in plain torch."""
     make_checkpoint(tmp_path, vocab_size=192)
     llm = random_llm(tmp_path, dtype="float32")
-    llm.engine.runner.model.norm.fill_(torch.nan)
-    greedy = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-    assert tokens(llm, [[5, 6]], greedy) == ([[0, 0, 0]], 2)
+    runner = llm.engine.runner
+    step = runner.fused_step
+
+    def spoiled(decode_rows):
+        runner.model.norm.fill_(torch.nan)
+        return step(decode_rows)
+
+    runner.fused_step = spoiled
+    with pytest.raises(GenerationError, match="NaN"):
+        llm.generate([[5, 6]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))

@@ -144,7 +144,7 @@ def shares_prefix(host, rows):
 
 @compiled()
 def decode_rows(code, step, addresses, host, head, rows, tokens):
-    """Sample `tokens` [R] for rows [R], and set them in host.last_tokens.
+    """Sample `tokens` [R] for rows [R], -1 if none can be, and set host.last_tokens.
 
     Returns False, and computes nothing, if rows share a prefix that is worth reading at once.
     """
@@ -173,6 +173,5 @@ def decode_rows(code, step, addresses, host, head, rows, tokens):
         for i in range(count):
             tokens[i] = most_likely(head.logits, head.is_bf16, i * size, size, maxima[i])
     for i in range(count):
-        tokens[i] = max(tokens[i], 0)
-        host.last_tokens[rows[i]] = tokens[i]
+        host.last_tokens[rows[i]] = max(tokens[i], 0)
     return True
