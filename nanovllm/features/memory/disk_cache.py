@@ -193,6 +193,8 @@ def fingerprint(engine: LLMEngine, config: EngineConfig) -> dict[str, str]:
         )
     elif runner.states is not None:
         reason = f"{runner.model.config.architecture} has states of linear attention besides KV"
+    elif engine.checkpoint.is_replaced:
+        reason = "load_weights has stored weights that are not the files of a checkpoint"
     if reason:
         raise ValueError(f"the prefix cache cannot be saved or loaded, because {reason}")
     weights = f"random with seed {config.seed} and torch {torch.__version__}"
