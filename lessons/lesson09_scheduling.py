@@ -153,7 +153,7 @@ def run() -> None:
     show_preemption()
     show_source(
         link(shortest_job_first, "AGING * seq.arrival"),
-        link(Scheduler._plan_chunk, "tokens = min("),
+        link(Scheduler.plan_chunk, "tokens = min("),
         link(Scheduler.preempt),
     )
 

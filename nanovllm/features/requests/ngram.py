@@ -100,11 +100,11 @@ class NgramSpeculation:
         """Plan the last known token of `seq` with drafts, if it gets any. Returns their number."""
         if not (drafts := self.propose(scheduler, seq, budget - 1)):
             return 0
-        scheduler._plan_chunk(step, seq, 1)
+        scheduler.plan_chunk(step, seq, 1)
         chunk = step.plan.chunks[-1]
         chunk.token_ids += drafts
         chunk.num_drafts = len(drafts)
-        step.plan.new_blocks += scheduler._allocate(seq, len(drafts))
+        step.plan.new_blocks += scheduler.allocate(seq, len(drafts))
         seq.num_computed += len(drafts)
         return 1 + len(drafts)
 
