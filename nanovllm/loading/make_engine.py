@@ -61,6 +61,7 @@ def load_engine(
     """Load the weights and the tokenizer in `tokenizer_dir`, and build the engine."""
     from nanovllm.features.requests.embeddings.pooling import PoolingParams
     from nanovllm.features.requests.embeddings.sentence_transformers import read_pooling_settings
+    from nanovllm.features.requests.logit_rules.sampling import with_parser
     from nanovllm.features.requests.structured import GrammarCompiler
 
     if config.quantization in FORMATS:
@@ -114,6 +115,8 @@ def load_engine(
         engine.scheduler.speculation = speculation
     pooling = read_pooling_settings(checkpoint.directory, model_config.hidden_size)
     input_processor.task_factories = all_tasks(engine.scheduler, pooling)
+    if parser := config.reasoning_parser:
+        input_processor.task_factories[SamplingParams] = with_parser(input_processor, parser)
     if not has_head:
         kinds = set(input_processor.task_factories) - {PoolingParams}
         input_processor.task_factories |= dict.fromkeys(kinds, refuse_without_head)
