@@ -77,6 +77,7 @@ class EngineConfig:
     # "int8" and "int4": linear layers and head are quantized while loading. The other names are
     # formats; the checkpoint must have this format, which is read from its config.json anyway.
     quantization: Annotated[str, "int8", "int4", *FORMATS] | None = None
+    adapter: str | os.PathLike[str] | None = None  # LoRA of PEFT: a directory or hub id
     tokenizer: str | None = None  # a directory or hub id; None: the tokenizer of the model
     revision: str | None = None  # branch, tag or commit of a hub id
     skip_tokenizer_init: bool = False  # work with token ids only

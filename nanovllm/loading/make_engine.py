@@ -52,7 +52,12 @@ def find_files(config: EngineConfig) -> tuple[Checkpoint, Path]:
     tokenizer_dir = directory
     if config.tokenizer is not None and not config.skip_tokenizer_init:
         tokenizer_dir = find_checkpoint(config.tokenizer, weights=False)
-    return Checkpoint(directory, config.hf_overrides), tokenizer_dir
+    checkpoint = Checkpoint(directory, config.hf_overrides)
+    if config.adapter is not None:
+        from nanovllm.features.formats.adapter import Adapter
+
+        checkpoint.adapter = Adapter(config.adapter, find_checkpoint)
+    return checkpoint, tokenizer_dir
 
 
 def load_engine(
