@@ -62,12 +62,12 @@ THEMES = (
     ),
     Theme("rows and ends", (19, 20, 21, 23), ("answers", "budget", "progress", "returned")),
     Theme(
-        "states of linear attention (lesson 17)",
+        "states of linear attention (elective `state_cache`)",
         tuple(range(len(MUTANTS) + 1, len(MUTANTS) + len(STATE_FAULTS) + 1)),
         ("answers", "context", "cached", "states", "snapshots", "state slots", "no error"),
     ),
     Theme(
-        "drafts (lesson 23)",
+        "drafts (elective `drafts`)",
         tuple(range(len(FAULTS) - len(DRAFT_FAULTS) + 1, len(FAULTS) + 1)),
         ("answers", "context", "cached", "budget", "progress", "no error"),
     ),
