@@ -67,17 +67,17 @@ THEMES = (
     ),
     Theme("rows and ends", (19, 20, 21, 23), ("answers", "budget", "progress", "returned")),
     Theme(
-        "states of linear attention (lesson 17)",
+        "states of linear attention (elective `state_cache`)",
         tuple(NAMES.index(name) + 1 for name in STATE_FAULTS),
         ("answers", "context", "cached", "states", "snapshots", "state slots", "no error"),
     ),
     Theme(
-        "drafts (lesson 23)",
+        "drafts (elective `drafts`)",
         tuple(NAMES.index(name) + 1 for name in DRAFT_FAULTS),
         ("answers", "context", "cached", "budget", "progress", "no error"),
     ),
     Theme(
-        "prefix cache on disk (lesson 6)",
+        "prefix cache on disk (lesson 8)",
         tuple(NAMES.index(name) + 1 for name in DISK_FAULTS),
         ("answers", "context", "cached", "index", "partition", "progress", "no error"),
     ),

@@ -1,7 +1,7 @@
 """Your engine: the parts that you have built, in one loop that answers questions.
 
 The task. Write `step` and `attend`. This file imports your solutions of all other tasks, which must
-be in its directory. The model is `Model` of lesson 22. self.blocks has the methods of a block
+be in its directory. The model is `Model` of lesson 2. self.blocks has the methods of a block
 manager (nanovllm/engine/block_manager.py).
 
 `step` computes one step of many requests:
@@ -39,7 +39,7 @@ from step import plan_step  # noqa: F401
 from torch import Tensor
 
 from lessons.lesson import GREEDY
-from lessons.lesson22_model import Model
+from lessons.lesson02_model import Model
 from nanovllm.engine.sequence import Sequence
 
 

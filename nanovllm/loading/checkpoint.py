@@ -26,6 +26,7 @@ from nanovllm.utils.checks import located, scalar_fields, similar
 from nanovllm.utils.json_files import Fields, check_field, check_fields, read_json, unreadable
 
 if TYPE_CHECKING:
+    from nanovllm.features.formats.adapter import Adapter
     from nanovllm.features.formats.quantized_checkpoint import WeightFormat
 
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -91,6 +92,8 @@ def config_class(architectures: Any) -> type[ModelConfig]:
 class Checkpoint:
     """A model in Hugging Face layout: the fields of its config.json, and where its weights are."""
 
+    adapter: Adapter | None = None  # to merge into the weights; set by loading/make_engine.py
+
     def __init__(self, directory: Path, overrides: Mapping[str, Any] | None = None) -> None:
         """Read config.json. `overrides` replace its fields.
 
@@ -142,16 +145,20 @@ class Checkpoint:
         There are no files if `has_weights` is false, as with load_format="dummy".
         """
         with ExitStack() as stack:
-            files: dict[Path, Any] = {}
-            for path in weight_files(self.directory) if has_weights else []:
+
+            def opened(path: Path) -> Any:
                 try:
-                    files[path] = stack.enter_context(safe_open(path, framework="pt"))
                     self.opened[path] = path.stat()
+                    return stack.enter_context(safe_open(path, framework="pt"))
                 except Exception as error:  # the error types of safetensors are not public
                     raise unreadable(path, "a readable safetensors file", error) from None
-            files = self.model_config.select_tensors(files)
+
+            paths = weight_files(self.directory) if has_weights else []
+            files = self.model_config.select_tensors({path: opened(path) for path in paths})
             if files and self.weight_format is not None:
                 files = dict(self.weight_format.decoded(files))
+            if files and self.adapter is not None:
+                files = self.adapter.merged(files, opened(self.adapter.path))
             yield files
 
 
@@ -161,8 +168,8 @@ def read_config(directory: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
     if adapter.is_file() and not list(directory.glob("model*.safetensors")):
         base = read_json(adapter).get("base_model_name_or_path")
         raise ValueError(
-            f"{directory} is an adapter of {base!r:.200}; merge it with merge_and_unload of peft, "
-            "and load the directory that save_pretrained then makes"
+            f"{directory} is an adapter; load it with its base model: "
+            f"LLM({base!r:.200}, adapter={os.fspath(directory)!r})"
         )
     if not path.is_file():
         raise ValueError(f"{directory} has no config.json: it is not in Hugging Face layout")

@@ -52,7 +52,12 @@ def find_files(config: EngineConfig) -> tuple[Checkpoint, Path]:
     tokenizer_dir = directory
     if config.tokenizer is not None and not config.skip_tokenizer_init:
         tokenizer_dir = find_checkpoint(config.tokenizer, weights=False)
-    return Checkpoint(directory, config.hf_overrides), tokenizer_dir
+    checkpoint = Checkpoint(directory, config.hf_overrides)
+    if config.adapter is not None:
+        from nanovllm.features.formats.adapter import Adapter
+
+        checkpoint.adapter = Adapter(config.adapter, find_checkpoint)
+    return checkpoint, tokenizer_dir
 
 
 def load_engine(
@@ -61,6 +66,7 @@ def load_engine(
     """Load the weights and the tokenizer in `tokenizer_dir`, and build the engine."""
     from nanovllm.features.requests.embeddings.pooling import PoolingParams
     from nanovllm.features.requests.embeddings.sentence_transformers import read_pooling_settings
+    from nanovllm.features.requests.logit_rules.sampling import with_parser
     from nanovllm.features.requests.structured import GrammarCompiler
 
     if config.quantization in FORMATS:
@@ -114,6 +120,8 @@ def load_engine(
         engine.scheduler.speculation = speculation
     pooling = read_pooling_settings(checkpoint.directory, model_config.hidden_size)
     input_processor.task_factories = all_tasks(engine.scheduler, pooling)
+    if parser := config.reasoning_parser:
+        input_processor.task_factories[SamplingParams] = with_parser(input_processor, parser)
     if not has_head:
         kinds = set(input_processor.task_factories) - {PoolingParams}
         input_processor.task_factories |= dict.fromkeys(kinds, refuse_without_head)

@@ -188,6 +188,8 @@ def choice(sample: CompletionOutput, index: int, chat: bool, num_top: int) -> Fi
     shown: Fields = {"index": index}
     if chat:
         shown["message"] = {"role": "assistant", "content": sample.text, "refusal": None}
+        if sample.reasoning is not None:
+            shown["message"]["reasoning"] = sample.reasoning
         shown["logprobs"] = chat_logprobs(sample, num_top)
     else:
         shown["text"], shown["logprobs"] = sample.text, completion_logprobs(sample)

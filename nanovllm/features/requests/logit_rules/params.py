@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.features.requests.thinking import Budget
 from nanovllm.plan import LogitRules
 from nanovllm.sampling_params import SamplingParams
 
@@ -19,7 +20,7 @@ def make_rules(
     if params.structured_outputs is not None:
         assert input_processor.grammars is not None, "make_engine sets it"
         grammar = input_processor.grammars.compile(params.structured_outputs, list(stops))
-    allowed = params.allowed_token_ids
+    allowed, budget = params.allowed_token_ids, params.thinking_token_budget
     rules = LogitRules(
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
@@ -32,6 +33,7 @@ def make_rules(
         logprobs=num_logprobs(input_processor, "logprobs", params.logprobs),
         logits_processors=tuple(params.logits_processors or ()),
         grammar=grammar,
+        thinking=None if budget in (None, -1) else Budget.make(input_processor, budget),
     )
     return None if rules == LogitRules() else rules
 

@@ -1,14 +1,14 @@
 """Applies logit rules, such as penalties and masks, to the logits of rows before sampling.
 
 A row without rules costs nothing. The rules of all rows of a step are applied together, in few
-operations on the device and without waiting for it. Three kinds of rules need the sampled tokens on
-the host: logits processors, grammars, and bad words of several tokens. A step with such a row
-launches its forward pass and then waits for the tokens of the previous step, so the rules run on
-the host while the device works.
+operations on the device and without waiting for it. Four kinds of rules need the sampled tokens on
+the host: logits processors, grammars, bad words of several tokens, and budgets of thinking. A step
+with such a row launches its forward pass and then waits for the tokens of the previous step, so the
+rules run on the host while the device works.
 
 The order is the same as in transformers and vLLM: log-probabilities of the raw logits, allowed
-tokens, bad words, minimum length, bias, penalties, logits processors, and last the grammar, which
-no other rule can override. The sampler follows.
+tokens, bad words, minimum length, bias, penalties, logits processors, the end of thinking that a
+budget forces, and last the grammar, which no other rule can override. The sampler follows.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from nanovllm.features.requests.logit_rules.penalties import (
     PenaltyState,
     has_penalties,
 )
+from nanovllm.features.requests.thinking import BudgetOfRow
 from nanovllm.models.backend import Backend
 from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.sampler import MASKED
@@ -52,8 +53,10 @@ class RowRules:
         self.phrases = [word for word in rules.bad_words if len(word) > 1]
         self.take_prompt = [takes_prompt(processor) for processor in rules.logits_processors]
         self.matcher = None if rules.grammar is None else rules.grammar.matcher()
+        self.budget = rules.thinking and BudgetOfRow(rules.thinking, self.prompt)
         # Whether `output` must be complete before the next token is sampled.
-        self.needs_output = bool(self.phrases or self.take_prompt or self.matcher)
+        on_host = self.phrases, self.take_prompt, self.matcher, self.budget
+        self.needs_output = any(map(bool, on_host))
         self.error: Exception | None = None  # raised when the row samples
         # (function that returns a step's tokens, this row's index), if `output` lacks that token.
         self.last: tuple[Callable[[], list[int]], int] | None = None
@@ -101,6 +104,9 @@ class RowRules:
             # The softmax of infinity is NaN: keep only infinite logits. If any is NaN, mask all.
             kept = logits.isposinf() & ~logits.isnan().any()
             logits.copy_(torch.where(kept, 0.0, MASKED))
+        if self.budget and (token := self.budget.forced_token(self.output)) is not None:
+            logits.fill_(MASKED)
+            logits[token] = 0
 
 
 class RulesState:
