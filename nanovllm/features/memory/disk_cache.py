@@ -168,18 +168,19 @@ def fingerprint(engine: LLMEngine, config: EngineConfig) -> dict[str, str]:
     import torch
 
     runner: Any = engine.runner
-    refused = {
-        "enable_prefix_caching is False": not config.enable_prefix_caching,
-        f"each of tensor_parallel_size={config.tensor_parallel_size} ranks has a part of it": (
-            config.tensor_parallel_size > 1
-        ),
-        f"{runner.model.config.architecture} has states of linear attention besides KV": (
-            runner.states is not None
-        ),
-    }
-    for reason, holds in refused.items():
-        if holds:
-            raise ValueError(f"the prefix cache cannot be saved or loaded, because {reason}")
+    reason = ""
+    if not config.enable_prefix_caching:
+        reason = "enable_prefix_caching is False"
+    elif config.tensor_parallel_size > 1:
+        reason = (
+            f"each of tensor_parallel_size={config.tensor_parallel_size} ranks has a part of it"
+        )
+    elif runner.states is not None:
+        reason = f"{runner.model.config.architecture} has states of linear attention besides KV"
+    elif engine.checkpoint.is_replaced:
+        reason = "load_weights has stored weights that are not the files of a checkpoint"
+    if reason:
+        raise ValueError(f"the prefix cache cannot be saved or loaded, because {reason}")
     weights = f"random with seed {config.seed} and torch {torch.__version__}"
     if engine.checkpoint.opened:
         weights = digest_of_files(engine.checkpoint.opened)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nanovllm.config import EngineConfig
@@ -118,6 +118,29 @@ class OptionalCalls(ABC):
         from nanovllm.features.memory import disk_cache
 
         return disk_cache.load(self.engine, self._config, path)
+
+    def load_weights(
+        self,
+        weights: str | os.PathLike[str] | Mapping[str, Any] | Iterable[tuple[str, Any]],
+        partial: bool = False,
+    ) -> None:
+        """Store new weights in the engine, and empty its prefix cache.
+
+        weights: tensors of any floating dtype and device by their names in a checkpoint or in a
+            model of transformers: a state_dict, or an iterable of pairs such as
+            `model.named_parameters()`; or the directory of a checkpoint. A generator is read tensor
+            by tensor, except the head and the embeddings, which may be one tensor. The scales of an
+            fp8 KV cache do not change.
+        partial: whether tensors may be missing, which then do not change.
+
+        Raises ValueError with all names that are unknown or missing and all shapes that are wrong.
+        Nothing has changed then, unless `weights` is a generator. After an error or Ctrl-C that
+        comes later, all calls raise RuntimeError until all weights have been loaded. Raises
+        RuntimeError while requests run. With several ranks, each makes the same call.
+        """
+        from nanovllm.features.memory.new_weights import load_weights
+
+        load_weights(self.engine, self._config, weights, partial)
 
 
 def unaborted(requests: list[Request]) -> list[Any]:
