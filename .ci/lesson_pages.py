@@ -30,10 +30,9 @@ PAGES = ROOT / "docs" / "lessons"
 TITLES = {name: command.title(name).rstrip(".") for name in command.LESSONS}
 # A number of a sentence, column or picture that has one of these words is measured.
 UNITS = re.compile(
-    r"\b(ms|us|seconds?|GB/s|[GT]FLOPs/s|tokens/s|requests/s|goodput|measured)\b|times as (?:fast|slow)|about as fast",
+    r"\b(ms|us|seconds|per second|GB/s|[GT]FLOPs/s|tokens/s|requests/s|goodput|measured)\b|times as (?:fast|slow)|about as fast",
     re.I,
 )
-BUSY = 0.1  # share of the CPU time of other processes, above which timings mean little
 NUMBER = re.compile(r"[\w.]+ times as (?:fast|slow)|about as fast|\d[\d,.%:-]*\b%?(?: \(noisy\))?")
 LINK = re.compile(r"^\| \[`\S+`\]\(\.\./\.\./(\S+)#L\d+\) \| `(.+?)` \| `` (.*) `` \|$", re.M)
 
@@ -61,16 +60,22 @@ def run(number: str, page: Page) -> dict[str, str]:
         lesson.run()
     page.add()
     others = machine.describe_load(machine.other_load(since))
-    head = (
+    parts = [
         "<!-- Written by .ci/lesson_pages.py: change the lesson and not this page. -->",
         f"# {TITLES[number]}",
         navigation(number),
-        f"Figures: {about['CPU']}, {about['cores']} cores, {about['date'][:10]}. Other processes "
-        f"took {others} of the CPU time. Run it: `python -m lessons {number}`. Answer its questions: "
-        f"`python -m lessons {number} --answers`.",
-    )
-    parts = (*head, *page.parts, navigation(number))
-    return {f"{page.stem}.md": "\n\n".join(parts) + "\n"} | page.pictures
+        f"Run it: `python -m lessons {number}`. It asks the questions of this page, and waits for "
+        "your answers.",
+        *page.parts,
+    ]
+    files = {f"{page.stem}.md": "\n\n".join(parts)} | page.pictures
+    if measured(files):
+        parts.append(
+            f"Figures: {about['CPU']}, {about['cores']} cores, {about['date'][:10]}. Other "
+            f"processes took {others} of the CPU time."
+        )
+    parts.append(navigation(number))
+    return files | {f"{page.stem}.md": "\n\n".join(parts) + "\n"}
 
 
 def mask(block: str) -> str:
@@ -191,7 +196,7 @@ def main() -> None:
             files = run(number, Page(stem))
             load = machine.other_load(since)
             files = files if args.measure else keep_figures(files, old)
-            if load > BUSY and not measured(files) <= measured(old):
+            if load > command.BUSY and not measured(files) <= measured(old):
                 parser.error(
                     f"lesson {number} has new figures, which were measured while other processes "
                     f"took {load:.0%} of the CPU time: run it again when they have ended"

@@ -40,7 +40,7 @@ def markdown(text: str) -> str:
         part = part.replace("<", "&lt;").replace("|", "\\|")
         part = re.sub(r"\*(?=\S)|(?<=\S)\*", r"\\*", part)
         part = re.sub(r"arXiv:([\d.]+\d)", r"[arXiv:\1](https://arxiv.org/abs/\1)", part)
-        part = re.sub(r"docs/(\w+\.md)", r"[docs/\1](../\1)", part)
+        part = re.sub(r"docs/([\w-]+\.md)", r"[docs/\1](../\1)", part)
         parts[i] = re.sub(
             r"\b([Ll]esson) (\d+[a-d]?)(?! to)",
             lambda m: f"[{m[0]}]({first_page(m[2])})" if command.parts(m[2]) else m[0],

@@ -20,7 +20,9 @@ from pathlib import Path
 from types import ModuleType
 
 from lessons.show import fill, say, show_answers, show_command
+from tools.benchmarks import machine
 
+BUSY = 0.1  # share of the CPU time of other programs, above which timings mean little
 ROAD = sorted(path.stem for path in Path(__file__).parent.glob("lesson[0-9]*.py"))
 # What each elective needs.
 ELECTIVES = {
@@ -71,10 +73,14 @@ def run_lesson(what: str, answers: list[str] | None) -> None:
     if answers is not None:
         show_answers(questions, answers)
         return
+    since = machine.cpu_seconds()
     for lesson in lessons:
         say(str(lesson.__doc__))
         lesson.run()
     show_command(questions, f"python -m lessons {what} --answers")
+    if (others := machine.other_load(since)) > BUSY:
+        say(f"""The machine is busy: other programs took {others:.0%} of its processors' time. Times
+            and speeds in this lesson mean little.""")
 
 
 def main(argv: list[str] | None = None) -> None:

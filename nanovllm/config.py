@@ -83,6 +83,8 @@ class EngineConfig:
     skip_tokenizer_init: bool = False  # work with token ids only
     seed: Seed = 0  # for requests without a seed, and for load_format="dummy"
 
+    # Whether thinking is separated from the text; both names mean the same.
+    reasoning_parser: Annotated[str, "qwen3", "deepseek_r1"] | None = None
     # Values that replace fields of config.json, such as rope_scaling for a longer context.
     hf_overrides: Mapping[str, Any] | None = None
 

@@ -77,7 +77,7 @@ def paragraphs(number: str) -> list[str]:
         r"```.*?```|\$\$.*?\$\$|<details>.*?</details>", "", page(number), flags=re.DOTALL
     )
     found = [part for part in text.strip().split("\n\n")[4:-1] if part.strip()]
-    return [plain(part) for part in found if not re.match(r"\s*(\||>|!\[)", part)]
+    return [plain(part) for part in found if not re.match(r"\s*(\||>|!\[|Figures: )", part)]
 
 
 @pytest.mark.parametrize("number", STEMS)

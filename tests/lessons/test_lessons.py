@@ -10,7 +10,7 @@ import fresh
 import pytest
 from lesson_runs import run_lesson
 
-from lessons import command, lesson05_blocks
+from lessons import command, lesson01_request, lesson05_blocks
 from lessons.lesson import make_llm
 from lessons.show import (
     Question,
@@ -98,6 +98,43 @@ def test_nothing_is_wider_than_the_terminal(
 def test_tables_are_aligned(capsys: pytest.CaptureFixture[str]) -> None:
     show_table(("name", "n"), [("a", 1), ("long name", 100)])
     assert capsys.readouterr().out == "name         n\na            1\nlong name  100\n\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [("2", "2 is not right. Hint: Which"), ("1", "1 is right. The keys"), ("", "\n5. The")],
+)
+def test_a_question_waits_for_an_answer_in_a_terminal(
+    typed: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = list[str]()
+    monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or typed)
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    lesson01_request.run()
+    printed = capsys.readouterr().out
+    assert asked == ["  Your answer (Enter skips it): "] * 2
+    assert shown in printed
+    assert printed.index("Question 1") < printed.index(shown) < printed.index("Question 2")
+    assert ("is right" in printed, "Hint" in printed) == (typed == "1", typed != "")
+
+
+def test_lesson_1() -> None:
+    """It shows the objects of each step, and without a terminal no answer."""
+    llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=16, block_size=4)
+    seen, output = lesson01_request.follow(llm, "What is 2 + 30?\n")
+    [completion] = output.outputs
+    assert [n for result in seen["output"] for n in result.token_ids] == completion.token_ids
+    assert [step.num_tokens for step in seen["plan"]] == [9] + [1] * (len(seen["plan"]) - 1)
+    assert seen["batch"][0].slot_mapping.tolist() == list(range(4, 13))
+    assert all(
+        rows.argmax() == new.token_ids[0]
+        for rows, new in zip(seen["logits"], seen["output"], strict=True)
+    )
+    printed = run_lesson("1")
+    assert "11    decode of row 0   1033  '12 + 30 = 42<|endoftext|>'" in printed
+    assert "Answer" not in printed
+    assert max(map(len, printed.splitlines())) <= 100
 
 
 def test_lesson_5() -> None:
