@@ -20,6 +20,7 @@ from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM, SamplingParams, Trace
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
+from nanovllm.features.memory import disk_cache
 
 A, B, C, D = "What is 12 + 30?\n", "What is 12 + 7?\n", "Sort 42, 7, 99\n", "Spell garden\n"
 PROMPTS = {"A": A, "B": B, "C": C, "D": D}
@@ -131,17 +132,21 @@ def run() -> None:
         request would find in the cache:""")
     show_table(("after", "of A", "of C", "of D"), evict())
     num_saved, num_found = reload(llm)
-    say(f"""A hash depends on tokens and not on the process, so blocks can outlive the process.
-        save_prefix_cache writes the cached blocks to a file, with their tokens and their parents.
-        Here they are {num_saved} tokens. A new engine that loads the file finds {num_found} tokens
-        of A, which it has never computed. Other weights, another dtype or another block size would
-        make other blocks of the same tokens. The file therefore says what its KV depends on, and
-        is refused if anything differs. Reading the KV of 1,500 tokens takes less than a tenth of
-        the time to compute it (smollm2-135m on two cores).""")
+    say(f"""Blocks can also outlive the process, because a hash depends on tokens and not on the
+        process. save_prefix_cache writes each cached block to a file: its KV, its tokens, and the
+        hash of the block before it. A new process computes the same hash of these. Here
+        {num_saved} tokens are saved, and a new engine that loads the file finds {num_found} tokens
+        of A, which it has never computed.""")
+    say("""Other weights, another dtype or another block size would make other KV of the same
+        tokens. The file therefore contains what its KV depends on, with a checksum, and is refused
+        if anything differs. The KV of a block is copied while the block is still free, and the
+        block is cached afterwards: an error or Ctrl-C in between leaves only complete blocks.
+        Reading the KV of 1,500 tokens takes less than a tenth of the time to compute it
+        (smollm2-135m on two cores).""")
     show_source(
         link(BlockManager.match),
         link(BlockManager.choose_victim),
-        link(LLM.save_prefix_cache),
+        link(disk_cache.restore, "write(block"),
     )
     say("""Build it: `python -m lessons build prefix`, and then `python -m lessons build eviction`,
         whose rule has to find more tokens than the engine's own.""")

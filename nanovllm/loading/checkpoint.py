@@ -101,6 +101,7 @@ class Checkpoint:
         """
         self.directory = directory
         self.opened: dict[Path, os.stat_result] = {}  # files of weights, when they were opened
+        self.is_replaced = False  # whether LLM.load_weights has stored other weights
         # Messages show this name.
         self.config_path = directory / ("config.json" + " with hf_overrides" * bool(overrides))
         self.config = read_config(directory, overrides or {})
@@ -161,6 +162,25 @@ class Checkpoint:
                 files = self.adapter.merged(files, opened(self.adapter.path))
             yield files
 
+    def match_head(self, files: Mapping[Path, Any]) -> tuple[ModelConfig, bool]:
+        """Return the config of the model that `files` contain, and whether it has a head.
+
+        A head in the files is used whatever tie_word_embeddings says, as in transformers. If it
+        equals the embeddings, or if there is none, the model has one tensor for both. Without
+        files, config.json decides.
+        """
+        config = self.model_config
+        names = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118
+        if HEAD in names:
+            head = names[HEAD].get_tensor(HEAD)
+            tables = [names[name].get_tensor(name) for name in EMBEDDINGS if name in names]
+            is_tied, has_head = any(are_equal(head, table) for table in tables), True
+        else:
+            is_whole = not files and not config.architecture.endswith("Model")
+            has_head = config.tie_word_embeddings or is_whole
+            is_tied = config.tie_word_embeddings or not has_head
+        return replace(config, tie_word_embeddings=is_tied), has_head
+
 
 def read_config(directory: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of config.json, with `overrides`."""
@@ -183,25 +203,6 @@ def read_config(directory: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
 
         raw = override(raw, overrides)
     return raw
-
-
-def match_head(config: ModelConfig, files: Mapping[Path, Any]) -> tuple[ModelConfig, bool]:
-    """Return the config of the model that `files` contain, and whether it has a head.
-
-    A head in the files is used whatever tie_word_embeddings says, as in transformers. If it equals
-    the embeddings, or if there is none, the model has one tensor for both. Without files, config
-    decides.
-    """
-    names = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118
-    if HEAD in names:
-        head = names[HEAD].get_tensor(HEAD)
-        tables = [names[name].get_tensor(name) for name in EMBEDDINGS if name in names]
-        is_tied, has_head = any(are_equal(head, table) for table in tables), True
-    else:
-        is_whole = not files and not config.architecture.endswith("Model")
-        has_head = config.tie_word_embeddings or is_whole
-        is_tied = config.tie_word_embeddings or not has_head
-    return replace(config, tie_word_embeddings=is_tied), has_head
 
 
 def are_equal(a: Tensor, b: Tensor) -> bool:

@@ -14,7 +14,7 @@ from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Task, TaskFactory
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint, match_head
+from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 from nanovllm.loading.make_runner import make_runner
 from nanovllm.loading.select_backend import pick_device
 from nanovllm.loading.tokenizer import load_tokenizer
@@ -77,7 +77,7 @@ def load_engine(
     max_model_len = longest_request(config, checkpoint)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(tokenizer_dir)
     with checkpoint.open_weights(config.load_format != "dummy") as files:
-        model_config, has_head = match_head(checkpoint.model_config, files)
+        model_config, has_head = checkpoint.match_head(files)
         name = checkpoint.directory.name
         runner = make_runner(config, model_config, files, name, max_model_len, ranks)
     eos_token_ids, default_params = checkpoint.generation_defaults()

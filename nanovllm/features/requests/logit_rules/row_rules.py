@@ -29,7 +29,7 @@ from nanovllm.features.requests.logit_rules.penalties import (
     PenaltyState,
     has_penalties,
 )
-from nanovllm.features.requests.thinking import BudgetOfRow
+from nanovllm.features.requests.thinking import ThinkingOfRow
 from nanovllm.models.backend import Backend
 from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.sampler import MASKED
@@ -53,9 +53,9 @@ class RowRules:
         self.phrases = [word for word in rules.bad_words if len(word) > 1]
         self.take_prompt = [takes_prompt(processor) for processor in rules.logits_processors]
         self.matcher = None if rules.grammar is None else rules.grammar.matcher()
-        self.budget = rules.thinking and BudgetOfRow(rules.thinking, self.prompt)
+        self.thinking = rules.thinking and ThinkingOfRow(rules.thinking, self.prompt)
         # Whether `output` must be complete before the next token is sampled.
-        on_host = self.phrases, self.take_prompt, self.matcher, self.budget
+        on_host = self.phrases, self.take_prompt, self.matcher, self.thinking
         self.needs_output = any(map(bool, on_host))
         self.error: Exception | None = None  # raised when the row samples
         # (function that returns a step's tokens, this row's index), if `output` lacks that token.
@@ -78,6 +78,12 @@ class RowRules:
             ends.intersection_update(self.allowed.tolist())
         hidden = {t for t, value, end in self.edits if value == MASKED and position < end}
         return ends <= hidden
+
+    def mask(self) -> bytes | None:
+        """Return which tokens the grammar allows, as Matcher.mask. None: all tokens."""
+        if self.matcher is None or self.thinking is None:
+            return self.matcher and self.matcher.mask(self.output)
+        return self.thinking.mask(self.matcher, self.output)
 
     def apply(self, logits: Tensor) -> None:
         """Apply the rules that need output tokens, in place, to the row's logits [V]."""
@@ -104,7 +110,7 @@ class RowRules:
             # The softmax of infinity is NaN: keep only infinite logits. If any is NaN, mask all.
             kept = logits.isposinf() & ~logits.isnan().any()
             logits.copy_(torch.where(kept, 0.0, MASKED))
-        if self.budget and (token := self.budget.forced_token(self.output)) is not None:
+        if self.thinking and (token := self.thinking.read(self.output)) is not None:
             logits.fill_(MASKED)
             logits[token] = 0
 
@@ -246,7 +252,7 @@ class RulesBatch:
         for i, row in self.host_rules:
             try:
                 row.apply(logits[i])
-                mask = row.matcher.mask(row.output) if row.matcher else None
+                mask = row.mask()
                 if mask is not None:
                     masks[i] = np.frombuffer(mask, np.uint8, num_bytes)
                     if row.must_end():
