@@ -94,12 +94,12 @@ class OptionalCalls(ABC):
     def save_prefix_cache(self, path: str | os.PathLike[str]) -> int:
         """Save the blocks of the prefix cache to a file in the directory `path`, which is made.
 
-        Replaces the file of an earlier call, unless the prefix cache is empty. Blocks in host
-        memory are not saved. Returns the number of tokens whose KV was saved.
+        Replaces the file of an earlier call, unless the prefix cache is empty. Needs as much host
+        memory as the KV. Returns the number of tokens whose KV was saved.
 
-        Raises RuntimeError while requests run, and ValueError if the prefix cache is disabled, for
-        several ranks, for a model with linear attention, and if the files of the checkpoint have
-        changed since they were loaded.
+        Raises RuntimeError while requests run, OSError if the file cannot be written, and
+        ValueError if the prefix cache is disabled, for several ranks, for a model with linear
+        attention, and if the files of the checkpoint have changed since they were loaded.
         """
         from nanovllm.features.memory import disk_cache  # imports torch
 
@@ -108,8 +108,9 @@ class OptionalCalls(ABC):
     def load_prefix_cache(self, path: str | os.PathLike[str]) -> int:
         """Load what `save_prefix_cache` saved into free blocks, the most recently used first.
 
-        Returns the number of tokens whose KV was loaded: 0 if there is no file yet. Blocks that are
-        cached already are not loaded. Blocks that do not fit are left out.
+        Blocks for which the device has no room are loaded into host memory, with `swap_space`.
+        Blocks that are cached already, or do not fit, are left out. Returns the number of tokens
+        whose KV was loaded: 0 if there is no file yet.
 
         Raises ValueError, and loads nothing, if the file is damaged, or if it was saved by another
         model or with options that change the KV. Other errors are as in `save_prefix_cache`.
