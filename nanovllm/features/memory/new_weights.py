@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -58,7 +58,7 @@ class Refusal:
         self.engine, self.why = engine, why
         self.runner, self.factories = engine.runner, engine.input_processor.task_factories
         # For sleep.py: what makes the parts of the runner again, and weights in host memory.
-        self.makers: dict[str, partial[Any]] = {}
+        self.makers: Mapping[str, Callable[[], Any]] = {}
         self.saved: list[Tensor] = []
         engine.runner = self
 

@@ -12,7 +12,7 @@ is not freed: on a GPU it is pinned, which takes long.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -48,19 +48,19 @@ def sleep(engine: LLMEngine, level: int) -> None:
         torch.cuda.empty_cache()
 
 
-def makers_of(runner: Any, level: int) -> dict[str, partial[Any]]:
+def makers_of(runner: Any, level: int) -> dict[str, Callable[[], Any]]:
     """Return what makes the parts of the runner again that sleep frees, by the parts' names."""
     model, attention, states = runner.model, runner.attention, runner.states
     sizes = attention.cache.shape[2], attention.block_size, attention.dtype, runner.device
     scales = attention.scales if attention.cache.dtype == FP8 else None
-    makers: dict[str, partial[Any]] = {
-        "attention": partial(type(attention), model.config, *sizes, scales)
+    makers: dict[str, Callable[[], Any]] = {
+        "attention": partial(attention.__class__, model.config, *sizes, scales)
     }
     if states is not None:
-        makers["states"] = partial(type(states), model.config, states.num_states, model.backend)
+        makers["states"] = partial(states.__class__, model.config, states.num_states, model.backend)
     if level == 2 or runner.device.type != "cpu":
         longest = len(model.rotary.cos)
-        makers["model"] = partial(type(model), model.config, longest, model.backend)
+        makers["model"] = partial(model.__class__, model.config, longest, model.backend)
     return makers
 
 
