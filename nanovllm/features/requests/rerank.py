@@ -89,8 +89,9 @@ class Scorer:
                 "scores need a reranker such as Qwen3-Reranker, whose vocabulary has the tokens "
                 "'yes' and 'no', or an embedding model with modules.json; this model is neither"
             )
+        # At temperature 1 log-probabilities are the same with every logprobs_mode.
         self.params = SamplingParams(
-            temperature=0, max_tokens=1, detokenize=False, logprob_token_ids=self.ids
+            temperature=1, max_tokens=1, detokenize=False, logprob_token_ids=self.ids
         )
         start, end = (inputs.encode(text, add_special_tokens=False) for text in (PREFIX, SUFFIX))
         queries = first if len(first) == len(second) else first * len(second)

@@ -82,6 +82,13 @@ def test_pairs(reranker: tuple[LLM, torch.nn.Module]) -> None:
     assert [x.prompt_token_ids for x in found] == [x.prompt_token_ids for x in wanted]
     scores = [output.outputs.score for output in found]
     assert scores == pytest.approx([output.outputs.score for output in wanted], abs=1e-5)
+    processed = random_llm(
+        llm.engine.checkpoint.directory,
+        **dict(skip_tokenizer_init=False, num_kv_cache_blocks=80),
+        logprobs_mode="processed_logprobs",
+    )
+    found = processed.score(queries, DOCUMENTS, use_tqdm=False)
+    assert [output.outputs.score for output in found] == pytest.approx(scores, abs=1e-5)
 
 
 def test_cosines_of_embeddings(tmp_path: Path) -> None:
