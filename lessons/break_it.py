@@ -1,8 +1,8 @@
 """Exercises that break the engine: a fault of one line, and the shortest history that shows it.
 
-`python -m lessons break N` makes the N-th fault of mutants.py, or one of states.py or drafts.py, in
-memory and runs the random histories of oracle.py. It shortens the first failing histories as long
-as they fail, prints the trace of the shortest, and asks which invariant broke.
+`python -m lessons break N` makes the N-th fault of mutants.py, or one of states.py, drafts.py or
+disk.py, in memory and runs the random histories of oracle.py. It shortens the first failing
+histories as long as they fail, prints the trace of the shortest, and asks which invariant broke.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
-from lessons.oracle import drafts, oracle, states
+from lessons.oracle import disk, drafts, oracle, states
 from lessons.oracle.mutants import MUTANTS, Mutant, apply, describe
 from lessons.oracle.oracle import INVARIANTS, Action, History, InvariantError
 from lessons.show import Question, fill, say, show_answers, show_questions, show_table
@@ -34,9 +34,14 @@ DRAFT_FAULTS = (
     "a token after a wrong draft is accepted",
     "a wrong draft counts as computed, and a block that ends with it is cached",
 )
+DISK_FAULTS = (
+    "a block is loaded with the KV of another one",
+    "a loaded block is found after any beginning",
+)
 FAULTS = dict(MUTANTS)
 FAULTS |= {name: states.MUTANTS[name] for name in STATE_FAULTS}
 FAULTS |= {name: drafts.MUTANTS[name] for name in DRAFT_FAULTS}
+FAULTS |= {name: disk.MUTANTS[name] for name in DISK_FAULTS}
 NAMES = list(FAULTS)
 
 
@@ -62,14 +67,19 @@ THEMES = (
     ),
     Theme("rows and ends", (19, 20, 21, 23), ("answers", "budget", "progress", "returned")),
     Theme(
-        "states of linear attention (lesson 17)",
-        tuple(range(len(MUTANTS) + 1, len(MUTANTS) + len(STATE_FAULTS) + 1)),
+        "states of linear attention (elective `state_cache`)",
+        tuple(NAMES.index(name) + 1 for name in STATE_FAULTS),
         ("answers", "context", "cached", "states", "snapshots", "state slots", "no error"),
     ),
     Theme(
-        "drafts (lesson 23)",
-        tuple(range(len(FAULTS) - len(DRAFT_FAULTS) + 1, len(FAULTS) + 1)),
+        "drafts (elective `drafts`)",
+        tuple(NAMES.index(name) + 1 for name in DRAFT_FAULTS),
         ("answers", "context", "cached", "budget", "progress", "no error"),
+    ),
+    Theme(
+        "prefix cache on disk (lesson 8)",
+        tuple(NAMES.index(name) + 1 for name in DISK_FAULTS),
+        ("answers", "context", "cached", "index", "partition", "progress", "no error"),
     ),
 )
 EASY, HARD = (1, 9, 13, 16, 19, 21, 23, 26), (3, 4, 5, 8, 10, 14, 20, 25, 29)
@@ -189,6 +199,10 @@ def show_attempt(attempt: Attempt) -> InvariantError:
     """Print a history that fails, up to the step that fails. Returns the error."""
     trace, history, error = attempt.trace()
     show_sequences(history)
+    if isinstance(history, disk.DiskHistory):
+        steps = ", ".join(map(str, history.restarts))
+        say(f"""After these steps, the prefix cache was saved, emptied and loaded again, as after a
+            restart: {steps}. Another request may have run before it was loaded.""")
     if history.size == 1:
         say("Blocks have one slot each: the slot of position p is block_table[p].")
     print(trace, end="\n\n")
@@ -202,13 +216,15 @@ def show_attempt(attempt: Attempt) -> InvariantError:
 
 def show_failure(mutant: Mutant) -> InvariantError:
     """Print the shortest history that fails with the fault. Returns the error."""
-    keys: dict[Any, str] = {scheduler: "schedulers", drafts.NGRAM: "ngrams"}
+    keys: dict[Any, str] = {scheduler: "schedulers", drafts.NGRAM: "ngrams", disk.DISK: "disks"}
     modules = {keys.get(mutant.module, "managers"): apply(mutant)}
     make = History
     if mutant in states.MUTANTS.values():
         make = states.HybridHistory
     elif mutant in drafts.MUTANTS.values():
         make = drafts.DraftHistory
+    elif mutant in disk.MUTANTS.values():
+        make = disk.DiskHistory
     attempt = shortest(modules, range(SEEDS), make)
     say("""Random requests run on a model. Its next token depends on every slot that it reads. This
         is the shortest failing history of those that were tried, up to the step that fails. Tokens
@@ -239,7 +255,7 @@ def run(which: str | None, answers: list[str] | None) -> None:
         for i, invariant in enumerate(theme.invariants, 1):
             print(fill(INVARIANTS[invariant], f"{i:2}. ", "    "))
         print()
-    known = states.MUTANTS | drafts.MUTANTS | MUTANTS
+    known = states.MUTANTS | drafts.MUTANTS | disk.MUTANTS | MUTANTS
     functions = {m.function for m in known.values() if m.module is mutant.module}
     function = mutant.function
     if function == "_shared_block":  # its fault cannot be told apart from one of its caller

@@ -31,6 +31,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None  # a string or token id; None for an end-of-sequence token
     logprobs: list[dict[int, Logprob]] | None = None  # one dict per output token, if requested
     cumulative_logprob: float | None = None  # sum over output tokens, if logprobs were requested
+    reasoning: str | None = None  # the thinking, with the option reasoning_parser
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class StreamOutput:
     logprobs: list[dict[int, Logprob]] | None = None  # one dict per token of token_ids
     # Set in the first output of sample 0, if requested. It is the same as in RequestOutput.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    reasoning: str = ""  # the new text of the thinking
 
 
 @dataclass(slots=True)

@@ -122,6 +122,7 @@ class SamplingParams(KnownFields):
     logits_processors: functions (output ids, logits) -> logits or (prompt ids, output ids, logits)
         -> logits, called for each token with lists of ids and float32 logits [V].
     structured_outputs: a grammar that the output follows; see StructuredOutputsParams.
+    thinking_token_budget: end the thinking after so many tokens; -1: no limit.
 
     Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value. Fields may
     be set later. They are checked again when a request uses them. None for a list is an empty list.
@@ -152,6 +153,7 @@ class SamplingParams(KnownFields):
     detokenize: bool = True
     logits_processors: Sequence[LogitsProcessor] | None = ()
     structured_outputs: StructuredOutputsParams | None = None
+    thinking_token_budget: Annotated[int, -1, math.inf] | None = None
 
     @classmethod
     def from_optional(cls, **fields: Any) -> SamplingParams:

@@ -41,7 +41,7 @@ from step import plan_step  # noqa: F401
 from torch import Tensor
 
 from lessons.lesson import GREEDY
-from lessons.lesson22_model import Model
+from lessons.lesson02_model import Model
 from nanovllm.engine.sequence import Sequence
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +85,8 @@ def make_runner(
             scales = read_fp8_scales(files, model_config.kv_layers)
         make_cache(runner, budget, longest, scales, ranks)
         runner.max_model_len = budget.fitted_length(longest, runner.num_blocks)
-        make_fast_steps(config, runner, ranks)
+        runner.make_fast_steps = partial(make_fast_steps, config, ranks)
+        runner.make_fast_steps(runner)
     log_sizes(runner, budget, name, max_model_len)
     return runner
 
@@ -194,7 +196,7 @@ def smallest(number: int, ranks: Ranks | None) -> int:
     return number if ranks is None else ranks.smallest(number)
 
 
-def make_fast_steps(config: EngineConfig, runner: ModelRunner, ranks: Ranks | None) -> None:
+def make_fast_steps(config: EngineConfig, ranks: Ranks | None, runner: ModelRunner) -> None:
     """Reduce the overhead of decodes: fuse the layers on a CPU, or capture on a GPU."""
     backend, model = runner.backend, runner.model
     if ranks is None:  # fused layers have no all-reduce

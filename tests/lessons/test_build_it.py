@@ -39,7 +39,7 @@ def imported() -> None:
     """What the checks import takes seconds: here once, and not in each run."""
     from transformers import AutoModelForCausalLM, TypicalLogitsWarper  # noqa: F401
 
-    from lessons import lesson22_model  # noqa: F401
+    from lessons import lesson02_model  # noqa: F401
 
     AutoModelForCausalLM.from_pretrained(find_checkpoint(EMBEDDED))  # imports much more
 

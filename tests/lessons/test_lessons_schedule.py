@@ -1,4 +1,4 @@
-"""Lessons 4 to 9: what they print is what they are meant to show."""
+"""Lessons 4 to 9 and beams: what they print is what they are meant to show."""
 
 import math
 import re
@@ -6,11 +6,11 @@ import re
 import pytest
 from lesson_runs import run_lesson
 
-from lessons import lesson04_batching as batching
-from lessons import lesson05_roofline as roofline
-from lessons import lesson06_prefix_sharing as sharing
-from lessons import lesson07_scheduling as scheduling
-from lessons import lesson09_beams as beams
+from lessons import elective_beams as beams
+from lessons import lesson04_roofline as roofline
+from lessons import lesson06a_batching as batching
+from lessons import lesson08_prefix_sharing as sharing
+from lessons import lesson09_scheduling as scheduling
 from lessons.lesson import ask, make_llm, shape_of
 
 
@@ -28,7 +28,7 @@ def test_a_timeline_shows_when_each_request_runs():
 
 @pytest.mark.slow
 def test_batching():
-    printed = run_lesson("4")
+    printed = run_lesson("6a")
     longest = max(batching.LENGTHS[:4]) + max(batching.LENGTHS[4:])
     static, continuous = (row(printed, name) for name in ("static batches", "continuous batching"))
     # A row-step that computes no output token is idle.
@@ -42,7 +42,7 @@ def test_batching():
 
 @pytest.mark.slow
 def test_prefix_sharing():
-    printed = run_lesson("6")
+    printed = run_lesson("8")
     llm = make_llm(block_size=4, num_kv_cache_blocks=32)
     assert str(sharing.trace_samples(llm, 4)[1]) == sharing.QUESTIONS[1].answer
     assert "same 6 tokens" in printed
@@ -80,7 +80,7 @@ def test_sjf_admits_short_prompts_first_but_not_all():
 
 @pytest.mark.slow
 def test_scheduling():
-    printed = run_lesson("7")
+    printed = run_lesson("9")
     assert row(printed, "1024")[:-2] == ["604"]  # four decodes and the prompt
     *tokens, longest, total = row(printed, "64")
     assert tokens == ["64"] * 10  # 60 of the prompt in each
@@ -133,7 +133,7 @@ def test_roofline(capsys, monkeypatch):
 
 
 def test_sampling():
-    printed = run_lesson("8")
+    printed = run_lesson("7a")
     *_, left = (line.split() for line in printed.splitlines() if line.startswith("tokens left"))
     assert left[3] == "3"
     assert int(left[2]) > 50
@@ -141,7 +141,7 @@ def test_sampling():
 
 
 def test_beams():
-    printed = run_lesson("9")
+    printed = run_lesson("beams")
     llm = make_llm(attention_backend="sdpa", block_size=4, num_kv_cache_blocks=64)
     greedy = ask(llm, [beams.PROMPT], max_tokens=beams.LENGTH, ignore_eos=True)[0]["token_ids"]
     assert beams.search(llm, 1)[1][0].tokens[-beams.LENGTH :] == greedy  # question 2

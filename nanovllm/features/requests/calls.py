@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nanovllm.config import EngineConfig
@@ -94,12 +94,12 @@ class OptionalCalls(ABC):
     def save_prefix_cache(self, path: str | os.PathLike[str]) -> int:
         """Save the blocks of the prefix cache to a file in the directory `path`, which is made.
 
-        Replaces the file of an earlier call, unless the prefix cache is empty. Blocks in host
-        memory are not saved. Returns the number of tokens whose KV was saved.
+        Replaces the file of an earlier call, unless the prefix cache is empty. Needs as much host
+        memory as the KV. Returns the number of tokens whose KV was saved.
 
-        Raises RuntimeError while requests run, and ValueError if the prefix cache is disabled, for
-        several ranks, for a model with linear attention, and if the files of the checkpoint have
-        changed since they were loaded.
+        Raises RuntimeError while requests run, OSError if the file cannot be written, and
+        ValueError if the prefix cache is disabled, for several ranks, for a model with linear
+        attention, and if the files of the checkpoint have changed since they were loaded.
         """
         from nanovllm.features.memory import disk_cache  # imports torch
 
@@ -108,8 +108,9 @@ class OptionalCalls(ABC):
     def load_prefix_cache(self, path: str | os.PathLike[str]) -> int:
         """Load what `save_prefix_cache` saved into free blocks, the most recently used first.
 
-        Returns the number of tokens whose KV was loaded: 0 if there is no file yet. Blocks that are
-        cached already are not loaded. Blocks that do not fit are left out.
+        Blocks for which the device has no room are loaded into host memory, with `swap_space`.
+        Blocks that are cached already, or do not fit, are left out. Returns the number of tokens
+        whose KV was loaded: 0 if there is no file yet.
 
         Raises ValueError, and loads nothing, if the file is damaged, or if it was saved by another
         model or with options that change the KV. Other errors are as in `save_prefix_cache`.
@@ -117,6 +118,29 @@ class OptionalCalls(ABC):
         from nanovllm.features.memory import disk_cache
 
         return disk_cache.load(self.engine, self._config, path)
+
+    def load_weights(
+        self,
+        weights: str | os.PathLike[str] | Mapping[str, Any] | Iterable[tuple[str, Any]],
+        partial: bool = False,
+    ) -> None:
+        """Store new weights in the engine, and empty its prefix cache.
+
+        weights: tensors of any floating dtype and device by their names in a checkpoint or in a
+            model of transformers: a state_dict, or an iterable of pairs such as
+            `model.named_parameters()`; or the directory of a checkpoint. A generator is read tensor
+            by tensor, except the head and the embeddings, which may be one tensor. The scales of an
+            fp8 KV cache do not change.
+        partial: whether tensors may be missing, which then do not change.
+
+        Raises ValueError with all names that are unknown or missing and all shapes that are wrong.
+        Nothing has changed then, unless `weights` is a generator. After an error or Ctrl-C that
+        comes later, all calls raise RuntimeError until all weights have been loaded. Raises
+        RuntimeError while requests run. With several ranks, each makes the same call.
+        """
+        from nanovllm.features.memory.new_weights import load_weights
+
+        load_weights(self.engine, self._config, weights, partial)
 
 
 def unaborted(requests: list[Request]) -> list[Any]:

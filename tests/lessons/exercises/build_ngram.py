@@ -8,7 +8,7 @@ import torch
 from build_check import expect, load
 
 from lessons.lesson import make_llm
-from lessons.lesson22_model import Model, attention
+from lessons.lesson02_model import Model, attention
 from lessons.oracle.oracle import next_token
 
 propose, accept = load("ngram.py", "propose"), load("ngram.py", "accept")

@@ -1,14 +1,14 @@
 """Applies logit rules, such as penalties and masks, to the logits of rows before sampling.
 
 A row without rules costs nothing. The rules of all rows of a step are applied together, in few
-operations on the device and without waiting for it. Three kinds of rules need the sampled tokens on
-the host: logits processors, grammars, and bad words of several tokens. A step with such a row
-launches its forward pass and then waits for the tokens of the previous step, so the rules run on
-the host while the device works.
+operations on the device and without waiting for it. Four kinds of rules need the sampled tokens on
+the host: logits processors, grammars, bad words of several tokens, and budgets of thinking. A step
+with such a row launches its forward pass and then waits for the tokens of the previous step, so the
+rules run on the host while the device works.
 
 The order is the same as in transformers and vLLM: log-probabilities of the raw logits, allowed
-tokens, bad words, minimum length, bias, penalties, logits processors, and last the grammar, which
-no other rule can override. The sampler follows.
+tokens, bad words, minimum length, bias, penalties, logits processors, the end of thinking that a
+budget forces, and last the grammar, which no other rule can override. The sampler follows.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from nanovllm.features.requests.logit_rules.penalties import (
     PenaltyState,
     has_penalties,
 )
+from nanovllm.features.requests.thinking import ThinkingOfRow
 from nanovllm.models.backend import Backend
 from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.sampler import MASKED
@@ -52,8 +53,10 @@ class RowRules:
         self.phrases = [word for word in rules.bad_words if len(word) > 1]
         self.take_prompt = [takes_prompt(processor) for processor in rules.logits_processors]
         self.matcher = None if rules.grammar is None else rules.grammar.matcher()
+        self.thinking = rules.thinking and ThinkingOfRow(rules.thinking, self.prompt)
         # Whether `output` must be complete before the next token is sampled.
-        self.needs_output = bool(self.phrases or self.take_prompt or self.matcher)
+        on_host = self.phrases, self.take_prompt, self.matcher, self.thinking
+        self.needs_output = any(map(bool, on_host))
         self.error: Exception | None = None  # raised when the row samples
         # (function that returns a step's tokens, this row's index), if `output` lacks that token.
         self.last: tuple[Callable[[], list[int]], int] | None = None
@@ -75,6 +78,12 @@ class RowRules:
             ends.intersection_update(self.allowed.tolist())
         hidden = {t for t, value, end in self.edits if value == MASKED and position < end}
         return ends <= hidden
+
+    def mask(self) -> bytes | None:
+        """Return which tokens the grammar allows, as Matcher.mask. None: all tokens."""
+        if self.matcher is None or self.thinking is None:
+            return self.matcher and self.matcher.mask(self.output)
+        return self.thinking.mask(self.matcher, self.output)
 
     def apply(self, logits: Tensor) -> None:
         """Apply the rules that need output tokens, in place, to the row's logits [V]."""
@@ -101,6 +110,9 @@ class RowRules:
             # The softmax of infinity is NaN: keep only infinite logits. If any is NaN, mask all.
             kept = logits.isposinf() & ~logits.isnan().any()
             logits.copy_(torch.where(kept, 0.0, MASKED))
+        if self.thinking and (token := self.thinking.read(self.output)) is not None:
+            logits.fill_(MASKED)
+            logits[token] = 0
 
 
 class RulesState:
@@ -240,7 +252,7 @@ class RulesBatch:
         for i, row in self.host_rules:
             try:
                 row.apply(logits[i])
-                mask = row.matcher.mask(row.output) if row.matcher else None
+                mask = row.mask()
                 if mask is not None:
                     masks[i] = np.frombuffer(mask, np.uint8, num_bytes)
                     if row.must_end():
