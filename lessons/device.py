@@ -29,7 +29,8 @@ class Device:
 
     def capture(self, step: Callable[[], object]) -> Callable[[], None]:
         """Record what `step` launches -> a function that launches all of it by one call."""
-        self.recording = recorded = []
+        recorded: list[tuple[Kernel, tuple[Tensor, ...]]] = []
+        self.recording = recorded
         try:
             step()
         finally:
