@@ -2,7 +2,7 @@
 
 PYTHONPATH=. python .ci/lesson_pages.py             runs all lessons and writes their pages
 PYTHONPATH=. python .ci/lesson_pages.py 5 11b       runs lesson 5 and the second part of lesson 11
-PYTHONPATH=. python .ci/lesson_pages.py --lines     corrects the lines that the pages link to, and runs no lesson
+PYTHONPATH=. python .ci/lesson_pages.py --lines     corrects links to lines and other pages, and runs no lesson
 PYTHONPATH=. python .ci/lesson_pages.py --measure   also replaces figures that differ in what was measured only
 
 It also links the rows of docs/lessons.md to the pages. Without --measure a page keeps its figures
@@ -50,6 +50,17 @@ def navigation(number: str) -> str:
     return " · ".join(links)
 
 
+def head(number: str) -> list[str]:
+    """Return the first blocks of a page."""
+    return [
+        "<!-- Written by .ci/lesson_pages.py: change the lesson and not this page. -->",
+        f"# {TITLES[number]}",
+        navigation(number),
+        f"Run it: `python -m lessons {number}`. It asks the questions of this page, and waits for "
+        "your answers.",
+    ]
+
+
 def run(number: str, page: Page) -> dict[str, str]:
     """Run a lesson while `page` takes the place of sys.stdout -> the names and texts of its files."""
     lesson, about = command.load(number), machine.describe(torch.device("cpu"))
@@ -60,14 +71,7 @@ def run(number: str, page: Page) -> dict[str, str]:
         lesson.run()
     page.add()
     others = machine.describe_load(machine.other_load(since))
-    parts = [
-        "<!-- Written by .ci/lesson_pages.py: change the lesson and not this page. -->",
-        f"# {TITLES[number]}",
-        navigation(number),
-        f"Run it: `python -m lessons {number}`. It asks the questions of this page, and waits for "
-        "your answers.",
-        *page.parts,
-    ]
+    parts = [*head(number), *page.parts]
     files = {f"{page.stem}.md": "\n\n".join(parts)} | page.pictures
     if measured(files):
         parts.append(
@@ -191,6 +195,8 @@ def main() -> None:
             parser.error(f"lesson {number} has no page: run it without --lines")
         if args.lines:
             files = {name: correct_lines(text) for name, text in old.items()}
+            parts = [*head(number), *files[f"{stem}.md"].split("\n\n")[4:-1], navigation(number)]
+            files[f"{stem}.md"] = "\n\n".join(parts) + "\n"
         else:
             since = machine.cpu_seconds()
             files = run(number, Page(stem))

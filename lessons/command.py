@@ -26,7 +26,8 @@ BUSY = 0.1  # share of the CPU time of other programs, above which timings mean 
 ROAD = sorted(path.stem for path in Path(__file__).parent.glob("lesson[0-9]*.py"))
 # What each elective needs.
 ELECTIVES = {
-    "beams": "lesson 8",
+    "samples": "lesson 8",
+    "beams": "samples",
     "int8": "lesson 4",
     "fp8_cache": "lesson 4 and int8",
     "host_cache": "lesson 8",

@@ -11,7 +11,7 @@ continue. A beam with two chosen candidates is forked, and one with none ends.
     e  ---->  e f  --->   e f g     copies the last one before it writes into it
                   `--->   e f h
 
-The search works on sequences of the scheduler, whose forks and copies are as in lesson 8.
+The search works on sequences of the scheduler. Forks and copies are those of `samples`.
 """
 
 import math

@@ -82,7 +82,7 @@ def run() -> None:
     show_source(
         link(Matcher.mask, "compute_bitmask"),
         link(RulesBatch.sample, "self.apply"),
-        link(RulesBatch._apply_on_host, "row.matcher.mask"),
+        link(RulesBatch._apply_on_host, "row.mask()"),
     )
 
 

@@ -1,11 +1,11 @@
-"""Lesson 8: prefix sharing, copy-on-write and eviction.
+"""Lesson 8: prefix sharing and eviction.
 
-The keys and values of a token depend on this token and those before it, and on nothing after it.
-Two prompts that begin with the same tokens have the same KV there, so both block tables can
-contain the same blocks. The prefix cache finds a block by a hash of its tokens and the hash of the
-block before it, as vLLM does; SGLang (Zheng et al. 2023, arXiv:2312.07104) uses a tree. The samples
-of one prompt (n=2) share blocks too, and a sample that writes into a shared block copies it first.
-Sharing and copy-on-write are from PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
+A chat sends its whole history with each message, and many requests begin with the same system
+prompt. Until now each computes it again. But the keys and values of a token depend on this token
+and those before it, and on nothing after it. Two prompts that begin with the same tokens have the
+same KV there, so both block tables can contain the same blocks. The prefix cache finds a block by a
+hash of its tokens and the hash of the block before it, as vLLM does; SGLang (Zheng et al. 2023,
+arXiv:2312.07104) uses a tree:
 
     prompt A   [ t0 t1 t2 t3 | t4 t5 t6 t7 | t8 t9       ]   block table  1 2 3
     prompt B   [ t0 t1 t2 t3 | t4 t5 u6 u7 | u8          ]   block table  1 4 5
@@ -68,13 +68,6 @@ def hash_chains(llm: LLM) -> list[tuple[str, str, str, str]]:
     return rows
 
 
-def trace_samples(llm: LLM, n: int) -> tuple[Trace, int]:
-    """Sample A `n` times -> the trace, and how many blocks were copied."""
-    with Trace(llm) as trace:
-        ask(llm, [A], n=n, temperature=4, seed=1, max_tokens=3)
-    return trace, sum(len(event.get("copies", ())) for event in trace.events)
-
-
 def evict() -> list[tuple[str, int, int, int]]:
     """Run prompts in a pool of 6 blocks. Returns how many tokens of each are cached after each."""
     llm = make_llm(block_size=4, num_kv_cache_blocks=6)
@@ -124,6 +117,7 @@ def run() -> None:
         have the same hash. With 128 bits this is very unlikely, but a match compares the tokens
         too.""")
 
+    QUESTIONS.show(2)
     llm.reset_prefix_cache()
     runs = [run_prompts(llm, [a, b, a[:8]]) for _ in range(2)]
     say(f"""Finished requests leave their full blocks in the cache. At least one token of a prompt
@@ -131,13 +125,6 @@ def run() -> None:
         tokens of A are run twice, the second run finds {runs[1][0]} tokens of A, {runs[1][1]} of B,
         and of the prompt of 8 tokens only {runs[1][2]}.""")
 
-    QUESTIONS.show(2)
-    say("""Next, two samples of A are drawn at a high temperature: sequences 0.0 and 0.1 of request
-        0. Sequence 0.1 is forked when 0.0 has its first token, and shares the blocks of the prompt.
-        It computes the last prompt token again, to sample from its logits. The last block is not
-        full, and both will write into it, so the engine copies it for one of them first:""")
-    llm = make_llm(block_size=4, num_kv_cache_blocks=32)
-    print(trace_samples(llm, 2)[0], end="\n\n")
     say("""Cached blocks without an owner are kept until no block is free. Then the least recently
         used one is evicted. A pool of 6 blocks runs A, C, A again, and D. D needs 3 blocks, and 2
         are free. The last block of C is evicted. The beginning of C stays, because a sequence
@@ -157,10 +144,11 @@ def run() -> None:
         takes less than a tenth of the time to compute it (smollm2-135m on two cores).""")
     show_source(
         link(BlockManager.match),
-        link(BlockManager.copy_on_write),
         link(BlockManager.choose_victim),
         link(disk_cache.restore, "write(places)"),
     )
+    say("""Build it: `python -m lessons build prefix`, and then `python -m lessons build eviction`,
+        whose rule has to find more tokens than the engine's own.""")
 
 
 QUESTIONS = Questions("""
@@ -173,9 +161,9 @@ QUESTIONS = Questions("""
     different beginnings are different blocks.
     Hint: Which tokens do the keys and values of the fifth token depend on, in the second layer?
 
-    If two samples of a prompt are drawn, its last block, which is not full, is copied once. How
-    many copies are made for four samples?
-    Answer: 3. Each of the four samples writes into this block, so each needs a separate block. One
-    sample keeps the original.
-    Hint: How many samples write into the block, and who may keep the original?
+    A prompt of 8 tokens has run, and its two blocks of 4 slots are cached. The same prompt comes
+    again. How many of its tokens are found in the cache?
+    Answer: 4. The last token must be computed, because its logits give the first output token. It
+    is in the second block, and only whole blocks are found.
+    Hint: Which logits does the request need before it can sample its first token?
 """)

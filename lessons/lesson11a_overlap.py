@@ -1,10 +1,10 @@
-"""Lesson 11a: overlap and graphs.
+"""Lesson 11a: overlap of host and device.
 
-A GPU works asynchronously: the host only launches its work. Two things can make the GPU wait.
-The host reads the tokens of a step before it plans the next one: with async scheduling, step N+1 is
-planned and launched before the tokens of step N are read (as in NanoFlow, Zhu et al. 2024,
-arXiv:2408.12757, and in vLLM). And a step is hundreds of launches: a CUDA graph records them once
-and replays them by one call.
+Kernels make steps short, and then the time of the host counts. A GPU works asynchronously: the host
+only launches its work. If the host waits for the tokens of a step before it plans the next one, the
+GPU is idle while the host plans. If a step takes 5 ms and a plan 3 ms, that is 3 of 8 ms. With
+async scheduling, step N+1 is planned and launched before the tokens of step N are read (as in
+NanoFlow, Zhu et al. 2024, arXiv:2408.12757, and in vLLM):
 
     without   host    plan 1 |........| commit 1, plan 2 |........| commit 2 ...
               device         | step 1 |                  | step 2 |
@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from lessons.pictures import show_lanes
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import SamplingParams
-from nanovllm.backends.gpu.graphs import DecodeGraphs, batch_sizes
 from nanovllm.config import EngineConfig
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
@@ -27,6 +26,7 @@ from nanovllm.engine.observer import Observer
 from nanovllm.engine.scheduler import InFlightStep, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import StepOutput, StepPlan
+from nanovllm.runner.rows import Rows
 
 DEVICE_SECONDS, HOST_SECONDS = 0.005, 0.003  # of one step
 
@@ -121,7 +121,7 @@ def draw(overlap: bool, host: Host, device: Device) -> None:
 
 
 def show_overlap(params: list[SamplingParams]) -> None:
-    say(f"""First overlap. The real LLMEngine runs two requests on a device that takes
+    say(f"""The real LLMEngine runs two requests on a device without a model, which takes
         {DEVICE_SECONDS * 1e3:g} ms for a step, and the host takes {HOST_SECONDS * 1e3:g} ms for
         each plan. One request ends at a stop token, the other at max_tokens.""")
     rows, steps = [], []
@@ -147,16 +147,14 @@ def run() -> None:
     by_token, by_length = SamplingParams(stop_token_ids=[20]), SamplingParams(max_tokens=40)
     QUESTIONS.show(1)
     show_overlap([by_token, by_length])
-    say(f"""Then graphs. Each of torch's operators that a step calls is about one launch, and a
-        decode step has hundreds. Each costs the host microseconds, whatever it computes. A CUDA
-        graph replays all of them by one call. A graph has a fixed number of rows: with
-        max_num_seqs=8, graphs are captured for {", ".join(map(str, batch_sizes(8)))} sequences, and
-        a step of 5 is padded to 8. On a CPU calls cost time as well, so one call computes all
-        layers where its kernels allow it.""")
+    say("""A token that the host does not know yet is a placeholder of the sequence: it is counted,
+        and its value is in the runner's row only. On a CPU the default is no overlap, because the
+        host computes the step itself.""")
     show_source(
         link(LLMEngine.run_step, "self.async_scheduling"),
+        link(Scheduler.schedule, "num_output_placeholders += 1"),
+        link(Rows.record, "self.last_tokens"),
         link(Scheduler.commit, "Status.FINISHED"),
-        link(DecodeGraphs.replay, "self.replays[self.size]()"),
     )
 
 

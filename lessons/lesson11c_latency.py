@@ -102,7 +102,7 @@ def run() -> None:
     say("""Up to a load of about 1 the engine serves what arrives. Above, the queue grows with each
         request, so its wait has no limit, and more requests in a test make the table worse.
         A smaller token budget trades the time to the first token for the time between tokens
-        (lesson 9), and fewer rows make steps shorter.""")
+        (lesson 6b), and fewer rows make steps shorter.""")
     show_source(
         link(RequestMetrics, "first_token_time"), link(Scheduler._admit, "self.max_num_seqs")
     )

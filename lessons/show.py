@@ -66,7 +66,8 @@ def width() -> int:
 def fill(text: str, first: str = "", rest: str = "") -> str:
     """Wrap a paragraph. Its lines begin with `first` and `rest`."""
     text = " ".join(text.split())
-    return textwrap.fill(text, width(), initial_indent=first, subsequent_indent=rest)
+    indents: Any = dict(initial_indent=first, subsequent_indent=rest)
+    return textwrap.fill(text, width(), **indents, break_on_hyphens=False)
 
 
 @shown

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from nanovllm.features.requests.embeddings.pooling import PoolingParams as PoolingParams
     from nanovllm.features.requests.loglikelihood import LoglikelihoodOutput as LoglikelihoodOutput
+    from nanovllm.features.requests.tool_calls import parse_tool_calls as parse_tool_calls
     from nanovllm.inputs import TextPrompt as TextPrompt
     from nanovllm.inputs import TokensPrompt as TokensPrompt
     from nanovllm.llm import LLM as LLM
@@ -55,6 +56,7 @@ MODULES = {
     "TextPrompt": "nanovllm.inputs",
     "TokensPrompt": "nanovllm.inputs",
     "Trace": "nanovllm.cli.trace.trace",
+    "parse_tool_calls": "nanovllm.features.requests.tool_calls",
 }
 __all__ = list(MODULES)
 

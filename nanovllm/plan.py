@@ -183,4 +183,4 @@ class LogitRules:
     logprobs: int | None = None
     logits_processors: tuple[Callable[..., Any], ...] = ()
     grammar: Any = None  # nanovllm.features.requests.structured.Grammar
-    thinking: Any = None  # nanovllm.features.requests.thinking.Budget
+    thinking: Any = None  # nanovllm.features.requests.thinking.Thinking

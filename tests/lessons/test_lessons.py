@@ -10,7 +10,14 @@ import fresh
 import pytest
 from lesson_runs import run_lesson
 
-from lessons import command, lesson01_request, lesson05_blocks
+from lessons import (
+    build_it,
+    command,
+    lesson01a_request,
+    lesson01b_text,
+    lesson05_blocks,
+    lesson12_engine,
+)
 from lessons.lesson import make_llm
 from lessons.show import (
     Question,
@@ -24,6 +31,8 @@ from lessons.show import (
 )
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
+
+PACKAGE = Path(__file__).parents[2] / "nanovllm"
 
 
 def test_links_name_the_line() -> None:
@@ -111,7 +120,7 @@ def test_a_question_waits_for_an_answer_in_a_terminal(
     monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or typed)
     for stream in (sys.stdin, sys.stdout):
         monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
-    lesson01_request.run()
+    lesson01a_request.run()
     printed = capsys.readouterr().out
     assert asked == ["  Your answer (Enter skips it): "] * 2
     assert shown in printed
@@ -119,10 +128,10 @@ def test_a_question_waits_for_an_answer_in_a_terminal(
     assert ("is right" in printed, "Hint" in printed) == (typed == "1", typed != "")
 
 
-def test_lesson_1() -> None:
+def test_lesson_1a() -> None:
     """It shows the objects of each step, and without a terminal no answer."""
     llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=16, block_size=4)
-    seen, output = lesson01_request.follow(llm, "What is 2 + 30?\n")
+    seen, output = lesson01a_request.follow(llm, "What is 2 + 30?\n")
     [completion] = output.outputs
     assert [n for result in seen["output"] for n in result.token_ids] == completion.token_ids
     assert [step.num_tokens for step in seen["plan"]] == [9] + [1] * (len(seen["plan"]) - 1)
@@ -131,10 +140,45 @@ def test_lesson_1() -> None:
         rows.argmax() == new.token_ids[0]
         for rows, new in zip(seen["logits"], seen["output"], strict=True)
     )
-    printed = run_lesson("1")
+    printed = run_lesson("1a")
     assert "11    decode of row 0   1033  '12 + 30 = 42<|endoftext|>'" in printed
     assert "Answer" not in printed
     assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_lesson_1b() -> None:
+    """A character waits for its last token, and a stream for what may begin a stop string."""
+    llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=64)
+    texts = [new for _, _, new in lesson01b_text.detokenize(llm, "a€b")]
+    assert texts == ["'a'", "''", "''", "'€'", "'b'"]
+    assert texts.index("'€'") == int(lesson01b_text.QUESTIONS[0].answer)
+    for stops, text in ((["never"], "12 + 30 = 42"), (["30 ="], "12 + "), (["42"], "12 + 30 = ")):
+        rows = lesson01b_text.stream(llm, stops)
+        assert rows[-1][1:] == (repr(text), "''")
+        held = [ast.literal_eval(row[2]) for row in rows[:-1]]
+        assert max(map(len, held)) == len(stops[0]) - 1
+    assert lesson01b_text.ends(llm)[2] == ("max_tokens=3", "length", "None", "'12 + '")
+    printed = run_lesson("1b")
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_lesson_12() -> None:
+    """Its questions are about what its trace shows."""
+    events = lesson12_engine.trace().events
+    plans = {event["plan"]: event for event in events if "plan" in event}
+    assert [plan for plan, event in plans.items() if event.get("preempted")] == [7]
+    sampled = [event["commit"] for event in events if len(event.get("tokens", ())) == 3]
+    assert len(sampled) == int(lesson12_engine.QUESTIONS[1].answer)
+    printed = run_lesson("12")
+    lines = printed.splitlines()
+    assert (
+        sum("Prefix hit: positions 0-3 of request 2 are cached (block 1)" in s for s in lines) == 2
+    )
+    assert any(line.split()[:3] == ["2", "prompt", "4-4"] for line in lines)
+    assert any(line.split()[:3] == ["2", "again", "4-12"] for line in lines)
+    builds = {name for part in lesson12_engine.PARTS for name in part[2].split(", ") if name}
+    assert builds <= {*build_it.TASKS, "stop", "preempt", "replay"}
+    assert all((PACKAGE / place.split(",")[0]).exists() for *_, place, _ in lesson12_engine.PARTS)
 
 
 def test_lesson_5() -> None:

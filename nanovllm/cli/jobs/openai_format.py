@@ -20,6 +20,7 @@ import numpy as np
 from nanovllm.engine.chat_template import as_conversations
 from nanovllm.engine.request import Progress, Request
 from nanovllm.features.requests.embeddings.pooling import PoolingParams
+from nanovllm.features.requests.tool_calls import ToolUse
 from nanovllm.inputs import Prompt, as_list
 from nanovllm.outputs import CompletionOutput, Logprob
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -33,8 +34,8 @@ CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/
 Fields = dict[str, Any]
 TEMPLATE = ("add_generation_prompt", "continue_final_message", "chat_template")
 # Fields that have no effect. Where a value is named, another value is an error.
-UNUSED = {"best_of": 1, "echo": False, "stream": False, "suffix": "", "tools": []} | dict.fromkeys(
-    ("metadata", "parallel_tool_calls", "service_tier", "store", "tool_choice", "user")
+UNUSED = {"best_of": 1, "echo": False, "stream": False, "suffix": ""} | dict.fromkeys(
+    ("metadata", "service_tier", "store", "user")
 )
 
 
@@ -47,6 +48,7 @@ class Job:
     prompts: list[Prompt]
     params: SamplingParams | PoolingParams
     encoding: str = "float"  # of embeddings: "float" or "base64"
+    tool_use: ToolUse | None = None  # of chats
 
     def submit(self, llm: LLM) -> list[Request]:
         """Queue all prompts. If one raises ValueError or TypeError, none is queued."""
@@ -69,14 +71,14 @@ class Job:
                 vectors = [b64encode(np.asarray(v, "<f4").tobytes()).decode() for v in vectors]
             data = [Fields(object="embedding", index=i, embedding=v) for i, v in enumerate(vectors)]
             return body | {"object": "list", "data": data, "usage": token_counts(num_prompt, 0)}
-        chat, num_top = self.url == CHAT, self.params.logprobs or 0
+        num_top = self.params.logprobs or 0
         samples = [sample for out in outputs for sample in out.outputs]
-        body["object"] = "chat.completion" if chat else "text_completion"
-        body["choices"] = [choice(sample, i, chat, num_top) for i, sample in enumerate(samples)]
+        body["object"] = "chat.completion" if self.tool_use else "text_completion"
+        body["choices"] = [choice(s, i, self.tool_use, num_top) for i, s in enumerate(samples)]
         body["usage"] = token_counts(num_prompt, sum(len(s.token_ids) for s in samples))
         if outputs[0].prompt_logprobs is not None:
             # As in vLLM, the first sample of each prompt has them.
-            owners = [body] if chat else body["choices"][:: len(outputs[0].outputs)]
+            owners = [body] if self.tool_use else body["choices"][:: len(outputs[0].outputs)]
             for owner, out in zip(owners, outputs, strict=True):
                 owner["prompt_logprobs"] = [
                     entry and {str(t): vars(e) | {"logprob": finite(e)} for t, e in entry.items()}
@@ -110,8 +112,11 @@ def parse(llm: LLM, url: Any, body: Any, model: str, trust_chat_templates: bool 
                 "chat_template is a program, which may never end; leave it out, or start run-batch "
                 "with --trust-chat-templates"
             )
-        prompts = [chat_prompt(llm, given)]
+        tools, parallel = given.pop("tools", []), given.pop("parallel_tool_calls", True)
+        tool_use = ToolUse(tools, given.pop("tool_choice", "auto" if tools else "none"), parallel)
+        prompts = [chat_prompt(llm, given, tools)]
     else:
+        tool_use = None
         name = "prompt" if url == COMPLETIONS else "input"
         prompts = as_list(given.pop(name, None), name)
         if not prompts:
@@ -121,13 +126,21 @@ def parse(llm: LLM, url: Any, body: Any, model: str, trust_chat_templates: bool 
         check_scalar("encoding_format", encoding, str, ("float", "base64"))
         return Job(url, model, prompts, PoolingParams(**given), encoding)
     params = sampling_params(given, llm.get_default_sampling_params(), url == CHAT)
-    return Job(url, model, prompts, params)
+    if tool_use is not None and tool_use.is_forced:
+        if params.structured_outputs is not None:
+            raise ValueError(
+                "tool_choice forces a call by a grammar; leave out response_format and "
+                "structured_outputs"
+            )
+        params.structured_outputs = tool_use.grammar()
+    return Job(url, model, prompts, params, tool_use=tool_use)
 
 
-def chat_prompt(llm: LLM, given: Fields) -> Prompt:
+def chat_prompt(llm: LLM, given: Fields, tools: list[Fields] | None = None) -> Prompt:
     """Return the prompt of a chat, and remove the fields that describe it from `given`."""
     [messages] = as_conversations(given.pop("messages", None))
     variables: Fields = {"add_generation_prompt": True, "chat_template": None}
+    variables["tools"] = tools or None
     variables |= {name: given.pop(name) for name in TEMPLATE if name in given}
     more = given.pop("chat_template_kwargs", None)
     return llm.engine.input_processor.chat_prompt(messages, variables, more)
@@ -184,16 +197,22 @@ def token_counts(prompt: int, new: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
-def choice(sample: CompletionOutput, index: int, chat: bool, num_top: int) -> Fields:
+def choice(sample: CompletionOutput, index: int, tool_use: ToolUse | None, num_top: int) -> Fields:
+    """Return a choice of a response. `tool_use` is None for a completion."""
     shown: Fields = {"index": index}
-    if chat:
-        shown["message"] = {"role": "assistant", "content": sample.text, "refusal": None}
+    reason = sample.finish_reason
+    if tool_use is not None:
+        text, calls = tool_use.parse(sample.text)
+        content = text or None if calls else text
+        message: Fields = {"role": "assistant", "content": content, "refusal": None}
         if sample.reasoning is not None:
-            shown["message"]["reasoning"] = sample.reasoning
-        shown["logprobs"] = chat_logprobs(sample, num_top)
+            message["reasoning"] = sample.reasoning
+        if calls:
+            message["tool_calls"], reason = calls, "tool_calls"
+        shown |= {"message": message, "logprobs": chat_logprobs(sample, num_top)}
     else:
         shown["text"], shown["logprobs"] = sample.text, completion_logprobs(sample)
-    return shown | {"finish_reason": sample.finish_reason, "stop_reason": sample.stop_reason}
+    return shown | {"finish_reason": reason, "stop_reason": sample.stop_reason}
 
 
 def chat_logprobs(sample: CompletionOutput, num_top: int) -> Fields | None:

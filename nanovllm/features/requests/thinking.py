@@ -7,6 +7,7 @@ Markers are found in the text, because a marker can consist of several tokens.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -15,6 +16,8 @@ from nanovllm.engine.detokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from nanovllm.engine.input_processor import InputProcessor
+    from nanovllm.features.requests.structured import Matcher
+    from nanovllm.sampling_params import SamplingParams
 
 START, END = "<think>", "</think>"
 
@@ -87,38 +90,62 @@ class Splitter:
 
 
 @dataclass(frozen=True, eq=False)
-class Budget:
-    """The rule of `thinking_token_budget`."""
+class Thinking:
+    """The rules of thinking: a budget, and a grammar that only the answer follows."""
 
-    limit: int  # tokens of thinking, those of the prompt included
     tokenizer: Tokenizer
     end_ids: list[int]  # the tokens of </think>
-
-    @classmethod
-    def make(cls, input_processor: InputProcessor, limit: int) -> Budget:
-        tokenizer = check_markers(input_processor, "thinking_token_budget")
-        return cls(limit, tokenizer, input_processor.encode(END, add_special_tokens=False))
+    limit: float = math.inf  # tokens of thinking, including those in the prompt
+    separates: bool = False  # whether the grammar begins after the thinking
 
 
-class BudgetOfRow:
-    """Counts the thinking of one row."""
+def make_thinking(
+    input_processor: InputProcessor, params: SamplingParams, separates: bool
+) -> Thinking | None:
+    """Return the rules of thinking that the parameters request, if there are any."""
+    limit, separates = params.thinking_token_budget, separates and bool(params.structured_outputs)
+    if limit in (None, -1) and not separates:
+        return None
+    tokenizer = check_markers(input_processor, "thinking_token_budget")
+    end_ids = input_processor.encode(END, add_special_tokens=False)
+    return Thinking(tokenizer, end_ids, math.inf if limit in (None, -1) else limit, separates)
 
-    def __init__(self, budget: Budget, prompt: list[int]) -> None:
-        self.budget = budget
-        thought = opened(budget.tokenizer, prompt)
+
+class ThinkingOfRow:
+    """Follows the thinking of one row."""
+
+    def __init__(self, rules: Thinking, prompt: list[int]) -> None:
+        self.rules = rules
+        thought = opened(rules.tokenizer, prompt)
         self.splitter = Splitter(thought is not None)
-        ids = budget.tokenizer.encode(thought, add_special_tokens=False) if thought else []
-        self.num_thought = min(len(ids), budget.limit)
-        self.num_read = 0  # output tokens
+        ids = rules.tokenizer.encode(thought, add_special_tokens=False) if thought else []
+        self.num_thought = min(len(ids), rules.limit)
+        self.num_read = self.answer_start = 0  # output tokens
 
-    def forced_token(self, output: list[int]) -> int | None:
-        """Return the token that must follow `output`, which extends the output of the last call."""
-        decode = self.budget.tokenizer.backend_tokenizer.decode
+    def read(self, output: list[int]) -> int | None:
+        """Return the token that the budget forces after `output`, which extends the last one."""
+        decode = self.rules.tokenizer.backend_tokenizer.decode
         for token in output[self.num_read :]:
+            self.num_read += 1
             if token >= 0:  # else the output has ended
-                self.num_thought += self.splitter.is_thinking
+                was_thinking = self.splitter.is_thinking
+                self.num_thought += was_thinking
                 self.splitter.add(decode([token], skip_special_tokens=False))
-        self.num_read = len(output)
-        place = self.num_thought - self.budget.limit  # among the tokens of </think>
-        is_over = self.splitter.is_thinking and 0 <= place < len(self.budget.end_ids)
-        return self.budget.end_ids[place] if is_over else None
+                self.answer_start = self.num_read if was_thinking else self.answer_start
+        place = self.num_thought - self.rules.limit  # among the tokens of </think>
+        is_over = self.splitter.is_thinking and 0 <= place < len(self.rules.end_ids)
+        return self.rules.end_ids[int(place)] if is_over else None
+
+    def mask(self, matcher: Matcher, output: list[int]) -> bytes | None:
+        """Return the mask of the grammar, which does not apply to the thinking."""
+        if not self.rules.separates:
+            return matcher.mask(output)
+        if self.splitter.is_thinking:
+            return None
+        mask = matcher.mask(output[self.answer_start :])
+        start = self.rules.tokenizer.backend_tokenizer.token_to_id(START)
+        if mask is None or output or start is None:
+            return mask
+        allowed = bytearray(mask)  # the output may begin with <think>
+        allowed[start >> 3] |= 1 << (start & 7)
+        return bytes(allowed)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from checkpoints import random_llm
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.cli.jobs.run_batch import BatchFiles, run_batch
 from nanovllm.features.requests.thinking import END, START, Splitter
 from nanovllm.loading.checkpoint import find_checkpoint
@@ -254,3 +254,34 @@ def test_a_file_of_requests(thinker: LLM, tmp_path: Path) -> None:
     assert messages["0"]["content"].startswith("<think>")
     assert "reasoning" not in messages["1"]
     assert messages["1"]["content"] == "2 + 3 = 5"
+
+
+@pytest.mark.extra
+def test_a_grammar_is_of_the_answer(thinker: LLM) -> None:
+    """The model may think before it, also within a budget, and after a preemption."""
+    pytest.importorskip("llguidance")
+    grammar = StructuredOutputsParams(regex="(ab|c){2,9}d")
+    start = thinker.get_tokenizer().convert_tokens_to_ids(START)
+    tight = LLM(
+        reasoning_parser="qwen3",
+        device="cpu",
+        dtype="float32",
+        **dict(num_kv_cache_blocks=9, max_model_len=128, max_num_batched_tokens=16),
+    )
+    for limit in (None, 0, 5):
+        fields = dict(temperature=1.0, n=4, seed=3, max_tokens=40, logit_bias={start: 6})
+        params = SamplingParams(structured_outputs=grammar, thinking_token_budget=limit, **fields)
+        outputs = [
+            [output.outputs for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+            for llm in (thinker, tight)
+        ]
+        assert outputs[0] == outputs[1]
+        flat = [sample for samples in outputs[0] for sample in samples]
+        for sample in flat:
+            if sample.finish_reason == "stop" and sample.text:
+                assert re.fullmatch("(ab|c){2,9}d", sample.text)
+            else:  # the thinking has not ended, or the end-of-sequence token has ended it
+                assert sample.text == "" or sample.finish_reason == "length"
+        done = [sample for sample in flat if sample.text]
+        assert {sample.reasoning is None for sample in done} >= {True, limit is None}
+    assert tight.stats()["preemptions"] > 0

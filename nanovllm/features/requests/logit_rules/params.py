@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from nanovllm.engine.input_processor import InputProcessor
-from nanovllm.features.requests.thinking import Budget
+from nanovllm.features.requests.thinking import make_thinking
 from nanovllm.plan import LogitRules
 from nanovllm.sampling_params import SamplingParams
 
 
 def make_rules(
-    params: SamplingParams, input_processor: InputProcessor, stop_token_ids: frozenset[int]
+    params: SamplingParams,
+    input_processor: InputProcessor,
+    stop_token_ids: frozenset[int],
+    separates: bool = False,
 ) -> LogitRules | None:
-    """Return the rules that the parameters request, or None. May compile a grammar."""
+    """Return the rules that the parameters request, or None. May compile a grammar.
+
+    separates: whether thinking is separated from the text, so that the grammar is of the text.
+    """
     bias = params.logit_bias or {}
     input_processor.check_vocabulary("logit_bias has", bias)
     input_processor.check_vocabulary("allowed_token_ids has", params.allowed_token_ids)
@@ -20,7 +26,7 @@ def make_rules(
     if params.structured_outputs is not None:
         assert input_processor.grammars is not None, "make_engine sets it"
         grammar = input_processor.grammars.compile(params.structured_outputs, list(stops))
-    allowed, budget = params.allowed_token_ids, params.thinking_token_budget
+    allowed = params.allowed_token_ids
     rules = LogitRules(
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
@@ -33,7 +39,7 @@ def make_rules(
         logprobs=num_logprobs(input_processor, "logprobs", params.logprobs),
         logits_processors=tuple(params.logits_processors or ()),
         grammar=grammar,
-        thinking=None if budget in (None, -1) else Budget.make(input_processor, budget),
+        thinking=make_thinking(input_processor, params, separates),
     )
     return None if rules == LogitRules() else rules
 

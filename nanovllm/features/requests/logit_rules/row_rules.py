@@ -8,7 +8,8 @@ rules run on the host while the device works.
 
 The order is the same as in transformers and vLLM: log-probabilities of the raw logits, allowed
 tokens, bad words, minimum length, bias, penalties, logits processors, the end of thinking that a
-budget forces, and last the grammar, which no other rule can override. The sampler follows.
+budget forces, and last the grammar, which no other rule can override. The sampler follows. With
+logprobs_mode="processed_logprobs", the log-probabilities are those after all this.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from nanovllm.features.requests.logit_rules.penalties import (
     PenaltyState,
     has_penalties,
 )
-from nanovllm.features.requests.thinking import BudgetOfRow
+from nanovllm.features.requests.thinking import ThinkingOfRow
 from nanovllm.models.backend import Backend
 from nanovllm.models.batch import SamplingBatch
-from nanovllm.models.sampler import MASKED
+from nanovllm.models.sampler import FILTER_FUNCTIONS, MASKED, filtered_logits, token_logprobs
 from nanovllm.models.transfers import start_copy, to_device
-from nanovllm.plan import COMPLETE, LogitRules, NewRow, StepOutput
+from nanovllm.plan import COMPLETE, FILTERS, LogitRules, NewRow, StepOutput
 from nanovllm.runner.model_runner import PendingOutput
 from nanovllm.sampling_params import takes_prompt
 
@@ -49,13 +50,15 @@ class RowRules:
         # not keep the logits processors in memory.
         self.owner = weakref.ref(rules)
         self.rules, self.row = replace(rules, logits_processors=()), new_row.row
+        sampling = new_row.sampling
+        self.filters = sampling.filters if sampling.temperature else tuple(FILTERS.values())
         self.prompt, self.output = new_row.prompt, list(new_row.output)
         self.phrases = [word for word in rules.bad_words if len(word) > 1]
         self.take_prompt = [takes_prompt(processor) for processor in rules.logits_processors]
         self.matcher = None if rules.grammar is None else rules.grammar.matcher()
-        self.budget = rules.thinking and BudgetOfRow(rules.thinking, self.prompt)
+        self.thinking = rules.thinking and ThinkingOfRow(rules.thinking, self.prompt)
         # Whether `output` must be complete before the next token is sampled.
-        on_host = self.phrases, self.take_prompt, self.matcher, self.budget
+        on_host = self.phrases, self.take_prompt, self.matcher, self.thinking
         self.needs_output = any(map(bool, on_host))
         self.error: Exception | None = None  # raised when the row samples
         # (function that returns a step's tokens, this row's index), if `output` lacks that token.
@@ -78,6 +81,12 @@ class RowRules:
             ends.intersection_update(self.allowed.tolist())
         hidden = {t for t, value, end in self.edits if value == MASKED and position < end}
         return ends <= hidden
+
+    def mask(self) -> bytes | None:
+        """Return which tokens the grammar allows, as Matcher.mask. None: all tokens."""
+        if self.matcher is None or self.thinking is None:
+            return self.matcher and self.matcher.mask(self.output)
+        return self.thinking.mask(self.matcher, self.output)
 
     def apply(self, logits: Tensor) -> None:
         """Apply the rules that need output tokens, in place, to the row's logits [V]."""
@@ -104,13 +113,15 @@ class RowRules:
             # The softmax of infinity is NaN: keep only infinite logits. If any is NaN, mask all.
             kept = logits.isposinf() & ~logits.isnan().any()
             logits.copy_(torch.where(kept, 0.0, MASKED))
-        if self.budget and (token := self.budget.forced_token(self.output)) is not None:
+        if self.thinking and (token := self.thinking.read(self.output)) is not None:
             logits.fill_(MASKED)
             logits[token] = 0
 
 
 class RulesState:
     """The rules of all rows, the state of their penalties, and a buffer for changed logits."""
+
+    processed_logprobs = False  # set by loading/make_runner.py
 
     def __init__(self, num_rows: int, length: int, vocab_size: int, device: torch.device) -> None:
         self.sizes, self.device = (num_rows, length, vocab_size), device
@@ -207,6 +218,11 @@ class RulesBatch:
         self.reported = [(i, row, k) for i, row, k in reported if k is not None]
         self.reported_index = send([i for i, *_ in self.reported])
         self.num_logprobs = max((k for *_, k in self.reported), default=0)
+        self.processed_logprobs = state.processed_logprobs
+        used = [row.filters for _, row in rows if row.rules.logprobs is not None]
+        self.filters = [  # that a row with log-probabilities uses
+            name for i, name in enumerate(FILTERS) if any(x[i] != FILTERS[name] for x in used)
+        ]
         self.changes_logits = bool(allowed or edits or penalized or self.host_rules)
         self.logits = state.logits_buffer() if self.changes_logits else None
 
@@ -246,7 +262,7 @@ class RulesBatch:
         for i, row in self.host_rules:
             try:
                 row.apply(logits[i])
-                mask = row.matcher.mask(row.output) if row.matcher else None
+                mask = row.mask()
                 if mask is not None:
                     masks[i] = np.frombuffer(mask, np.uint8, num_bytes)
                     if row.must_end():
@@ -281,9 +297,16 @@ class RulesBatch:
             completed, self.completed = self.completed, []
         logprobs: Callable[[], list[list[float]]] = list
         if self.reported:
-            if len(self.reported_index) < len(tokens):
-                logits, tokens = logits[self.reported_index], tokens[self.reported_index]
-            logprobs = start_copy(backend.token_logprobs(logits, tokens, self.num_logprobs))
+            index, score = self.reported_index, backend.token_logprobs
+            if self.processed_logprobs:
+                logits, score = changed, token_logprobs  # kernels expect that no token is masked
+            if len(index) < len(tokens):
+                logits, tokens = logits[index], tokens[index]
+            if self.processed_logprobs:
+                filters = {name: sampling.filters[name][index] for name in self.filters}
+                some = replace(sampling, temperature=sampling.temperature[index], filters=filters)
+                logits = processed_logits(logits, some, tokens)
+            logprobs = start_copy(score(logits, tokens, self.num_logprobs))
 
         def add_to(done: StepOutput) -> None:
             done.errors |= errors
@@ -306,3 +329,17 @@ class RulesBatch:
         token_ids = functools.cache(token_ids)  # one list for all rows
         for i, row in self.host_rules:
             row.last = token_ids, i
+
+
+def processed_logits(logits: Tensor, batch: SamplingBatch, tokens: Tensor) -> Tensor:
+    """Return the logits [Q, V] float32 of the distributions from which `tokens` [Q] were drawn.
+
+    `logits` [Q, V] are those after the rules. Filtered tokens are MASKED. As in vLLM, temperature
+    and filters do not apply to greedy rows.
+    """
+    scaled = filtered_logits(logits, replace(batch, filters={}), {})
+    filtered = filtered_logits(logits, batch, FILTER_FUNCTIONS)
+    # A kernel that rounds otherwise may have kept a token at the limit of top-p or min-p.
+    drawn = tokens[:, None]
+    filtered = filtered.scatter(1, drawn, scaled.gather(1, drawn))
+    return torch.where(batch.temperature[:, None] == 0, logits.float(), filtered)

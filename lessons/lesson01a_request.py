@@ -1,4 +1,4 @@
-"""Lesson 1: one request, from text to text.
+"""Lesson 1a: one request, from text to text.
 
 `LLM.generate` takes a text and returns a text. In between, the engine makes eight objects, each
 from the one before it. If you know them, you can read any engine: vLLM has the same ones, under
