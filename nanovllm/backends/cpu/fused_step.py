@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numba
 import numpy as np
@@ -17,7 +17,9 @@ from nanovllm.backends.cpu.kernels.int8 import PackedWeight
 from nanovllm.backends.cpu.kernels.parallel import address_for
 from nanovllm.backends.cpu.kernels.units.any import AttentionWork, QueryGroups
 from nanovllm.backends.cpu.linear import PACKED_FOR
-from nanovllm.runner.rows import Rows
+
+if TYPE_CHECKING:
+    from nanovllm.runner.rows import Rows
 
 
 class FusedStep:
