@@ -132,6 +132,8 @@ class EngineConfig:
     check_kernels: bool = True
     # Largest `logprobs` of a request. -1: no limit.
     max_logprobs: Annotated[int, -1, math.inf] = 20
+    # Whether `logprobs` are of the model, or of the distribution from which the token was drawn.
+    logprobs_mode: Annotated[str, "raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     # "auto" and "safetensors": the same. "dummy": random weights; needs config.json only.
     load_format: Annotated[str, "auto", "safetensors", "dummy"] = "auto"
 

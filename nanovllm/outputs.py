@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Logprob:
-    """The log-probability of one token at one position, before temperature and all rules."""
+    """The log-probability of one token at one position; see the option logprobs_mode of LLM."""
 
     logprob: float  # natural logarithm
     rank: int  # 1 is the most likely token

@@ -142,6 +142,7 @@ def make_eager_runner(
     max_blocks = -(-max_model_len // block_size)
     rows = Rows(config.max_num_seqs, max_blocks, block_size, device)
     rows.rules = RulesState(config.max_num_seqs, max_blocks * block_size, vocab_size, device)
+    rows.rules.processed_logprobs = config.logprobs_mode == "processed_logprobs"
     # Eager decodes use device rows too, so that they compute the same as captured decodes.
     device_rows = DeviceRows(rows) if model.backend.captures else None
     thread_limit: Callable[[], AbstractContextManager[object]] = nullcontext

@@ -8,7 +8,8 @@ rules run on the host while the device works.
 
 The order is the same as in transformers and vLLM: log-probabilities of the raw logits, allowed
 tokens, bad words, minimum length, bias, penalties, logits processors, the end of thinking that a
-budget forces, and last the grammar, which no other rule can override. The sampler follows.
+budget forces, and last the grammar, which no other rule can override. The sampler follows. With
+logprobs_mode="processed_logprobs", the log-probabilities are those after all this.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from nanovllm.features.requests.logit_rules.penalties import (
 from nanovllm.features.requests.thinking import ThinkingOfRow
 from nanovllm.models.backend import Backend
 from nanovllm.models.batch import SamplingBatch
-from nanovllm.models.sampler import MASKED
+from nanovllm.models.sampler import FILTER_FUNCTIONS, MASKED, filtered_logits, token_logprobs
 from nanovllm.models.transfers import start_copy, to_device
-from nanovllm.plan import COMPLETE, LogitRules, NewRow, StepOutput
+from nanovllm.plan import COMPLETE, FILTERS, LogitRules, NewRow, StepOutput
 from nanovllm.runner.model_runner import PendingOutput
 from nanovllm.sampling_params import takes_prompt
 
@@ -49,6 +50,8 @@ class RowRules:
         # not keep the logits processors in memory.
         self.owner = weakref.ref(rules)
         self.rules, self.row = replace(rules, logits_processors=()), new_row.row
+        sampling = new_row.sampling
+        self.filters = sampling.filters if sampling.temperature else tuple(FILTERS.values())
         self.prompt, self.output = new_row.prompt, list(new_row.output)
         self.phrases = [word for word in rules.bad_words if len(word) > 1]
         self.take_prompt = [takes_prompt(processor) for processor in rules.logits_processors]
@@ -117,6 +120,8 @@ class RowRules:
 
 class RulesState:
     """The rules of all rows, the state of their penalties, and a buffer for changed logits."""
+
+    processed_logprobs = False  # set by loading/make_runner.py
 
     def __init__(self, num_rows: int, length: int, vocab_size: int, device: torch.device) -> None:
         self.sizes, self.device = (num_rows, length, vocab_size), device
@@ -213,6 +218,11 @@ class RulesBatch:
         self.reported = [(i, row, k) for i, row, k in reported if k is not None]
         self.reported_index = send([i for i, *_ in self.reported])
         self.num_logprobs = max((k for *_, k in self.reported), default=0)
+        self.processed_logprobs = state.processed_logprobs
+        used = [row.filters for _, row in rows if row.rules.logprobs is not None]
+        self.filters = [  # that a row with log-probabilities uses
+            name for i, name in enumerate(FILTERS) if any(x[i] != FILTERS[name] for x in used)
+        ]
         self.changes_logits = bool(allowed or edits or penalized or self.host_rules)
         self.logits = state.logits_buffer() if self.changes_logits else None
 
@@ -287,9 +297,16 @@ class RulesBatch:
             completed, self.completed = self.completed, []
         logprobs: Callable[[], list[list[float]]] = list
         if self.reported:
-            if len(self.reported_index) < len(tokens):
-                logits, tokens = logits[self.reported_index], tokens[self.reported_index]
-            logprobs = start_copy(backend.token_logprobs(logits, tokens, self.num_logprobs))
+            index, score = self.reported_index, backend.token_logprobs
+            if self.processed_logprobs:
+                logits, score = changed, token_logprobs  # kernels expect that no token is masked
+            if len(index) < len(tokens):
+                logits, tokens = logits[index], tokens[index]
+            if self.processed_logprobs:
+                filters = {name: sampling.filters[name][index] for name in self.filters}
+                some = replace(sampling, temperature=sampling.temperature[index], filters=filters)
+                logits = processed_logits(logits, some, tokens)
+            logprobs = start_copy(score(logits, tokens, self.num_logprobs))
 
         def add_to(done: StepOutput) -> None:
             done.errors |= errors
@@ -312,3 +329,17 @@ class RulesBatch:
         token_ids = functools.cache(token_ids)  # one list for all rows
         for i, row in self.host_rules:
             row.last = token_ids, i
+
+
+def processed_logits(logits: Tensor, batch: SamplingBatch, tokens: Tensor) -> Tensor:
+    """Return the logits [Q, V] float32 of the distributions from which `tokens` [Q] were drawn.
+
+    `logits` [Q, V] are those after the rules. Filtered tokens are MASKED. As in vLLM, temperature
+    and filters do not apply to greedy rows.
+    """
+    scaled = filtered_logits(logits, replace(batch, filters={}), {})
+    filtered = filtered_logits(logits, batch, FILTER_FUNCTIONS)
+    # A kernel that rounds otherwise may have kept a token at the limit of top-p or min-p.
+    drawn = tokens[:, None]
+    filtered = filtered.scatter(1, drawn, scaled.gather(1, drawn))
+    return torch.where(batch.temperature[:, None] == 0, logits.float(), filtered)
