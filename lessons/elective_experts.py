@@ -76,7 +76,7 @@ def draw_hits(layer: SparseMLP) -> None:
     for num in TIMED:
         used = layer.route(torch.randn(num, HIDDEN))[1].flatten().tolist()
         cells = [(expert, 1, "", int(expert in used)) for expert in range(NUMBER)]
-        lanes.append((f"{num} tokens: {len(set(used))} experts", cells))
+        lanes.append((f"{num} token{'s' * (num > 1)}: {len(set(used))} experts", cells))
     show_lanes("The experts that a step reads", lanes, not_read=0, read=1)
 
 

@@ -6,8 +6,8 @@ samples of a prompt are equal. To draw a token, the softmax makes probabilities 
 are divided by a temperature. Filters hide unlikely tokens, and one random number u in [0, 1) draws
 one of the rest. With the probabilities 0.4, 0.3, 0.2, 0.07 and 0.03:
 
-    probabilities   [ a a a a a a a a | b b b b b b | c c c c | d | e ]  from 0 to 1
-    u = 0.55        ------------------------^             is in b's part, 0.4 to 0.7
+    probabilities   [ a a a a a a a a | b b b b b b | c c c c | d | e ]  0 to 1
+    u = 0.55        ------------------------^      b: its part is 0.4 to 0.7
 
 u is a function of the request's seed and the position of the token, and of nothing else. The same
 request therefore draws the same tokens in any batch, and again after a preemption.
