@@ -163,6 +163,26 @@ class OptionalCalls(ABC):
 
         load_weights(self.engine, self._config, weights, partial)
 
+    def sleep(self, level: int = 1) -> None:
+        """Free the KV cache, and on a GPU the weights: level 1 copies them to host memory.
+
+        Level 2 frees the weights on any device, and they have to be loaded after `wake_up`. The
+        prefix cache is emptied. Until `wake_up`, all calls raise RuntimeError, as this one does
+        while requests run. With several ranks, each makes the same call.
+        """
+        from nanovllm.features.memory.sleep import sleep
+
+        sleep(self.engine, level)
+
+    def wake_up(self) -> None:
+        """Allocate again what `sleep` has freed. Does nothing if the engine does not sleep.
+
+        After level 2, all calls raise RuntimeError until `load_weights` has loaded all weights.
+        """
+        from nanovllm.features.memory.sleep import wake_up
+
+        wake_up(self.engine)
+
 
 def unaborted(requests: list[Request]) -> list[Any]:
     """Return the outputs. Raises RuntimeError for an aborted request, which has no output."""
