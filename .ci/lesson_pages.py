@@ -1,8 +1,8 @@
 """Writes docs/lessons/, a page of each lesson, from what the lesson shows when it runs.
 
 PYTHONPATH=. python .ci/lesson_pages.py             runs all lessons and writes their pages
-PYTHONPATH=. python .ci/lesson_pages.py 3 12        runs lessons 3 and 12
-PYTHONPATH=. python .ci/lesson_pages.py --lines     corrects the lines that the pages link to, and runs no lesson
+PYTHONPATH=. python .ci/lesson_pages.py 5 11b       runs lesson 5 and the second part of lesson 11
+PYTHONPATH=. python .ci/lesson_pages.py --lines     corrects links to lines and other pages, and runs no lesson
 PYTHONPATH=. python .ci/lesson_pages.py --measure   also replaces figures that differ in what was measured only
 
 It also links the rows of docs/lessons.md to the pages. Without --measure a page keeps its figures
@@ -27,27 +27,38 @@ from lessons import command
 from tools.benchmarks import machine
 
 PAGES = ROOT / "docs" / "lessons"
-TITLES = {number: command.title(number).rstrip(".") for number in command.NUMBERS}
+TITLES = {name: command.title(name).rstrip(".") for name in command.LESSONS}
 # A number of a sentence, column or picture that has one of these words is measured.
 UNITS = re.compile(
-    r"\b(ms|us|seconds?|GB/s|[GT]FLOPs/s|tokens/s|requests/s|goodput|measured)\b|times as (?:fast|slow)|about as fast",
+    r"\b(ms|us|seconds|per second|GB/s|[GT]FLOPs/s|tokens/s|requests/s|goodput|measured)\b|times as (?:fast|slow)|about as fast",
     re.I,
 )
-BUSY = 0.1  # share of the CPU time of other processes, above which timings mean little
 NUMBER = re.compile(r"[\w.]+ times as (?:fast|slow)|about as fast|\d[\d,.%:-]*\b%?(?: \(noisy\))?")
 LINK = re.compile(r"^\| \[`\S+`\]\(\.\./\.\./(\S+)#L\d+\) \| `(.+?)` \| `` (.*) `` \|$", re.M)
 
 
 def navigation(number: str) -> str:
     """Return links to the lessons before and after it, the list of all, and the source."""
-    i = command.NUMBERS.index(number)
+    names = list(command.LESSONS)
+    i = names.index(number)
     links = ["[all lessons](../lessons.md)"]
-    links.append(f"[source](../../lessons/{command.LESSONS[i]}.py)")
-    for before in command.NUMBERS[:i][-1:]:
+    links.append(f"[source](../../lessons/{command.LESSONS[number]}.py)")
+    for before in names[:i][-1:]:
         links.insert(0, f"[← {TITLES[before]}]({STEMS[before]}.md)")
-    for after in command.NUMBERS[i + 1 :][:1]:
+    for after in names[i + 1 :][:1]:
         links.append(f"[{TITLES[after]} →]({STEMS[after]}.md)")
     return " · ".join(links)
+
+
+def head(number: str) -> list[str]:
+    """Return the first blocks of a page."""
+    return [
+        "<!-- Written by .ci/lesson_pages.py: change the lesson and not this page. -->",
+        f"# {TITLES[number]}",
+        navigation(number),
+        f"Run it: `python -m lessons {number}`. It asks the questions of this page, and waits for "
+        "your answers.",
+    ]
 
 
 def run(number: str, page: Page) -> dict[str, str]:
@@ -60,16 +71,15 @@ def run(number: str, page: Page) -> dict[str, str]:
         lesson.run()
     page.add()
     others = machine.describe_load(machine.other_load(since))
-    head = (
-        "<!-- Written by .ci/lesson_pages.py: change the lesson and not this page. -->",
-        f"# {TITLES[number]}",
-        navigation(number),
-        f"Figures: {about['CPU']}, {about['cores']} cores, {about['date'][:10]}. Other processes "
-        f"took {others} of the CPU time. Run it: `python -m lessons {number}`. Answer its questions: "
-        f"`python -m lessons {number} --answers`.",
-    )
-    parts = (*head, *page.parts, navigation(number))
-    return {f"{page.stem}.md": "\n\n".join(parts) + "\n"} | page.pictures
+    parts = [*head(number), *page.parts]
+    files = {f"{page.stem}.md": "\n\n".join(parts)} | page.pictures
+    if measured(files):
+        parts.append(
+            f"Figures: {about['CPU']}, {about['cores']} cores, {about['date'][:10]}. Other "
+            f"processes took {others} of the CPU time."
+        )
+    parts.append(navigation(number))
+    return files | {f"{page.stem}.md": "\n\n".join(parts) + "\n"}
 
 
 def mask(block: str) -> str:
@@ -158,7 +168,7 @@ def files_of(stem: str) -> dict[str, str]:
 def link_pages(index: str) -> str:
     """Return docs/lessons.md with a link to its page in the row of each lesson."""
     return re.sub(
-        r"^\| \[?(\d+)(?:\]\(\S+\))? \| ",
+        r"^\| \[?(\w+)(?:\]\(\S+\))? \| ",
         lambda row: f"| [{row[1]}](lessons/{STEMS[row[1]]}.md) | " if row[1] in STEMS else row[0],
         index,
         flags=re.MULTILINE,
@@ -185,12 +195,14 @@ def main() -> None:
             parser.error(f"lesson {number} has no page: run it without --lines")
         if args.lines:
             files = {name: correct_lines(text) for name, text in old.items()}
+            parts = [*head(number), *files[f"{stem}.md"].split("\n\n")[4:-1], navigation(number)]
+            files[f"{stem}.md"] = "\n\n".join(parts) + "\n"
         else:
             since = machine.cpu_seconds()
             files = run(number, Page(stem))
             load = machine.other_load(since)
             files = files if args.measure else keep_figures(files, old)
-            if load > BUSY and not measured(files) <= measured(old):
+            if load > command.BUSY and not measured(files) <= measured(old):
                 parser.error(
                     f"lesson {number} has new figures, which were measured while other processes "
                     f"took {load:.0%} of the CPU time: run it again when they have ended"

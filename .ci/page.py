@@ -16,8 +16,8 @@ from lessons import command, show
 
 ROOT = Path(__file__).parents[1]
 STEMS = {  # names of the pages
-    number: name.removeprefix("lesson").replace("_", "-")
-    for number, name in zip(command.NUMBERS, command.LESSONS, strict=True)
+    name: re.sub("^(lesson|elective_)", "", module).replace("_", "-")
+    for name, module in command.LESSONS.items()
 }
 # Names of the code in a text: they are shown as code.
 NAMES = re.compile(
@@ -25,20 +25,25 @@ NAMES = re.compile(
 )
 
 
+def first_page(lesson: str) -> str:
+    return f"{STEMS[command.parts(lesson)[0]]}.md"
+
+
 def markdown(text: str) -> str:
     """Return a paragraph of plain text in Markdown: names as code, links to papers and pages."""
     parts = re.split(rf"({NAMES.pattern})", " ".join(text.split()))
     for i, part in enumerate(parts):
         if i % 2:
-            parts[i] = f"`{part.strip('`')}`"
+            part = part.strip("`")
+            parts[i] = f"[`{part}`]({STEMS[part]}.md)" if part in command.ELECTIVES else f"`{part}`"
             continue
         part = part.replace("<", "&lt;").replace("|", "\\|")
         part = re.sub(r"\*(?=\S)|(?<=\S)\*", r"\\*", part)
         part = re.sub(r"arXiv:([\d.]+\d)", r"[arXiv:\1](https://arxiv.org/abs/\1)", part)
-        part = re.sub(r"docs/(\w+\.md)", r"[docs/\1](../\1)", part)
+        part = re.sub(r"docs/([\w-]+\.md)", r"[docs/\1](../\1)", part)
         parts[i] = re.sub(
-            r"\b([Ll]esson) (\d+)(?! to)",
-            lambda m: f"[{m[0]}]({STEMS[m[2]]}.md)" if m[2] in STEMS else m[0],
+            r"\b([Ll]esson) (\d+[a-d]?)(?! to)",
+            lambda m: f"[{m[0]}]({first_page(m[2])})" if command.parts(m[2]) else m[0],
             part,
         )
     return "".join(parts)

@@ -1,19 +1,19 @@
 """Exercises that break the engine: a fault of one line, and the shortest history that shows it.
 
-`python -m lessons break N` makes the N-th fault of mutants.py, or one of states.py or drafts.py, in
-memory and runs the random histories of oracle.py. It shortens the first failing histories as long
-as they fail, prints the trace of the shortest, and asks which invariant broke.
+`python -m lessons break N` makes the N-th fault of mutants.py, or one of states.py, drafts.py or
+disk.py, in memory and runs the random histories of oracle.py. It shortens the first failing
+histories as long as they fail, prints the trace of the shortest, and asks which invariant broke.
 """
 
 import contextlib
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
-from lessons.oracle import drafts, oracle, states
+from lessons.oracle import disk, drafts, oracle, states
 from lessons.oracle.mutants import MUTANTS, Mutant, apply, describe
 from lessons.oracle.oracle import INVARIANTS, Action, History, InvariantError
 from lessons.show import Question, fill, say, show_answers, show_questions, show_table
@@ -34,9 +34,14 @@ DRAFT_FAULTS = (
     "a token after a wrong draft is accepted",
     "a wrong draft counts as computed, and a block that ends with it is cached",
 )
+DISK_FAULTS = (
+    "a block is loaded with the KV of another one",
+    "a loaded block is found after any beginning",
+)
 FAULTS = dict(MUTANTS)
 FAULTS |= {name: states.MUTANTS[name] for name in STATE_FAULTS}
 FAULTS |= {name: drafts.MUTANTS[name] for name in DRAFT_FAULTS}
+FAULTS |= {name: disk.MUTANTS[name] for name in DISK_FAULTS}
 NAMES = list(FAULTS)
 
 
@@ -62,14 +67,19 @@ THEMES = (
     ),
     Theme("rows and ends", (19, 20, 21, 23), ("answers", "budget", "progress", "returned")),
     Theme(
-        "states of linear attention (lesson 17)",
-        tuple(range(len(MUTANTS) + 1, len(MUTANTS) + len(STATE_FAULTS) + 1)),
+        "states of linear attention (elective `state_cache`)",
+        tuple(NAMES.index(name) + 1 for name in STATE_FAULTS),
         ("answers", "context", "cached", "states", "snapshots", "state slots", "no error"),
     ),
     Theme(
-        "drafts (lesson 23)",
-        tuple(range(len(FAULTS) - len(DRAFT_FAULTS) + 1, len(FAULTS) + 1)),
+        "drafts (elective `drafts`)",
+        tuple(NAMES.index(name) + 1 for name in DRAFT_FAULTS),
         ("answers", "context", "cached", "budget", "progress", "no error"),
+    ),
+    Theme(
+        "prefix cache on disk (lesson 8)",
+        tuple(NAMES.index(name) + 1 for name in DISK_FAULTS),
+        ("answers", "context", "cached", "index", "partition", "progress", "no error"),
     ),
 )
 EASY, HARD = (1, 9, 13, 16, 19, 21, 23, 26), (3, 4, 5, 8, 10, 14, 20, 25, 29)
@@ -134,6 +144,13 @@ def shorten(attempt: Attempt) -> tuple[tuple[int, ...], Attempt]:
     return best, attempt
 
 
+def shortest(modules: dict[str, Any], seeds: Iterable[int], make: type[History]) -> Attempt:
+    """Return the shortest history of the first that fail, each of which is shortened."""
+    attempts = (Attempt(modules, i, tuple(oracle.random_actions(i)), make) for i in seeds)
+    failing = (attempt for attempt in attempts if attempt.failure() is not None)
+    return min(map(shorten, islice(failing, FAILURES)), key=lambda pair: pair[0])[1]
+
+
 def show_sequences(history: History) -> None:
     """Print the requests, the output by the model's definition, and the output at the end."""
     rows = []
@@ -149,13 +166,16 @@ def show_sequences(history: History) -> None:
     show_table(("sequence", "prompt", "must get", "has got at the end", "and is"), rows)
 
 
+def as_text(pairs: Iterable[tuple[int, int] | None]) -> str:
+    return " ".join("empty" if pair is None else f"{pair[0]}@{pair[1]}" for pair in pairs)
+
+
 def show_blocks(history: History) -> None:
     """Print the blocks that are owned or cached when the history ends."""
     size, memory, rows = history.size, history.runner.memory, []
     for block in history.block_manager.blocks:
         if block.ref_count or block.is_cached:
-            pairs = memory[block.block_id * size : (block.block_id + 1) * size]
-            held = " ".join("empty" if p is None else f"{p[0]}@{p[1]}" for p in pairs)
+            held = as_text(memory[block.block_id * size : (block.block_id + 1) * size])
             cached = block.token_ids if block.is_cached else ""
             rows.append((block.block_id, block.ref_count, cached, held))
     say("""The owned or cached blocks at the end: the reference count, the tokens with which it is
@@ -163,50 +183,53 @@ def show_blocks(history: History) -> None:
     show_table(("block", "ref_count", "cached as", "holds"), rows)
 
 
-def show_states(history: History) -> None:
+def show_states(history: states.HybridHistory) -> None:
     """Print the states of rows and the snapshots when the history ends."""
-    states, rows = getattr(history.runner, "states", []), []
-    uses = [
-        (seq.row, f"row {seq.row}, request {seq.request_id}") for seq in history.scheduler.running
-    ]
+    uses = [(s.row, f"row {s.row}, request {s.request_id}") for s in history.scheduler.running]
     snapshots = history.block_manager.snapshots.items()
     uses += [(slot, f"snapshot of block {block_id}") for block_id, slot in snapshots]
-    for number, use in uses:
-        pairs = states[number].pairs
-        consumed = "unknown" if pairs is None else " ".join(f"{p[0]}@{p[1]}" for p in pairs)
-        rows.append((number, use, consumed or "nothing"))
+    consumed = ((*use, history.runner.states[use[0]].pairs) for use in uses)
+    rows = [(*use, "unknown" if p is None else as_text(p) or "nothing") for *use, p in consumed]
     say("""The states at the end, each with all tokens that it has consumed, token@position. A state
         is unknown if nothing was written to it, or by a step that failed:""")
     show_table(("state", "of", "has consumed"), rows)
 
 
+def show_attempt(attempt: Attempt) -> InvariantError:
+    """Print a history that fails, up to the step that fails. Returns the error."""
+    trace, history, error = attempt.trace()
+    show_sequences(history)
+    if isinstance(history, disk.DiskHistory):
+        steps = ", ".join(map(str, history.restarts))
+        say(f"""After these steps, the prefix cache was saved, emptied and loaded again, as after a
+            restart: {steps}. Another request may have run before it was loaded.""")
+    if history.size == 1:
+        say("Blocks have one slot each: the slot of position p is block_table[p].")
+    print(trace, end="\n\n")
+    if error.name == "no error":
+        say(f"After that, step {history.steps + 1} raises {error.detail}.")
+    show_blocks(history)
+    if isinstance(history, states.HybridHistory):
+        show_states(history)
+    return error
+
+
 def show_failure(mutant: Mutant) -> InvariantError:
     """Print the shortest history that fails with the fault. Returns the error."""
-    keys: dict[Any, str] = {scheduler: "schedulers", drafts.NGRAM: "ngrams"}
-    module = keys.get(mutant.module, "managers")
-    modules, seeds = {module: apply(mutant)}, range(SEEDS)
+    keys: dict[Any, str] = {scheduler: "schedulers", drafts.NGRAM: "ngrams", disk.DISK: "disks"}
+    modules = {keys.get(mutant.module, "managers"): apply(mutant)}
     make = History
     if mutant in states.MUTANTS.values():
         make = states.HybridHistory
     elif mutant in drafts.MUTANTS.values():
         make = drafts.DraftHistory
-    attempts = (Attempt(modules, i, tuple(oracle.random_actions(i)), make) for i in seeds)
-    failing = (attempt for attempt in attempts if attempt.failure() is not None)
-    _, attempt = min(map(shorten, islice(failing, FAILURES)), key=lambda pair: pair[0])
-    trace, history, error = attempt.trace()
+    elif mutant in disk.MUTANTS.values():
+        make = disk.DiskHistory
+    attempt = shortest(modules, range(SEEDS), make)
     say("""Random requests run on a model. Its next token depends on every slot that it reads. This
         is the shortest failing history of those that were tried, up to the step that fails. Tokens
         are 0, 1 and 2.""")
-    show_sequences(history)
-    if history.size == 1:
-        say("Blocks have one slot each: the slot of position p is block_table[p].")
-    print(trace, end="\n\n")
-    if error.name == "no error":
-        say(f"After that, the plan of step {history.steps + 1} raises {error.detail}.")
-    show_blocks(history)
-    if make is states.HybridHistory:
-        show_states(history)
-    return error
+    return show_attempt(attempt)
 
 
 def run(which: str | None, answers: list[str] | None) -> None:
@@ -232,7 +255,7 @@ def run(which: str | None, answers: list[str] | None) -> None:
         for i, invariant in enumerate(theme.invariants, 1):
             print(fill(INVARIANTS[invariant], f"{i:2}. ", "    "))
         print()
-    known = states.MUTANTS | drafts.MUTANTS | MUTANTS
+    known = states.MUTANTS | drafts.MUTANTS | disk.MUTANTS | MUTANTS
     functions = {m.function for m in known.values() if m.module is mutant.module}
     function = mutant.function
     if function == "_shared_block":  # its fault cannot be told apart from one of its caller

@@ -1,9 +1,11 @@
 """Lessons and exercises about how an LLM engine works, run on the engine itself.
 
 python -m lessons                   lists the lessons
-python -m lessons 3                 runs lesson 3
-python -m lessons 3 --answers 17 b  compares your answers to its questions
-python -m lessons 3 --answers       shows the answers
+python -m lessons 5                 runs lesson 5
+python -m lessons 3b                runs the second part of lesson 3
+python -m lessons beams             runs an elective
+python -m lessons 5 --answers 17 b  compares your answers to its questions
+python -m lessons 5 --answers       shows the answers
 python -m lessons ladder            runs the same requests with one idea after another
 python -m lessons puzzle            lists Triton kernels with one line to fill in
 python -m lessons break             lists faults of scheduler and block managers to find
@@ -18,37 +20,68 @@ from pathlib import Path
 from types import ModuleType
 
 from lessons.show import fill, say, show_answers, show_command
+from tools.benchmarks import machine
 
-LESSONS = tuple(sorted(path.stem for path in Path(__file__).parent.glob("lesson[0-9]*.py")))
-NUMBERS = tuple(str(int(name[6:8])) for name in LESSONS)
+BUSY = 0.1  # share of the CPU time of other programs, above which timings mean little
+ROAD = sorted(path.stem for path in Path(__file__).parent.glob("lesson[0-9]*.py"))
+# What each elective needs.
+ELECTIVES = {
+    "samples": "lesson 8",
+    "beams": "samples",
+    "int8": "lesson 4",
+    "fp8_cache": "lesson 4 and int8",
+    "host_cache": "lesson 8",
+    "tensor_parallel": "lesson 2",
+    "states": "lesson 8",
+    "state_cache": "states",
+    "experts": "lesson 4",
+    "structured_outputs": "lesson 7",
+    "drafts": "lessons 4 and 7",
+}
+# The name of each lesson, such as "3b" or "beams", in the order of the list, and its module.
+LESSONS = {
+    **{name[6:].partition("_")[0].lstrip("0"): name for name in ROAD},
+    **{name: f"elective_{name}" for name in ELECTIVES},
+}
 MODULES = {
     "ladder": "ladder",
-    "puzzle": "lesson10_puzzles",
+    "puzzle": "lesson10a_puzzles",
     "break": "break_it",
     "build": "build_it",
 }
 
 
 def load(what: str) -> ModuleType:
-    """Import a lesson by its number, or an exercise by its name."""
-    return importlib.import_module(f"lessons.{MODULES.get(what) or LESSONS[NUMBERS.index(what)]}")
+    """Import a lesson or an exercise by its name."""
+    return importlib.import_module(f"lessons.{MODULES.get(what) or LESSONS[what]}")
 
 
-def title(number: str) -> str:
+def parts(what: str) -> list[str]:
+    """Return the names of the parts of a lesson: "3" has 3a and 3b, and "3a" is one."""
+    return [name for name in LESSONS if what in (name, name.rstrip("abcd"))]
+
+
+def title(name: str) -> str:
     """Return the first line of the lesson's docstring."""
-    source = Path(__file__).with_name(f"{LESSONS[NUMBERS.index(number)]}.py").read_text()
+    source = Path(__file__).with_name(f"{LESSONS[name]}.py").read_text()
     return str(ast.get_docstring(ast.parse(source))).splitlines()[0]
 
 
-def run_lesson(number: str, answers: list[str] | None) -> None:
+def run_lesson(what: str, answers: list[str] | None) -> None:
     """Run a lesson. With `answers`, compare them to its answers, or show its answers."""
-    lesson = load(number)
-    if answers is None:
+    lessons = [load(name) for name in parts(what)]
+    questions = [question for lesson in lessons for question in lesson.QUESTIONS]
+    if answers is not None:
+        show_answers(questions, answers)
+        return
+    since = machine.cpu_seconds()
+    for lesson in lessons:
         say(str(lesson.__doc__))
         lesson.run()
-        show_command(lesson.QUESTIONS, f"python -m lessons {number} --answers")
-    else:
-        show_answers(lesson.QUESTIONS, answers)
+    show_command(questions, f"python -m lessons {what} --answers")
+    if (others := machine.other_load(since)) > BUSY:
+        say(f"""The machine is busy: other programs took {others:.0%} of its processors' time. Times
+            and speeds in this lesson mean little.""")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -58,9 +91,9 @@ def main(argv: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
     )
-    choices = [*NUMBERS, *MODULES]
-    what = parser.add_argument("what", nargs="?", choices=choices)
-    what.metavar = f"1 to {NUMBERS[-1]}, {', '.join(choices[len(NUMBERS) :])}"
+    whole = [name.rstrip("abcd") for name in LESSONS if name[0].isdigit()]
+    what = parser.add_argument("what", nargs="?", choices=[*LESSONS, *whole, *MODULES])
+    what.metavar = f"1 to {whole[-1]}, {', '.join([*ELECTIVES, *MODULES])}"
     parser.add_argument(
         "which", nargs="?", help="the number of a puzzle or a fault, or the name of a task"
     )
@@ -78,8 +111,9 @@ def main(argv: list[str] | None = None) -> None:
     logging.getLogger("nanovllm").setLevel(logging.WARNING)  # no line for each LLM that is made
     try:
         if args.help:
-            say(str(load(args.what).__doc__))
-        elif args.what in NUMBERS and args.which is None and args.check is None:
+            for name in parts(args.what) or [args.what]:
+                say(str(load(name).__doc__))
+        elif parts(args.what or "") and args.which is None and args.check is None:
             run_lesson(args.what, args.answers)
         elif args.what == "puzzle":
             load(args.what).run_puzzle(args.which, args.answers)
@@ -93,8 +127,9 @@ def main(argv: list[str] | None = None) -> None:
         elif args.what == "ladder" and args.which is None and args.answers is None:
             load(args.what).run()
         elif args.what is None and args.answers is None:
-            for number in NUMBERS:
-                print(fill(title(number), rest="  "))
+            for name in LESSONS:
+                needs = f" It needs {ELECTIVES[name]}." if name in ELECTIVES else ""
+                print(fill(title(name) + needs, rest="  "))
             print(f"\n{str(__doc__).partition(chr(10) * 2)[2].strip()}")
         else:
             extra = "--answers" if args.which is None else repr(args.which)

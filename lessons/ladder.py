@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from lessons import lesson01_no_cache, lesson02_kv_cache
+from lessons import lesson03a_no_cache, lesson03b_kv_cache
 from lessons.lesson import Counters, make_llm, optional
-from lessons.lesson01_no_cache import Way
+from lessons.lesson03a_no_cache import Way
 from lessons.show import say, show_table
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.observer import NO_OBSERVER
@@ -122,16 +122,16 @@ ASYNC = KERNELS | {"async_scheduling": True}
 static, continuous = partial(by_engine, group=ROWS), partial(by_engine, group=sys.maxsize)
 
 RUNGS = [
-    Rung(1, "no cache", PLAIN, partial(by_hand, way=lesson01_no_cache.generate, reserved=0)),
-    Rung(2, "a KV cache", PLAIN, partial(by_hand, way=lesson02_kv_cache.generate, reserved=1)),
-    Rung(3, "blocks", PLAIN, partial(by_engine, group=1)),
-    Rung(4, f"static batches of {ROWS}", PLAIN, static),
-    Rung(4, "continuous batching", PLAIN, continuous),
-    Rung(6, "prefix sharing", SHARING, continuous),
-    Rung(7, f"a token budget of {BUDGET}", CHUNKS, continuous),
-    Rung(11, "kernels (Numba)", KERNELS, continuous),
-    Rung(12, "async scheduling", ASYNC, continuous),
-    Rung(12, "the defaults of LLM()", {}, continuous),
+    Rung(3, "no cache", PLAIN, partial(by_hand, way=lesson03a_no_cache.generate, reserved=0)),
+    Rung(3, "a KV cache", PLAIN, partial(by_hand, way=lesson03b_kv_cache.generate, reserved=1)),
+    Rung(5, "blocks", PLAIN, partial(by_engine, group=1)),
+    Rung(6, f"static batches of {ROWS}", PLAIN, static),
+    Rung(6, "continuous batching", PLAIN, continuous),
+    Rung(8, "prefix sharing", SHARING, continuous),
+    Rung(9, f"a token budget of {BUDGET}", CHUNKS, continuous),
+    Rung(10, "kernels (Numba)", KERNELS, continuous),
+    Rung(11, "async scheduling", ASYNC, continuous),
+    Rung(11, "the defaults of LLM()", {}, continuous),
 ]
 
 
@@ -206,8 +206,8 @@ def run() -> None:
     if not has_numba():
         say("Without Numba, the rung of its kernels is left out; later ones run in plain torch.")
         plain = {"attention_backend": "sdpa"}
-        rungs = [r._replace(options=r.options | plain) for r in RUNGS if r.lesson != 11]
+        rungs = [r._replace(options=r.options | plain) for r in RUNGS if r.lesson != 10]
     show(climb(rungs, NUM_REQUESTS, repeats=3))
-    say("""Lessons 2, 4, 6 and 11 are about speed, blocks about memory (the slots), and a small
+    say("""Lessons 3, 6, 8 and 10 are about speed, blocks about memory (the slots), and a small
         token budget about the longest step. Async scheduling is for a GPU; a CPU does not compute
         while the host plans. The defaults run all requests at once, with 8,192 tokens a step.""")

@@ -1,4 +1,4 @@
-"""The Triton kernels of lesson 10, each with a check. A line that ends with `# puzzle` is hidden.
+"""The Triton kernels of lesson 10a, each with a check. A line that ends with `# puzzle` is hidden.
 
 A check runs the kernel of a module, this one or a copy with a reader's line, and returns what it
 computed and what torch computes. It is imported by `lesson.optional` only.

@@ -66,7 +66,8 @@ def width() -> int:
 def fill(text: str, first: str = "", rest: str = "") -> str:
     """Wrap a paragraph. Its lines begin with `first` and `rest`."""
     text = " ".join(text.split())
-    return textwrap.fill(text, width(), initial_indent=first, subsequent_indent=rest)
+    indents: Any = dict(initial_indent=first, subsequent_indent=rest)
+    return textwrap.fill(text, width(), **indents, break_on_hyphens=False)
 
 
 @shown
@@ -113,7 +114,7 @@ def link(function: Any, text: str = "") -> str:
 
 @shown
 def show_source(*links: str) -> None:
-    print("In the engine, the line and the function that it is in:", *links, sep="\n  ", end="\n\n")
+    print("In the engine:", *links, sep="\n  ", end="\n\n")
 
 
 @shown
@@ -136,18 +137,36 @@ def faster(before: float, after: float) -> str:
 
 @shown
 def show_question(questions: Sequence[Question], number: int) -> None:
-    """Print question `number`, counted from 1, without its answer."""
-    text, *choices = questions[number - 1].text.splitlines()
+    """Print question `number`, counted from 1. In a terminal, wait for an answer and compare it."""
+    print_question(questions[number - 1], number)
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return
+    try:
+        given = input("  Your answer (Enter skips it): ").strip()
+    except EOFError:
+        given = ""
+    print(fill(compare(questions[number - 1], given), "  ", "  ") if given else "", end="\n\n")
+
+
+def print_question(question: Question, number: int) -> None:
+    text, *choices = question.text.splitlines()
     print(fill(text, f"Question {number}: ", "  "))
     for choice in choices:
         print(fill(choice, "  ", "      "))
     print()
 
 
+def compare(question: Question, given: str) -> str:
+    """Return whether an answer is right, with the reason, or a hint."""
+    if any(is_same(given, right) for right in question.answer.split(" or ")):
+        return f"{given} is right. {question.why}"
+    return f"{given} is not right. Hint: {question.hint}"
+
+
 def show_questions(questions: Sequence[Question], command: str) -> None:
     """Print questions without their answers, and the command that shows the answers."""
-    for number in range(1, len(questions) + 1):
-        show_question(questions, number)
+    for number, question in enumerate(questions, 1):
+        print_question(question, number)
     show_command(questions, command)
 
 
@@ -165,14 +184,9 @@ def show_answers(questions: Sequence[Question], answers: list[str]) -> None:
     if len(answers) > len(questions):
         raise ValueError(f"there are {len(questions)} questions, and {len(answers)} answers")
     for i, question in enumerate(questions[: len(answers) or None]):
-        show_question(questions, i + 1)
-        if not answers:
-            line = f"{question.answer}. {question.why}"
-        elif any(is_same(answers[i], right) for right in question.answer.split(" or ")):
-            line = f"{answers[i]} is right. {question.why}"
-        else:
-            line = f"{answers[i]} is not right. Hint: {question.hint}"
-        print(fill(line, "  ", "  "), end="\n\n")
+        print_question(question, i + 1)
+        shown = compare(question, answers[i]) if answers else f"{question.answer}. {question.why}"
+        print(fill(shown, "  ", "  "), end="\n\n")
 
 
 def is_same(given: str, answer: str) -> bool:

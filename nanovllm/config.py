@@ -77,11 +77,14 @@ class EngineConfig:
     # "int8" and "int4": linear layers and head are quantized while loading. The other names are
     # formats; the checkpoint must have this format, which is read from its config.json anyway.
     quantization: Annotated[str, "int8", "int4", *FORMATS] | None = None
+    adapter: str | os.PathLike[str] | None = None  # LoRA of PEFT: a directory or hub id
     tokenizer: str | None = None  # a directory or hub id; None: the tokenizer of the model
     revision: str | None = None  # branch, tag or commit of a hub id
     skip_tokenizer_init: bool = False  # work with token ids only
     seed: Seed = 0  # for requests without a seed, and for load_format="dummy"
 
+    # Whether thinking is separated from the text; both names mean the same.
+    reasoning_parser: Annotated[str, "qwen3", "deepseek_r1"] | None = None
     # Values that replace fields of config.json, such as rope_scaling for a longer context.
     hf_overrides: Mapping[str, Any] | None = None
 
@@ -129,6 +132,8 @@ class EngineConfig:
     check_kernels: bool = True
     # Largest `logprobs` of a request. -1: no limit.
     max_logprobs: Annotated[int, -1, math.inf] = 20
+    # Whether `logprobs` are of the model, or of the distribution from which the token was drawn.
+    logprobs_mode: Annotated[str, "raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     # "auto" and "safetensors": the same. "dummy": random weights; needs config.json only.
     load_format: Annotated[str, "auto", "safetensors", "dummy"] = "auto"
 

@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Logprob:
-    """The log-probability of one token at one position, before temperature and all rules."""
+    """The log-probability of one token at one position; see the option logprobs_mode of LLM."""
 
     logprob: float  # natural logarithm
     rank: int  # 1 is the most likely token
@@ -27,10 +27,11 @@ class CompletionOutput:
     index: int  # among the samples of the prompt
     text: str  # without the stop token or string; "" without a tokenizer or detokenize=False
     token_ids: list[int]  # including the stop token, if one ended the output
-    finish_reason: str | None  # "stop", "length", "abort" or "error"
+    finish_reason: str | None  # "stop", "length", "repetition", "abort" or "error"
     stop_reason: int | str | None = None  # a string or token id; None for an end-of-sequence token
     logprobs: list[dict[int, Logprob]] | None = None  # one dict per output token, if requested
     cumulative_logprob: float | None = None  # sum over output tokens, if logprobs were requested
+    reasoning: str | None = None  # the thinking, with the option reasoning_parser
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class StreamOutput:
     finish_reason: str | None  # None until the last output; then as in CompletionOutput
     stop_reason: int | str | None = None  # as in CompletionOutput
     logprobs: list[dict[int, Logprob]] | None = None  # one dict per token of token_ids
-    # Set in the first output of sample 0, if requested. It is the same as in RequestOutput.
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # in the first of sample 0
+    reasoning: str = ""  # the new text of the thinking
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ IMPORTING = {
     "llm": "",  # at its head
     "loading.comparisons": "delta_rule expert_mlp",
     "loading.checkpoint": "__init__ config_class find_checkpoint read_config",
-    "loading.make_engine": "all_tasks load_engine make_engine",
+    "loading.make_engine": "all_tasks find_files load_engine make_engine",
     "loading.make_runner": "load_model make_backend make_cache make_eager_runner make_runner",
     "loading.memory": "plan_memory",
     "loading.select_backend": "pick_backend",

@@ -33,10 +33,10 @@ SEVERAL = {
     "features/requests/test_beam_histories.py": "beams with the scheduler and the host cache",
     "lessons/test_lesson_pages.py": "the pages of the lessons",
     "lessons/test_lessons.py": "the command, and what lessons share",
-    "lessons/test_lessons_course.py": "the lessons from 19",
-    "lessons/test_lessons_kernels.py": "the lessons from 10",
-    "lessons/test_lessons_ladder.py": "the lessons 1 and 2, and the ladder",
-    "lessons/test_lessons_schedule.py": "the lessons from 4 to 9",
+    "lessons/test_lessons_course.py": "lessons 2 and 11c and electives",
+    "lessons/test_lessons_kernels.py": "lessons 10 and 11 and electives",
+    "lessons/test_lessons_ladder.py": "lesson 3, and the ladder",
+    "lessons/test_lessons_schedule.py": "lessons 4 to 9 and beams",
     "cli/jobs/test_server.py": "the server in docs/jobs.md",
 }
 

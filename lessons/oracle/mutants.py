@@ -57,7 +57,7 @@ MUTANTS = {
     ),
     "a copy is not planned": Mutant(BLOCKS, "copy_on_write", "A._copies.append(B)", "pass"),
     "the copied block is not reported": Mutant(
-        SCHEDULER, "_allocate", "new.append((A, B // C, D))", "pass"
+        SCHEDULER, "allocate", "new.append((A, B // C, D))", "pass"
     ),
     "a fork shares one token too many": Mutant(
         SCHEDULER, "commit", "seq.num_prompt - 1", "seq.num_prompt"
@@ -80,7 +80,7 @@ MUTANTS = {
     ),
     "a resumed chunk starts one token late": Mutant(
         SCHEDULER,
-        "_plan_chunk",
+        "plan_chunk",
         "Chunk(A, B, C[start:end], D)",
         "Chunk(A, B, C[start + 1 : end + 1], D)",
     ),

@@ -15,7 +15,7 @@ What must stay true:
   -inf.
 
 Where it goes. _attend_tile and _merge_splits in nanovllm/backends/gpu/kernels/attention.py. The
-check compares with torch, and reads the tiles through a block table, as lesson 11 does.
+check compares with torch, and reads the tiles through a block table, as lesson 10b does.
 
 Hints: what was summed with the old m is multiplied by exp(old m - new m). -inf - -inf is NaN, so
 subtract 0 in place of a maximum of -inf.

@@ -3,10 +3,14 @@
   nanovllm chat
   nanovllm chat --model Qwen/Qwen3-0.6B --system "Answer in one sentence." --set dtype=bfloat16
   nanovllm chat --prefix-cache ~/.cache/chat
+  nanovllm chat --model Qwen/Qwen3-0.6B --set reasoning_parser=qwen3
 
 Ctrl-C ends an answer. /new begins a new conversation. Ctrl-D, /quit or /exit ends the program, and
 /help shows this. A question that begins with "/" needs a space before it. The exit status is 1 if
 the model cannot be loaded, or if a question fails that is read from a file or a pipe.
+
+With reasoning_parser, a terminal shows the thinking dimmed. It is not part of the conversation, nor
+of the output to a file or a pipe.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ HELP = """Ctrl-C ends an answer.
 /new             begins a new conversation
 /quit or /exit   ends the chat, as Ctrl-D does
 /help            shows this text"""
+DIM = "\033[2m%s\033[0m"  # thinking in a terminal
 COMMANDS = ("/new", "/quit", "/exit", "/help")
 
 
@@ -41,6 +46,8 @@ def answer(llm: LLM, messages: list[Message], question: str, params: SamplingPar
         with contextlib.closing(llm.stream(prompt, params)) as stream:
             for new in stream:
                 text, finish_reason = text + new.text, new.finish_reason
+                if new.reasoning and sys.stdout is not None and sys.stdout.isatty():
+                    print(DIM % new.reasoning, end="")
                 print(new.text, end="", flush=True)
     if finish_reason == "error":
         raise ValueError("no token could be sampled, because the model computed NaN")

@@ -90,7 +90,7 @@ class BlockManager:
         matched: list[Block] = []
         end = seq.first_target - 1 if seq.targets else len(seq.token_ids) - 1
         for i in range(end // self.block_size):
-            block = self._find(self.block_hash(seq, i))
+            block = self.find(self.block_hash(seq, i))
             # Blocks with different tokens can have the same hash.
             if block is None or block.token_ids != self._token_ids(seq, i):
                 break
@@ -114,7 +114,7 @@ class BlockManager:
     def _token_ids(self, seq: Sequence, i: int) -> list[int]:
         return seq.token_ids[i * self.block_size : (i + 1) * self.block_size]
 
-    def _find(self, block_hash: bytes) -> Block | None:
+    def find(self, block_hash: bytes) -> Block | None:
         """Return the cached block with this hash, if any."""
         return self.hash_to_block.get(block_hash)
 

@@ -39,6 +39,7 @@ class Sample:
     chars_streamed: int = 0
     tokens_streamed: int = 0
     stream_ended: bool = False
+    state: Any = None  # the data of its task
 
 
 @dataclass(slots=True, eq=False)

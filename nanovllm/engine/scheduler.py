@@ -113,13 +113,13 @@ class Scheduler:
                 later = len(self.running) - i  # each later sequence gets a token too
                 planned = speculation.plan(self, step, seq, budget - later)
             if planned or not seq.decoding:
-                budget -= planned or self._plan_chunk(step, seq, budget)
+                budget -= planned or self.plan_chunk(step, seq, budget)
             # If its placeholders reach `max_length`, its last token is already in flight.
             elif len(seq.token_ids) + seq.num_output_placeholders < seq.max_length:
                 if seq.needs_copy_on_write or seq.num_computed == len(seq.block_table) * block_size:
                     if not self._make_room(seq, 1):
                         break
-                    plan.new_blocks += self._allocate(seq, 1)
+                    plan.new_blocks += self.allocate(seq, 1)
                 plan.decode_rows.append(seq.row)
                 step.seqs[seq.row] = seq
                 budget -= 1
@@ -134,7 +134,7 @@ class Scheduler:
             seq = self.waiting[0]
             self.why_waiting = self._admit(seq, budget, self.preemptions > preemptions)
             if not self.why_waiting:
-                budget -= self._plan_chunk(step, seq, budget)
+                budget -= self.plan_chunk(step, seq, budget)
 
         plan.num_tokens = self.token_budget - budget
         if not plan.num_tokens:
@@ -144,14 +144,17 @@ class Scheduler:
         self.in_flight.append(step)
         return step
 
-    def _plan_chunk(self, step: InFlightStep, seq: Sequence, budget: int) -> int:
-        """Plan at most `budget` known tokens of a running sequence. Returns their number."""
+    def plan_chunk(self, step: InFlightStep, seq: Sequence, budget: int) -> int:
+        """Plan at most `budget` known tokens of a running sequence. Returns their number.
+
+        It is 0 if `seq` is preempted because there are no blocks for them.
+        """
         tokens = min(len(seq.token_ids) - seq.num_computed, budget)
         # `tokens` is 0 while a result is in flight, and until the next token of a beam is chosen.
         if tokens == 0 or not self._make_room(seq, tokens):
             return 0
         start, end = seq.num_computed, seq.num_computed + tokens
-        new_blocks = self._allocate(seq, tokens)
+        new_blocks = self.allocate(seq, tokens)
         if seq.known_to_runner:
             step.plan.new_blocks += new_blocks
         else:
@@ -173,7 +176,7 @@ class Scheduler:
         self.block_manager.cache_blocks(seq, start)
         return tokens
 
-    def _allocate(self, seq: Sequence, tokens: int) -> list[tuple[int, int, int]]:
+    def allocate(self, seq: Sequence, tokens: int) -> list[tuple[int, int, int]]:
         """Append blocks for the next `tokens` of `seq`. Returns entries for `plan.new_blocks`."""
         block_manager = self.block_manager
         new: list[tuple[int, int, int]] = []

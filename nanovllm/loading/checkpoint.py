@@ -26,6 +26,7 @@ from nanovllm.utils.checks import located, scalar_fields, similar
 from nanovllm.utils.json_files import Fields, check_field, check_fields, read_json, unreadable
 
 if TYPE_CHECKING:
+    from nanovllm.features.formats.adapter import Adapter
     from nanovllm.features.formats.quantized_checkpoint import WeightFormat
 
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -91,6 +92,8 @@ def config_class(architectures: Any) -> type[ModelConfig]:
 class Checkpoint:
     """A model in Hugging Face layout: the fields of its config.json, and where its weights are."""
 
+    adapter: Adapter | None = None  # to merge into the weights; set by loading/make_engine.py
+
     def __init__(self, directory: Path, overrides: Mapping[str, Any] | None = None) -> None:
         """Read config.json. `overrides` replace its fields.
 
@@ -98,6 +101,7 @@ class Checkpoint:
         """
         self.directory = directory
         self.opened: dict[Path, os.stat_result] = {}  # files of weights, when they were opened
+        self.is_replaced = False  # whether LLM.load_weights has stored other weights
         # Messages show this name.
         self.config_path = directory / ("config.json" + " with hf_overrides" * bool(overrides))
         self.config = read_config(directory, overrides or {})
@@ -142,17 +146,40 @@ class Checkpoint:
         There are no files if `has_weights` is false, as with load_format="dummy".
         """
         with ExitStack() as stack:
-            files: dict[Path, Any] = {}
-            for path in weight_files(self.directory) if has_weights else []:
+
+            def opened(path: Path) -> Any:
                 try:
-                    files[path] = stack.enter_context(safe_open(path, framework="pt"))
                     self.opened[path] = path.stat()
+                    return stack.enter_context(safe_open(path, framework="pt"))
                 except Exception as error:  # the error types of safetensors are not public
                     raise unreadable(path, "a readable safetensors file", error) from None
-            files = self.model_config.select_tensors(files)
+
+            paths = weight_files(self.directory) if has_weights else []
+            files = self.model_config.select_tensors({path: opened(path) for path in paths})
             if files and self.weight_format is not None:
                 files = dict(self.weight_format.decoded(files))
+            if files and self.adapter is not None:
+                files = self.adapter.merged(files, opened(self.adapter.path))
             yield files
+
+    def match_head(self, files: Mapping[Path, Any]) -> tuple[ModelConfig, bool]:
+        """Return the config of the model that `files` contain, and whether it has a head.
+
+        A head in the files is used whatever tie_word_embeddings says, as in transformers. If it
+        equals the embeddings, or if there is none, the model has one tensor for both. Without
+        files, config.json decides.
+        """
+        config = self.model_config
+        names = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118
+        if HEAD in names:
+            head = names[HEAD].get_tensor(HEAD)
+            tables = [names[name].get_tensor(name) for name in EMBEDDINGS if name in names]
+            is_tied, has_head = any(are_equal(head, table) for table in tables), True
+        else:
+            is_whole = not files and not config.architecture.endswith("Model")
+            has_head = config.tie_word_embeddings or is_whole
+            is_tied = config.tie_word_embeddings or not has_head
+        return replace(config, tie_word_embeddings=is_tied), has_head
 
 
 def read_config(directory: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,8 +188,8 @@ def read_config(directory: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
     if adapter.is_file() and not list(directory.glob("model*.safetensors")):
         base = read_json(adapter).get("base_model_name_or_path")
         raise ValueError(
-            f"{directory} is an adapter of {base!r:.200}; merge it with merge_and_unload of peft, "
-            "and load the directory that save_pretrained then makes"
+            f"{directory} is an adapter; load it with its base model: "
+            f"LLM({base!r:.200}, adapter={os.fspath(directory)!r})"
         )
     if not path.is_file():
         raise ValueError(f"{directory} has no config.json: it is not in Hugging Face layout")
@@ -176,25 +203,6 @@ def read_config(directory: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
 
         raw = override(raw, overrides)
     return raw
-
-
-def match_head(config: ModelConfig, files: Mapping[Path, Any]) -> tuple[ModelConfig, bool]:
-    """Return the config of the model that `files` contain, and whether it has a head.
-
-    A head in the files is used whatever tie_word_embeddings says, as in transformers. If it equals
-    the embeddings, or if there is none, the model has one tensor for both. Without files, config
-    decides.
-    """
-    names = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118
-    if HEAD in names:
-        head = names[HEAD].get_tensor(HEAD)
-        tables = [names[name].get_tensor(name) for name in EMBEDDINGS if name in names]
-        is_tied, has_head = any(are_equal(head, table) for table in tables), True
-    else:
-        is_whole = not files and not config.architecture.endswith("Model")
-        has_head = config.tie_word_embeddings or is_whole
-        is_tied = config.tie_word_embeddings or not has_head
-    return replace(config, tie_word_embeddings=is_tied), has_head
 
 
 def are_equal(a: Tensor, b: Tensor) -> bool:

@@ -14,7 +14,7 @@ from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Task, TaskFactory
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint, match_head
+from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 from nanovllm.loading.make_runner import make_runner
 from nanovllm.loading.select_backend import pick_device
 from nanovllm.loading.tokenizer import load_tokenizer
@@ -52,7 +52,12 @@ def find_files(config: EngineConfig) -> tuple[Checkpoint, Path]:
     tokenizer_dir = directory
     if config.tokenizer is not None and not config.skip_tokenizer_init:
         tokenizer_dir = find_checkpoint(config.tokenizer, weights=False)
-    return Checkpoint(directory, config.hf_overrides), tokenizer_dir
+    checkpoint = Checkpoint(directory, config.hf_overrides)
+    if config.adapter is not None:
+        from nanovllm.features.formats.adapter import Adapter
+
+        checkpoint.adapter = Adapter(config.adapter, find_checkpoint)
+    return checkpoint, tokenizer_dir
 
 
 def load_engine(
@@ -61,6 +66,7 @@ def load_engine(
     """Load the weights and the tokenizer in `tokenizer_dir`, and build the engine."""
     from nanovllm.features.requests.embeddings.pooling import PoolingParams
     from nanovllm.features.requests.embeddings.sentence_transformers import read_pooling_settings
+    from nanovllm.features.requests.logit_rules.sampling import with_parser
     from nanovllm.features.requests.structured import GrammarCompiler
 
     if config.quantization in FORMATS:
@@ -71,7 +77,7 @@ def load_engine(
     max_model_len = longest_request(config, checkpoint)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(tokenizer_dir)
     with checkpoint.open_weights(config.load_format != "dummy") as files:
-        model_config, has_head = match_head(checkpoint.model_config, files)
+        model_config, has_head = checkpoint.match_head(files)
         name = checkpoint.directory.name
         runner = make_runner(config, model_config, files, name, max_model_len, ranks)
     eos_token_ids, default_params = checkpoint.generation_defaults()
@@ -114,6 +120,8 @@ def load_engine(
         engine.scheduler.speculation = speculation
     pooling = read_pooling_settings(checkpoint.directory, model_config.hidden_size)
     input_processor.task_factories = all_tasks(engine.scheduler, pooling)
+    if parser := config.reasoning_parser:
+        input_processor.task_factories[SamplingParams] = with_parser(input_processor, parser)
     if not has_head:
         kinds = set(input_processor.task_factories) - {PoolingParams}
         input_processor.task_factories |= dict.fromkeys(kinds, refuse_without_head)

@@ -85,7 +85,8 @@ def make_runner(
             scales = read_fp8_scales(files, model_config.kv_layers)
         make_cache(runner, budget, longest, scales, ranks)
         runner.max_model_len = budget.fitted_length(longest, runner.num_blocks)
-        make_fast_steps(config, runner, ranks)
+        runner.make_fast_steps = partial(make_fast_steps, config, ranks)
+        runner.make_fast_steps(runner)
     log_sizes(runner, budget, name, max_model_len)
     return runner
 
@@ -141,6 +142,7 @@ def make_eager_runner(
     max_blocks = -(-max_model_len // block_size)
     rows = Rows(config.max_num_seqs, max_blocks, block_size, device)
     rows.rules = RulesState(config.max_num_seqs, max_blocks * block_size, vocab_size, device)
+    rows.rules.processed_logprobs = config.logprobs_mode == "processed_logprobs"
     # Eager decodes use device rows too, so that they compute the same as captured decodes.
     device_rows = DeviceRows(rows) if model.backend.captures else None
     thread_limit: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -195,11 +197,13 @@ def smallest(number: int, ranks: Ranks | None) -> int:
     return number if ranks is None else ranks.smallest(number)
 
 
-def make_fast_steps(config: EngineConfig, runner: ModelRunner, ranks: Ranks | None) -> None:
+def make_fast_steps(config: EngineConfig, ranks: Ranks | None, runner: ModelRunner) -> None:
     """Reduce the overhead of decodes: fuse the layers on a CPU, or capture on a GPU."""
     backend, model = runner.backend, runner.model
-    if ranks is None:  # fused layers have no all-reduce
-        runner.fused_model = backend.fuse_layers(model, runner.attention) or model
+    # Fused layers have no all-reduce.
+    fused = backend.fuse_layers(model, runner.attention) if ranks is None else None
+    runner.fused_model = fused or model
+    runner.fused_step = backend.fuse_step(runner.fused_model, runner.attention, runner.rows)
     # A capture runs steps, in which ranks wait for each other: all of them capture, or none does.
     of_ranks = partial(smallest, ranks=ranks)
     if config.enforce_eager or not of_ranks(int(backend.captures)):

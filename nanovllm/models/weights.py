@@ -92,4 +92,4 @@ def check_headers(known: dict[str, CheckpointTensor], files: Mapping[Path, Any])
             for what, names in differences.items()
             if names
         )
-        raise ValueError(f"{next(iter(files)).parent} does not fit its config.json; {listed}")
+        raise ValueError(f"{next(iter(files)).parent} does not fit config.json; {listed}")

@@ -72,7 +72,10 @@ def test_the_prefix_cache_outlives_the_chat(
     [file] = (tmp_path / "new").glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-1])
     assert talk(monkeypatch, embedded, "What is 2 + 3?\n", *arguments)[0] == 1
-    assert f"error: {file} is damaged, and nothing was loaded" in capsys.readouterr().err
+    assert (
+        f"error: {file} is damaged or cannot be read, and nothing was loaded"
+        in capsys.readouterr().err
+    )
 
 
 def test_commands(
@@ -177,3 +180,18 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(
 def test_a_model_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert chat.main(["--model", "./nowhere"]) == 1
     assert "there is no directory './nowhere'" in capsys.readouterr().err
+
+
+def test_thinking_is_dimmed_in_a_terminal(
+    embedded: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is no part of the conversation, nor of what goes to a pipe."""
+    parts = [("So", ""), ("", "\n5"), ("", "!")]
+    answer = [StreamOutput(0, 0, text, [], None, reasoning=thought) for thought, text in parts]
+    monkeypatch.setattr(embedded, "stream", lambda *_: (new for new in answer), raising=False)
+    for is_terminal, shown in ((False, "\n5!\n"), (True, "\033[2mSo\033[0m\n5!\n")):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys.stdout, "isatty", lambda is_terminal=is_terminal: is_terminal)
+            status, prompts = talk(monkeypatch, embedded, "What is 2 + 3?\nWhy?\n")
+        assert (status, prompts[-1]) == (0, ["What is 2 + 3?", "\n5!", "Why?"])
+        assert capsys.readouterr().out == shown * 2

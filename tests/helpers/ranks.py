@@ -105,8 +105,8 @@ def everything(path: str, **options: Any) -> dict[str, Any]:
     }
 
 
-def greedy(path: str) -> list[list[int]]:
-    return tokens_of(make(path).generate(some_prompts(3), GREEDY, use_tqdm=False))
+def greedy(path: str, **options: Any) -> list[list[int]]:
+    return tokens_of(make(path, **options).generate(some_prompts(3), GREEDY, use_tqdm=False))
 
 
 def with_graphs(path: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the lessons share, lesson 3, and the command."""
+"""What the lessons share, lesson 5, and the command."""
 
 import ast
 import logging
@@ -10,7 +10,14 @@ import fresh
 import pytest
 from lesson_runs import run_lesson
 
-from lessons import command, lesson03_blocks
+from lessons import (
+    build_it,
+    command,
+    lesson01a_request,
+    lesson01b_text,
+    lesson05_blocks,
+    lesson12_engine,
+)
 from lessons.lesson import make_llm
 from lessons.show import (
     Question,
@@ -24,6 +31,8 @@ from lessons.show import (
 )
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
+
+PACKAGE = Path(__file__).parents[2] / "nanovllm"
 
 
 def test_links_name_the_line() -> None:
@@ -100,13 +109,85 @@ def test_tables_are_aligned(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "name         n\na            1\nlong name  100\n\n"
 
 
-def test_lesson_3() -> None:
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [("2", "2 is not right. Hint: Which"), ("1", "1 is right. The keys"), ("", "\n5. The")],
+)
+def test_a_question_waits_for_an_answer_in_a_terminal(
+    typed: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = list[str]()
+    monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or typed)
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    lesson01a_request.run()
+    printed = capsys.readouterr().out
+    assert asked == ["  Your answer (Enter skips it): "] * 2
+    assert shown in printed
+    assert printed.index("Question 1") < printed.index(shown) < printed.index("Question 2")
+    assert ("is right" in printed, "Hint" in printed) == (typed == "1", typed != "")
+
+
+def test_lesson_1a() -> None:
+    """It shows the objects of each step, and without a terminal no answer."""
+    llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=16, block_size=4)
+    seen, output = lesson01a_request.follow(llm, "What is 2 + 30?\n")
+    [completion] = output.outputs
+    assert [n for result in seen["output"] for n in result.token_ids] == completion.token_ids
+    assert [step.num_tokens for step in seen["plan"]] == [9] + [1] * (len(seen["plan"]) - 1)
+    assert seen["batch"][0].slot_mapping.tolist() == list(range(4, 13))
+    assert all(
+        rows.argmax() == new.token_ids[0]
+        for rows, new in zip(seen["logits"], seen["output"], strict=True)
+    )
+    printed = run_lesson("1a")
+    assert "11    decode of row 0   1033  '12 + 30 = 42<|endoftext|>'" in printed
+    assert "Answer" not in printed
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_lesson_1b() -> None:
+    """A character waits for its last token, and a stream for what may begin a stop string."""
+    llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=64)
+    texts = [new for _, _, new in lesson01b_text.detokenize(llm, "a€b")]
+    assert texts == ["'a'", "''", "''", "'€'", "'b'"]
+    assert texts.index("'€'") == int(lesson01b_text.QUESTIONS[0].answer)
+    for stops, text in ((["never"], "12 + 30 = 42"), (["30 ="], "12 + "), (["42"], "12 + 30 = ")):
+        rows = lesson01b_text.stream(llm, stops)
+        assert rows[-1][1:] == (repr(text), "''")
+        held = [ast.literal_eval(row[2]) for row in rows[:-1]]
+        assert max(map(len, held)) == len(stops[0]) - 1
+    assert lesson01b_text.ends(llm)[2] == ("max_tokens=3", "length", "None", "'12 + '")
+    printed = run_lesson("1b")
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_lesson_12() -> None:
+    """Its questions are about what its trace shows."""
+    events = lesson12_engine.trace().events
+    plans = {event["plan"]: event for event in events if "plan" in event}
+    assert [plan for plan, event in plans.items() if event.get("preempted")] == [7]
+    sampled = [event["commit"] for event in events if len(event.get("tokens", ())) == 3]
+    assert len(sampled) == int(lesson12_engine.QUESTIONS[1].answer)
+    printed = run_lesson("12")
+    lines = printed.splitlines()
+    assert (
+        sum("Prefix hit: positions 0-3 of request 2 are cached (block 1)" in s for s in lines) == 2
+    )
+    assert any(line.split()[:3] == ["2", "prompt", "4-4"] for line in lines)
+    assert any(line.split()[:3] == ["2", "again", "4-12"] for line in lines)
+    builds = {name for part in lesson12_engine.PARTS for name in part[2].split(", ") if name}
+    assert builds <= {*build_it.TASKS, "stop", "preempt", "replay"}
+    assert all((PACKAGE / place.split(",")[0]).exists() for *_, place, _ in lesson12_engine.PARTS)
+
+
+def test_lesson_5() -> None:
     """The same answer from blocks anywhere, and small blocks let more requests run."""
     llm = make_llm(block_size=4, num_kv_cache_blocks=16)
-    assert lesson03_blocks.slots_of_a_sequence(llm) == [4, 5, 6, 7, 12, 13, 14, 15, 20, 21]
+    assert lesson05_blocks.slots_of_a_sequence(llm) == [4, 5, 6, 7, 12, 13, 14, 15, 20, 21]
     for table in ([1, 2, 3, 4, 5], [16, 3, 9, 1, 7]):
-        assert lesson03_blocks.answer_with(llm, table, 10) == "12 + 30 = 42"
-    printed = run_lesson("3")
+        assert lesson05_blocks.answer_with(llm, table, 10) == "12 + 30 = 42"
+    printed = run_lesson("5")
     assert "With 4 large blocks, 4 requests run at once" in printed
     rows = [line.split() for line in printed.splitlines() if " blocks of " in line]
     (_, _, _, _, few, slow), (_, _, _, _, many, fast) = (row for row in rows if row[0].isdigit())
@@ -122,15 +203,15 @@ def test_command(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    done = fresh.run(fresh.module("lessons", "3"))
+    done = fresh.run(fresh.module("lessons", "5"))
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("Lesson 3: blocks, block tables, slots.")
+    assert done.stdout.startswith("Lesson 5: blocks, block tables, slots.")
     assert "    block table   [      1      |" in done.stdout  # the picture
-    assert "python -m lessons 3 --answers ... ..." in done.stdout
+    assert "python -m lessons 5 --answers ... ..." in done.stdout
     assert "block_table =" in done.stdout
     # The command sets the level of the log; pytest restores it.
     caplog.set_level(logging.INFO, "nanovllm")
-    monkeypatch.setattr(sys, "argv", ["lessons", "3", "--answers", "29", "A"])
+    monkeypatch.setattr(sys, "argv", ["lessons", "5", "--answers", "29", "A"])
     command.main()
     compared = capsys.readouterr().out
     assert "29 is right" in compared
@@ -141,11 +222,11 @@ def test_command(
     ("what", "begin"),
     [
         ("ladder", "The ladder: the same 16 requests"),
-        ("puzzle", "Lesson 10: how a Triton kernel is written."),
+        ("puzzle", "Lesson 10a: how a Triton kernel is written."),
         ("break", "Exercises that break the engine"),
         ("build", "Build it: small parts"),
-        ("15", "Lesson 15: tensor parallelism."),
-        ("17", "Lesson 17: a prefix cache without positions."),
+        ("tensor_parallel", "Elective tensor_parallel: a model divided"),
+        ("state_cache", "Elective state_cache: a prefix cache without positions."),
         (None, "usage: python -m lessons"),
     ],
 )
@@ -164,18 +245,20 @@ def test_help(
 
 def test_every_lesson_has_a_title_and_a_place_in_the_docs() -> None:
     docs = (Path(__file__).parents[2] / "docs" / "lessons.md").read_text()
-    for number in command.NUMBERS:
-        assert command.title(number).startswith(f"Lesson {number}: ")
-        assert f"lessons/{command.LESSONS[command.NUMBERS.index(number)]}.py" in docs
+    for name, module in command.LESSONS.items():
+        kind = "Elective" if name in command.ELECTIVES else "Lesson"
+        assert command.title(name).startswith(f"{kind} {name}: ")
+        assert f"lessons/{module}.py" in docs
     glossary = docs[docs.index("## Glossary") :]
-    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| ([\d, ]+) \|$", glossary, re.MULTILINE)
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| (?!lesson)([\w, ]+) \|$", glossary, re.MULTILINE)
     assert len(rows) > 30
-    assert {n for _, numbers in rows for n in numbers.split(", ")} == set(command.NUMBERS)
+    used = {name for _, names in rows for name in names.split(", ")}
+    assert used == {name.rstrip("abcd") for name in command.LESSONS}
 
 
-@pytest.mark.parametrize("number", command.NUMBERS)
-def test_every_lesson_has_a_picture(number: str) -> None:
-    path = Path(command.__file__).with_name(f"{command.LESSONS[command.NUMBERS.index(number)]}.py")
+@pytest.mark.parametrize("name", command.LESSONS)
+def test_every_lesson_has_a_picture(name: str) -> None:
+    path = Path(command.__file__).with_name(f"{command.LESSONS[name]}.py")
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
     pictures = [part for part in text.split("\n\n") if part.startswith(" ")]
     assert pictures

@@ -1,4 +1,4 @@
-"""The lessons from 19: what they print is what they are meant to show."""
+"""Lessons 2 and 11c and electives: what they print is what they are meant to show."""
 
 import re
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 from lesson_runs import run_lesson
 
-from lessons import lesson19_structured_outputs as structured
-from lessons import lesson20_fp8_cache as fp8_cache
-from lessons import lesson21_latency as latency
-from lessons import lesson22_model as page
+from lessons import elective_fp8_cache as fp8_cache
+from lessons import elective_structured_outputs as structured
+from lessons import lesson02_model as page
+from lessons import lesson11c_latency as latency
 from lessons.lesson import make_llm
 from nanovllm.outputs import RequestMetrics
 
@@ -69,7 +69,7 @@ def test_latency(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
 
 def test_the_page_is_the_model() -> None:
     """`run` compares its logits with the engine's. A part that is left out would show."""
-    printed = run_lesson("22")
+    printed = run_lesson("2")
     assert "gives '12 + 30 = 42'." in " ".join(printed.split())
     scores = re.findall(r"^(?:3|10|100) +(?:0|7|97) +(-?[\d.]+)$", printed, re.MULTILINE)
     assert len(scores) == 4
@@ -78,7 +78,7 @@ def test_the_page_is_the_model() -> None:
 
 
 def test_drafts() -> None:
-    printed = run_lesson("23")
+    printed = run_lesson("drafts")
     copies = [row(printed, name) for name in ("a copy, greedy", "a copy, temperature 0.8")]
     for _, without, steps, drafted, accepted, equal in [*copies, row(printed, OTHER)]:
         assert int(without) - int(steps) == int(accepted)

@@ -1,17 +1,18 @@
-"""Lessons 10 to 18: their functions compute what they show, which holds for other numbers too."""
+"""Lessons 10 and 11 and electives: their functions compute what they show, which holds for other numbers too."""
 
 import pytest
 import torch
 from lesson_runs import run_lesson
 
-from lessons import lesson10_puzzles as puzzles
-from lessons import lesson11_paged_attention as paged
-from lessons import lesson12_overlap as overlap
-from lessons import lesson13_int8 as int8
-from lessons import lesson14_host_cache as host_cache
-from lessons import lesson16_states as states
-from lessons import lesson17_state_cache as state_cache
-from lessons import lesson18_experts as experts
+from lessons import elective_experts as experts
+from lessons import elective_host_cache as host_cache
+from lessons import elective_int8 as int8
+from lessons import elective_state_cache as state_cache
+from lessons import elective_states as states
+from lessons import lesson10a_puzzles as puzzles
+from lessons import lesson10b_paged_attention as paged
+from lessons import lesson11a_overlap as overlap
+from lessons import lesson11b_graphs as graphs
 from nanovllm import SamplingParams
 from nanovllm.config import EMBEDDED
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
@@ -140,9 +141,9 @@ def test_a_line_that_does_not_end_is_refused(
     assert "It does not end within 1 seconds." in " ".join(capsys.readouterr().out.split())
 
 
-def test_lesson_10() -> None:
+def test_lesson_10a() -> None:
     pytest.importorskip("triton")
-    printed = run_lesson("10")
+    printed = run_lesson("10a")
     assert "   16  17  18  19 [20][21][22][23]\n" in printed
     if not torch.cuda.is_available():  # the tiles of a kernel can be read in the interpreter
         tiles = {row[0].split(" = ")[0]: row[1:] for row in table(printed, "line")}
@@ -184,9 +185,9 @@ def test_tiles_pages_splits_and_the_kernel_agree(context: int) -> None:
         torch.testing.assert_close(paged.attend_by_kernel(q, kv, step, most_splits), wanted)
 
 
-def test_lesson_11() -> None:
+def test_lesson_10b() -> None:
     pytest.importorskip("triton")
-    printed = run_lesson("11")
+    printed = run_lesson("10b")
     tiles = [[float(cell) for cell in row] for row in table(printed, "keys")]
     assert [row[0] for row in tiles] == [128, 128, 128, 128, 88]
     before = -torch.inf
@@ -230,11 +231,40 @@ def test_overlap_hides_the_host_and_drops_a_token_of_what_stops() -> None:
     assert seconds[True] >= 0.005
 
 
-def test_lesson_12() -> None:
-    printed = run_lesson("12")
+def test_lesson_11a() -> None:
+    printed = run_lesson("11a")
     assert "plan 1, commit 1, plan 2" in printed
     assert "plan 1, plan 2, commit 1" in printed
-    assert "captured for 1, 2, 4, 8 sequences" in " ".join(printed.split())
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_a_replay_is_one_launch_and_repeats_what_was_recorded() -> None:
+    device, model, rows = graphs.Device(), graphs.Model(), torch.tensor([1, 2])
+    with device:
+        replay = device.capture(lambda: model.decode(rows, rows))
+        before = device.launches
+        replay()
+        assert device.launches == before + 1
+        assert model.positions.tolist() == [0, 3, 3] + [0] * 6  # warm-up, recording, replay
+        rows.copy_(torch.tensor([3, 2]))
+        replay()
+        assert model.positions.tolist() == [0, 3, 4, 1] + [0] * 5
+        tokens = model.last_tokens[2].item()
+        expected = graphs.Model()
+        for _ in range(4):
+            expected.decode(torch.tensor([2]), rows)
+        assert tokens == expected.last_tokens[2].item()
+
+
+def test_lesson_11b() -> None:
+    printed = run_lesson("11b")
+    words = " ".join(printed.split())
+    assert "2 0 0 2 0 2 0 0\n" in printed  # a new tensor changes nothing
+    assert "2 1 1 2 1 2 0 0\n" in printed
+    assert "20 launches have become 1" in words
+    launches = graphs.count_launches()
+    assert round(launches * graphs.LAUNCH, -2) == int(graphs.QUESTIONS[0].answer)
+    assert f"A decode has {launches} kernels" in graphs.QUESTIONS[0].text
     assert max(map(len, printed.splitlines())) <= 100
 
 
@@ -264,7 +294,7 @@ def test_int8(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 def test_host_cache() -> None:
-    printed = run_lesson("14")
+    printed = run_lesson("host_cache")
     text = " ".join(printed.split())
     assert "so the prefix cache evicted blocks 2, 1." in text
     assert "block 1 is loaded from host block 1" in text
@@ -283,7 +313,7 @@ def test_host_cache() -> None:
 @pytest.mark.slow
 def test_tensor_parallel() -> None:
     """Two real ranks, which the lesson starts without torchrun."""
-    printed = run_lesson("15")
+    printed = run_lesson("tensor_parallel")
     parts = [[float(x) for x in row[1:]] for row in table(printed, "result")]
     for first, second, both, whole in zip(*parts, strict=True):
         assert first + second == pytest.approx(both, abs=2e-4)
@@ -321,7 +351,7 @@ def test_states(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
 
 
 def test_state_cache() -> None:
-    printed = run_lesson("17")
+    printed = run_lesson("state_cache")
     assert table(printed, "request") == [
         ["1", "17", "0", "0", "17", "16"],
         ["2", "17", "12", "0", "17", "12, 16"],

@@ -1,4 +1,4 @@
-"""Lessons 1 and 2 and the ladder: their tables say what the steps computed."""
+"""Lesson 3 and the ladder: their tables say what the steps computed."""
 
 import itertools
 import re
@@ -7,9 +7,9 @@ from os.path import commonprefix
 import pytest
 import torch
 
-from lessons import ladder, lesson01_no_cache, lesson02_kv_cache
+from lessons import ladder, lesson03a_no_cache, lesson03b_kv_cache
 from lessons.lesson import make_llm
-from lessons.lesson01_no_cache import PROMPT
+from lessons.lesson03a_no_cache import PROMPT
 from nanovllm import LLM, SamplingParams
 
 NUM_OUTPUT = 12  # more than the answer has: both ways go on after the end-of-sequence token
@@ -26,8 +26,8 @@ def test_both_ways_give_the_engines_tokens(embedded: LLM) -> None:
     prompt = embedded.get_tokenizer().encode(PROMPT)
     params = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True)
     want = embedded.generate(PROMPT, params, use_tqdm=False)[0]["token_ids"]
-    cached = list(lesson02_kv_cache.generate(embedded, prompt, NUM_OUTPUT))
-    without = list(lesson01_no_cache.generate(embedded, prompt, NUM_OUTPUT))
+    cached = list(lesson03b_kv_cache.generate(embedded, prompt, NUM_OUTPUT))
+    without = list(lesson03a_no_cache.generate(embedded, prompt, NUM_OUTPUT))
     assert [token for token, _ in without] == [token for token, _ in cached] == want
     assert [n for _, n in without] == [len(prompt) + i for i in range(NUM_OUTPUT)]
     assert [n for _, n in cached] == [len(prompt)] + [1] * (NUM_OUTPUT - 1)
@@ -35,19 +35,19 @@ def test_both_ways_give_the_engines_tokens(embedded: LLM) -> None:
 
 def test_a_key_depends_on_the_tokens_up_to_its_own() -> None:
     llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=64)
-    keys = lesson02_kv_cache.key_in_texts(llm, [20, 21, 22, 23, 24], 2, [3, 5])
-    later = lesson02_kv_cache.key_in_texts(llm, [20, 21, 22, 30, 31], 2, [5])
-    earlier = lesson02_kv_cache.key_in_texts(llm, [20, 30, 22, 23, 24], 2, [5])
+    keys = lesson03b_kv_cache.key_in_texts(llm, [20, 21, 22, 23, 24], 2, [3, 5])
+    later = lesson03b_kv_cache.key_in_texts(llm, [20, 21, 22, 30, 31], 2, [5])
+    earlier = lesson03b_kv_cache.key_in_texts(llm, [20, 30, 22, 23, 24], 2, [5])
     assert torch.allclose(keys[0], keys[1], atol=1e-4)
     assert torch.allclose(keys[0], later[0], atol=1e-4)
     assert not torch.allclose(keys[0], earlier[0], atol=1e-2)
 
 
 @pytest.mark.slow
-def test_lesson_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lesson_3a(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     # Without the longest, which takes three times as long as all others together.
-    monkeypatch.setattr(lesson01_no_cache, "LENGTHS", lesson01_no_cache.LENGTHS[:-1])
-    lesson01_no_cache.run()
+    monkeypatch.setattr(lesson03a_no_cache, "LENGTHS", lesson03a_no_cache.LENGTHS[:-1])
+    lesson03a_no_cache.run()
     printed = capsys.readouterr().out
     rows = numbers(printed, "output tokens")
     assert [row[:2] for row in rows] == [[20, 390], [40, 1180], [80, 3960]]
@@ -56,10 +56,10 @@ def test_lesson_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_lesson_2(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lesson_3b(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     # Without the longest, which takes as long as all others together.
-    monkeypatch.setattr(lesson02_kv_cache, "LENGTHS", lesson02_kv_cache.LENGTHS[:-1])
-    lesson02_kv_cache.run()
+    monkeypatch.setattr(lesson03b_kv_cache, "LENGTHS", lesson03b_kv_cache.LENGTHS[:-1])
+    lesson03b_kv_cache.run()
     printed = capsys.readouterr().out
     rows = re.findall(
         r"^ *(\d+) +([\d,]+) +(\d+) .* times as (?:fast|slow)$", printed, re.MULTILINE

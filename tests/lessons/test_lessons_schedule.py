@@ -1,4 +1,4 @@
-"""Lessons 4 to 9: what they print is what they are meant to show."""
+"""Lessons 4 to 9 and beams: what they print is what they are meant to show."""
 
 import math
 import re
@@ -6,11 +6,13 @@ import re
 import pytest
 from lesson_runs import run_lesson
 
-from lessons import lesson04_batching as batching
-from lessons import lesson05_roofline as roofline
-from lessons import lesson06_prefix_sharing as sharing
-from lessons import lesson07_scheduling as scheduling
-from lessons import lesson09_beams as beams
+from lessons import elective_beams as beams
+from lessons import elective_samples as samples
+from lessons import lesson04_roofline as roofline
+from lessons import lesson06a_batching as batching
+from lessons import lesson06b_chunks as chunks
+from lessons import lesson08_prefix_sharing as sharing
+from lessons import lesson09b_policies as policies
 from lessons.lesson import ask, make_llm, shape_of
 
 
@@ -28,7 +30,7 @@ def test_a_timeline_shows_when_each_request_runs():
 
 @pytest.mark.slow
 def test_batching():
-    printed = run_lesson("4")
+    printed = run_lesson("6a")
     longest = max(batching.LENGTHS[:4]) + max(batching.LENGTHS[4:])
     static, continuous = (row(printed, name) for name in ("static batches", "continuous batching"))
     # A row-step that computes no output token is idle.
@@ -42,16 +44,21 @@ def test_batching():
 
 @pytest.mark.slow
 def test_prefix_sharing():
-    printed = run_lesson("6")
-    llm = make_llm(block_size=4, num_kv_cache_blocks=32)
-    assert str(sharing.trace_samples(llm, 4)[1]) == sharing.QUESTIONS[1].answer
+    printed = run_lesson("8")
     assert "same 6 tokens" in printed
     assert [row(printed, str(block)) for block in range(1, 6)] == [["2"], *[["1"]] * 4]
     assert "Prefix hit: positions 0-3 of request B are cached (block 1)." in printed
-    assert "Copy-on-write: block 3 to 4" in printed
     assert "finds 8 tokens of A, 8 of B, and of the prompt of 8 tokens only 4." in " ".join(
         printed.split()
     )
+
+
+@pytest.mark.slow
+def test_samples():
+    printed = run_lesson("samples")
+    assert "Copy-on-write: block 3 to 4" in printed
+    assert row(printed, "4") == [samples.QUESTIONS[0].answer]
+    assert max(map(len, printed.splitlines())) <= 100
 
 
 def test_equal_hashes_are_equal_prefixes():
@@ -70,21 +77,29 @@ def test_the_least_recently_used_block_is_evicted():
 
 
 def test_sjf_admits_short_prompts_first_but_not_all():
-    admitted, first = scheduling.run_policy("sjf", scheduling.LENGTHS)
+    admitted, first = policies.run_policy("sjf", policies.LENGTHS)
     assert list(admitted) == [*range(1, 9), 0, *range(9, 13)]
-    in_order, first_in_order = scheduling.run_policy("fcfs", scheduling.LENGTHS)
+    assert list(admitted).index(0) == int(policies.QUESTIONS[1].answer)
+    in_order, first_in_order = policies.run_policy("fcfs", policies.LENGTHS)
     assert list(in_order) == list(range(13))
     assert sum(first.values()) < sum(first_in_order.values())
     assert first[0] > first_in_order[0] == 5  # 150 tokens in chunks of 32
+    run_lesson("9b")
 
 
 @pytest.mark.slow
-def test_scheduling():
-    printed = run_lesson("7")
+def test_chunks():
+    printed = run_lesson("6b")
     assert row(printed, "1024")[:-2] == ["604"]  # four decodes and the prompt
     *tokens, longest, total = row(printed, "64")
     assert tokens == ["64"] * 10  # 60 of the prompt in each
     assert float(longest) < float(total)
+    assert str(-(-200 // (56 - 6))) == chunks.QUESTIONS[0].answer
+
+
+@pytest.mark.slow
+def test_preemption():
+    printed = run_lesson("9a")
     assert "In step 8 request 0 needs another block" in printed
     assert "Preemption: request 1 returns to the head of the queue" in printed
     assert row(printed, "32") == ["True", "9", "0"]
@@ -133,7 +148,7 @@ def test_roofline(capsys, monkeypatch):
 
 
 def test_sampling():
-    printed = run_lesson("8")
+    printed = run_lesson("7a")
     *_, left = (line.split() for line in printed.splitlines() if line.startswith("tokens left"))
     assert left[3] == "3"
     assert int(left[2]) > 50
@@ -141,7 +156,7 @@ def test_sampling():
 
 
 def test_beams():
-    printed = run_lesson("9")
+    printed = run_lesson("beams")
     llm = make_llm(attention_backend="sdpa", block_size=4, num_kv_cache_blocks=64)
     greedy = ask(llm, [beams.PROMPT], max_tokens=beams.LENGTH, ignore_eos=True)[0]["token_ids"]
     assert beams.search(llm, 1)[1][0].tokens[-beams.LENGTH :] == greedy  # question 2

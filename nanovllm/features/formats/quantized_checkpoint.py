@@ -117,6 +117,7 @@ class WeightFormat:
     method: str
     blocks: tuple[tuple[int, int], ...]  # (outputs, inputs) that can share a scale; 0 means all
     zero_offset: int  # GPTQ subtracts 1 from each of the packed zero points
+    is_ordered: bool = False  # GPTQ's desc_act: the groups of inputs are in g_idx
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], path: Path) -> WeightFormat | None:
@@ -154,7 +155,8 @@ class WeightFormat:
             if size := scheme.get("group_size"):
                 blocks.append((1, max(size, 0)))  # -1 means all inputs
         is_first_version = method == "gptq" and config.get("checkpoint_format") != "gptq_v2"
-        return cls(method, tuple(blocks), int(is_first_version))
+        is_ordered = method == "gptq" and bool(config.get("desc_act"))
+        return cls(method, tuple(blocks), int(is_first_version), is_ordered)
 
     def decoded(self, files: Mapping[Path, Any]) -> dict[Path, DecodedFile]:
         """Return views of open safetensors files, in which no weight is quantized."""
@@ -213,7 +215,8 @@ class WeightFormat:
                 f"{', '.join(map(str, self.blocks))} (0 means all)"
             )
         groups = torch.arange(inputs) // columns
-        order = tensors.get("g_idx", tensors.get("weight_g_idx"))
+        order = need("g_idx") if self.is_ordered else tensors.get("g_idx")
+        order = tensors.get("weight_g_idx", order)
         if order is not None and not (order == -1).any():  # compressed-tensors: -1 is no order
             groups = order.long()
         zeros = zeros if isinstance(zeros, int) else zeros.reshape(shape)

@@ -3,13 +3,12 @@
 A block hash depends on tokens only and not on the process, so a block that is read from a file is
 found as if this process had computed it. The file is in the format of safetensors:
 
-    kv         [n, layers, 2, K, B, D] in the dtype of the KV cache
-    token_ids  [n, B] int32
-    parents    [n] int32, the index of the block before it, or -1
-    metadata   what the KV depends on (`fingerprint`), and checksums of all this
+    kv        [n, layers, 2, K, B, D] of n blocks in the dtype of the KV cache
+    metadata  blocks: of each, the hash of the block before it in hexadecimal digits, and its tokens
+              what the KV depends on, see `fingerprint`, and a checksum of all this
 
-The most recently used blocks are first, but each block is after its parent. The first blocks are
-therefore whole prefixes, and a cache that is too small for all blocks loads only these.
+The most recently used blocks are first. A block is not less recently used than its children, so the
+first blocks are whole prefixes, and a cache that is too small for all blocks loads these.
 """
 
 from __future__ import annotations
@@ -17,107 +16,73 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
+from collections.abc import Callable
+from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
-import torch
-from filelock import FileLock
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 from xxhash import xxh3_128
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.threads import hold_interrupt
+from nanovllm.features.memory.host_cache.blocks import HostBlock, HostCacheBlockManager
 from nanovllm.utils.log import logger
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 NAME = "prefix-cache.safetensors"
-TENSORS = "kv", "token_ids", "parents"
 
 
 def save(engine: LLMEngine, config: EngineConfig, path: str | os.PathLike[str]) -> int:
     """See `LLM.save_prefix_cache`."""
+    import torch
+    from safetensors.torch import save_file
+
     metadata, file = fingerprint(engine, config), Path(path).expanduser() / NAME
-    file.parent.mkdir(parents=True, exist_ok=True)
-    # safetensors may write to a file with a random name. A process that is killed leaves it here,
-    # where the next call removes it.
-    temporary = file.with_suffix(".tmp")
-    runner: Any = engine.runner
-    with FileLock(file.with_suffix(".lock")), engine.idle(), runner.thread_limit():
-        blocks = blocks_to_save(engine.scheduler.block_manager)
-        if not blocks:
+    with engine.idle():
+        if not (blocks := cached_blocks(engine.scheduler.block_manager)):
             return 0
-        cache = runner.attention.cache
-        rows = {block.block_hash: row for row, block in enumerate(blocks)}
-        parents = [rows.get(block.parent_block_hash, -1) for block in blocks]
-        tensors = {
-            "kv": torch.stack([cache[:, :, block.block_id].cpu() for block in blocks]),
-            "token_ids": torch.tensor([block.token_ids for block in blocks], dtype=torch.int32),
-            "parents": torch.tensor(parents, dtype=torch.int32),
-        }
-        metadata["kv checksum"] = checksum_of_kv(tensors["kv"])
-        metadata["checksum"] = checksum(metadata, tensors)
-        shutil.rmtree(temporary, ignore_errors=True)
-        try:
-            temporary.mkdir()
-            save_file(tensors, temporary / NAME, metadata)
-            # A process that loads the old file meanwhile keeps it open.
-            (temporary / NAME).replace(file)
-        except Exception as error:  # the error types of safetensors are not public
-            raise OSError(f"{file} cannot be written: {error}") from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        saved = [(block.parent_block_hash.hex(), block.token_ids) for block in blocks]
+        metadata["blocks"] = json.dumps(saved)
+        kv = torch.stack([kv_of(engine.runner, block).cpu() for block in blocks])
+    metadata["checksum"] = checksum(metadata, kv)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # A process that loads the old file meanwhile keeps it open.
+        with TemporaryDirectory(prefix=f"{NAME}-", dir=file.parent) as temporary:
+            save_file({"kv": kv}, Path(temporary) / NAME, metadata)
+            (Path(temporary) / NAME).replace(file)
+    except Exception as error:  # the error types of safetensors are not public
+        raise OSError(f"{file} cannot be written: {error}") from error
     num_tokens = len(blocks) * config.block_size
     logger.info(f"saved the KV of {num_tokens:,} tokens to {file}")
     return num_tokens
 
 
-def blocks_to_save(block_manager: BlockManager) -> list[Block]:
-    """Return the cached blocks, the most recently used first, but each after its parent.
-
-    A block whose parent is not cached is left out, because no prompt matches it.
-    """
-    cached, ordered = block_manager.hash_to_block, dict[bytes, Block]()
-    for block_id in reversed(block_manager.evictable):
-        prefix, block_hash = [], block_manager.blocks[block_id].block_hash
-        while block_hash in cached and block_hash not in ordered:
-            prefix.append(cached[block_hash])
-            block_hash = prefix[-1].parent_block_hash
-        if not block_hash or block_hash in ordered:
-            ordered |= {block.block_hash: block for block in reversed(prefix)}
-    return list(ordered.values())
-
-
-def checksum_of_kv(kv: Tensor) -> str:
-    return xxh3_128(kv.view(torch.uint8).numpy().data).hexdigest()
-
-
-def checksum(metadata: dict[str, str], tensors: dict[str, Tensor]) -> str:
-    """Return a checksum of everything but the KV, whose checksum is in `metadata`."""
-    digest = xxh3_128(json.dumps(sorted(metadata.items())).encode())
-    digest.update(f"{tensors['kv'].dtype} {tensors['kv'].shape}".encode())
-    for name in ("token_ids", "parents"):
-        digest.update(tensors[name].numpy().data)
-    return digest.hexdigest()
-
-
 def load(engine: LLMEngine, config: EngineConfig, path: str | os.PathLike[str]) -> int:
     """See `LLM.load_prefix_cache`."""
+    from safetensors import safe_open
+
     expected, file = fingerprint(engine, config), Path(path).expanduser() / NAME
     if not file.exists():
         return 0
     try:
         with safe_open(file, framework="pt") as source:  # the file is memory-mapped
             found: dict[str, str] = source.metadata()
-            tensors = {name: source.get_tensor(name) for name in TENSORS}
-        if found.pop("checksum") != checksum(found, tensors):
+            kv: Tensor = source.get_tensor("kv")
+        if found.pop("checksum") != checksum(found, kv):
             raise ValueError("its content has another checksum")
     except Exception as error:  # the error types of safetensors are not public
-        raise damaged(file, error) from None
-    kv_checksum = found.pop("kv checksum")
+        raise ValueError(
+            f"{file} is damaged or cannot be read, and nothing was loaded ({error!s:.200}); remove "
+            "it, or use another directory"
+        ) from None
+    saved = json.loads(found.pop("blocks"))
     different = [
         f"{name} is {found.get(name)!s:.99} in the file and {expected.get(name)!s:.99} here"
         for name in {**expected, **found}
@@ -129,60 +94,110 @@ def load(engine: LLMEngine, config: EngineConfig, path: str | os.PathLike[str]) 
             f"{'; '.join(different[:3])}; use another directory"
         )
     with engine.idle():
-        kv, token_ids, parents = (tensors[name] for name in TENSORS)
-        loaded = load_kv(engine, kv, token_ids, parents, kv_checksum)
-        if loaded is None:
-            raise damaged(file, "its KV has another checksum")
-        blocks = engine.scheduler.block_manager
-        with hold_interrupt():
-            for block, block_hash, tokens, parent_hash in loaded:
-                blocks.free.pop()
-                blocks.cache(block, block_hash, tokens, parent_hash)
-                # What this process has used is evicted last, and before that the first rows.
-                blocks.evictable[block.block_id] = None
-                blocks.evictable.move_to_end(block.block_id, last=False)
-    num_tokens, num_saved = len(loaded) * config.block_size, token_ids.numel()
+        num_loaded = restore(
+            engine.scheduler.block_manager, saved, partial(write_kv, engine.runner, kv)
+        )
+    num_tokens, num_saved = (n * config.block_size for n in (num_loaded, len(saved)))
     logger.info(f"loaded the KV of {num_tokens:,} of {num_saved:,} tokens in {file}")
     return num_tokens
 
 
-def damaged(file: Path, why: object) -> ValueError:
-    return ValueError(f"{file} is damaged, and nothing was loaded ({why!s:.200}); remove it")
+def cached_blocks(blocks: BlockManager) -> list[Block]:
+    """Return the cached blocks, the most recently used first, and then those in host memory."""
+    cached = [blocks.blocks[block_id] for block_id in reversed(blocks.evictable)]
+    if isinstance(blocks, HostCacheBlockManager):
+        on_host = reversed(blocks.hash_to_host_block.values())
+        cached += [b for b in on_host if b.block_hash not in blocks.hash_to_block]
+    return cached
 
 
-def load_kv(
-    engine: LLMEngine, kv: Tensor, token_ids: Tensor, parents: Tensor, kv_checksum: str
-) -> list[tuple[Block, bytes, list[int], bytes]] | None:
-    """Copy the KV of blocks that are not cached to free blocks, while its checksum is computed.
+def restore(
+    blocks: BlockManager,
+    saved: list[tuple[str, list[int]]],
+    write: Callable[[list[tuple[Block, int]]], None],
+) -> int:
+    """Cache saved blocks in free blocks, then in free host blocks. Returns their number.
 
-    Returns the arguments of `BlockManager.cache` for each, or None if the checksum is wrong. The
-    blocks are still free, so their content has no meaning yet.
+    `write` gets pairs (block, i), and copies the KV of the i-th saved block to the block. It is
+    still free then, so that an error or Ctrl-C changes nothing.
     """
-    blocks: BlockManager = engine.scheduler.block_manager
-    cache: Any = engine.runner.attention.cache  # type: ignore[attr-defined]
-    source: Any = kv.view(torch.uint8)
-    target, content = cache.view(torch.uint8), source.numpy()
-    if cache.device.type == "cpu":  # NumPy copies faster, with one thread
-        source, target = content, target.numpy()
-    hashes, digest = list[bytes](), xxh3_128()
-    loaded: list[tuple[Block, bytes, list[int], bytes]] = []
-    for row, (tokens, parent) in enumerate(zip(token_ids.tolist(), parents.tolist(), strict=True)):
-        parent_hash = hashes[parent] if parent >= 0 else b""
-        hashes.append(blocks.hash_block(parent_hash, tokens))
-        digest.update(content[row].data)
-        if len(loaded) < len(blocks.free) and hashes[row] not in blocks.hash_to_block:
-            block = blocks.blocks[blocks.free[-1 - len(loaded)]]
-            target[:, :, block.block_id] = source[row]
-            loaded.append((block, hashes[row], tokens, parent_hash))
-    return loaded if digest.hexdigest() == kv_checksum else None
+    host = blocks if isinstance(blocks, HostCacheBlockManager) else None
+    free = [blocks.blocks[block_id] for block_id in reversed(blocks.free)]
+    if host is not None:
+        free += [HostBlock(block_id) for block_id in reversed(host.host_free)]
+    places: list[tuple[Block, int]] = []
+    contents: list[tuple[bytes, list[int], bytes]] = []
+    for i, (parent, token_ids) in enumerate(saved):
+        parent_hash = bytes.fromhex(parent)
+        block_hash = blocks.hash_block(parent_hash, token_ids)
+        if len(places) < len(free) and blocks.find(block_hash) is None:
+            places.append((free[len(places)], i))
+            contents.append((block_hash, token_ids, parent_hash))
+    write(places)
+    with hold_interrupt():
+        for (block, _), content in zip(places, contents, strict=True):
+            # What this process has used is evicted last, and before that the first blocks.
+            if host is not None and isinstance(block, HostBlock):
+                host.host_free.pop()
+                block.block_hash, block.token_ids, block.parent_block_hash = content
+                host.hash_to_host_block[block.block_hash] = block
+                host.hash_to_host_block.move_to_end(block.block_hash, last=False)
+            else:
+                blocks.free.pop()
+                blocks.cache(block, *content)
+                blocks.evictable[block.block_id] = None
+                blocks.evictable.move_to_end(block.block_id, last=False)
+    return len(places)
+
+
+def write_kv(runner: Any, kv: Tensor, places: list[tuple[Block, int]]) -> None:
+    """Copy rows of `kv` [n, layers, 2, K, B, D] to blocks, up to 64 rows at once.
+
+    A copy of one block takes little longer to execute than to distribute to threads. More rows
+    would take more memory on a GPU.
+    """
+    import torch
+
+    def run_of(item: tuple[int, tuple[Block, int]]) -> tuple[bool, int, int]:
+        i, (block, row) = item
+        return isinstance(block, HostBlock), row - i, i // 64
+
+    cache: Tensor = runner.attention.cache.view(torch.int16)  # fp8 has no index_copy_
+    for _, group in groupby(enumerate(places), run_of):
+        blocks, rows = zip(*(place for _, place in group), strict=True)
+        part = kv[rows[0] : rows[-1] + 1]
+        if isinstance(blocks[0], HostBlock):
+            for block, content in zip(blocks, part, strict=True):
+                kv_of(runner, block).copy_(content)
+        else:
+            index = torch.tensor([block.block_id for block in blocks], device=cache.device)
+            part = part.to(cache.device).view(torch.int16).movedim(0, 2)
+            cache.index_copy_(2, index, part)
+
+
+def kv_of(runner: Any, block: Block) -> Tensor:
+    """Return the memory of a block: [layers, 2, K, B, D]."""
+    cache, pool, i = runner.attention.cache, runner.host_pool, block.block_id
+    kv: Tensor = pool.block(i) if isinstance(block, HostBlock) else cache[:, :, i]
+    return kv
+
+
+def checksum(metadata: dict[str, str], kv: Tensor) -> str:
+    import torch
+
+    digest = xxh3_128(json.dumps([sorted(metadata.items()), str(kv.dtype), kv.shape]).encode())
+    digest.update(kv.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def fingerprint(engine: LLMEngine, config: EngineConfig) -> dict[str, str]:
-    """Return what the KV of given tokens depends on, by name.
+    """Return what the KV of given tokens depends on, by name: of the weights that are loaded now.
 
-    The kernels of a device are not part of it, because their KV differs by rounding only. Raises
+    Devices and their kernels are not part of it, because their KV differs by rounding only. Raises
     ValueError if the prefix cache cannot be saved or loaded.
     """
+    import torch
+
     runner: Any = engine.runner
     reason = ""
     if not config.enable_prefix_caching:
@@ -193,6 +208,8 @@ def fingerprint(engine: LLMEngine, config: EngineConfig) -> dict[str, str]:
         )
     elif runner.states is not None:
         reason = f"{runner.model.config.architecture} has states of linear attention besides KV"
+    elif engine.checkpoint.is_replaced:
+        reason = "load_weights has stored weights that are not the files of a checkpoint"
     if reason:
         raise ValueError(f"the prefix cache cannot be saved or loaded, because {reason}")
     weights = f"random with seed {config.seed} and torch {torch.__version__}"
@@ -200,18 +217,18 @@ def fingerprint(engine: LLMEngine, config: EngineConfig) -> dict[str, str]:
         weights = digest_of_files(engine.checkpoint.opened)
     # Other values are formats of checkpoints, which config.json names.
     quantization = config.quantization if config.quantization in ("int8", "int4") else "none"
-    config_json = engine.checkpoint.config.items()
+    config_json, adapter = engine.checkpoint.config.items(), engine.checkpoint.adapter
     return {
-        "format": "1",
+        "format": "2",
         "model": os.fspath(config.model),
+        "weights": weights,
+        "adapter": str(adapter and (adapter.ranks, adapter.alphas, adapter.use_rslora)),
+        "quantization": quantization,
         "dtype": str(runner.dtype),
         "dtype of the KV cache": str(runner.attention.cache.dtype),
-        "fp8 scales": str(runner.attention.scales),
         "block_size": str(config.block_size),
-        "device": runner.device.type,
-        "quantization": quantization,
-        "weights": weights,
         **{f"{name} in config.json": json.dumps(value) for name, value in config_json},
+        "fp8 scales": str(runner.attention.scales),
     }
 
 

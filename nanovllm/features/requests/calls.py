@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nanovllm.config import EngineConfig
@@ -13,6 +13,7 @@ from nanovllm.engine.request import Request
 from nanovllm.features.requests.beam_search import BeamSearchOutput
 from nanovllm.features.requests.embeddings.pooling import EmbeddingRequestOutput, PoolingParams
 from nanovllm.features.requests.loglikelihood import LoglikelihoodOutput, tokenize_pairs
+from nanovllm.features.requests.rerank import Scorer, ScoringRequestOutput
 from nanovllm.inputs import Prompt, ShowProgress, pair_up
 from nanovllm.sampling_params import BeamSearchParams
 
@@ -91,15 +92,35 @@ class OptionalCalls(ABC):
         pairs = tokenize_pairs(self.engine.input_processor, prompts, continuations)
         return unaborted(self._run(pairs, use_tqdm, "Scoring"))
 
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        use_tqdm: ShowProgress = True,
+        *,
+        instruction: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Return how well each text of `data_2`, a document, answers a query; see rerank.py.
+
+        data_1: a query for each text, or one for all. What its prompts share is computed once.
+        instruction: the task of a reranker. None: the task of its model card, a web search.
+
+        With an embedding model a score is the cosine of the two embeddings. Raises ArithmeticError
+        if the model computed NaN. Other errors are as in `generate`.
+        """
+        scorer = Scorer(self.engine, data_1, data_2, instruction)
+        pairs = [(prompt, scorer.params) for prompt in scorer.prompts]
+        return scorer.outputs(self._run(pairs, use_tqdm, "Scoring"))
+
     def save_prefix_cache(self, path: str | os.PathLike[str]) -> int:
         """Save the blocks of the prefix cache to a file in the directory `path`, which is made.
 
-        Replaces the file of an earlier call, unless the prefix cache is empty. Blocks in host
-        memory are not saved. Returns the number of tokens whose KV was saved.
+        Replaces the file of an earlier call, unless the prefix cache is empty. Needs as much host
+        memory as the KV. Returns the number of tokens whose KV was saved.
 
-        Raises RuntimeError while requests run, and ValueError if the prefix cache is disabled, for
-        several ranks, for a model with linear attention, and if the files of the checkpoint have
-        changed since they were loaded.
+        Raises RuntimeError while requests run, OSError if the file cannot be written, and
+        ValueError if the prefix cache is disabled, for several ranks, for a model with linear
+        attention, and if the files of the checkpoint have changed since they were loaded.
         """
         from nanovllm.features.memory import disk_cache  # imports torch
 
@@ -108,8 +129,9 @@ class OptionalCalls(ABC):
     def load_prefix_cache(self, path: str | os.PathLike[str]) -> int:
         """Load what `save_prefix_cache` saved into free blocks, the most recently used first.
 
-        Returns the number of tokens whose KV was loaded: 0 if there is no file yet. Blocks that are
-        cached already are not loaded. Blocks that do not fit are left out.
+        Blocks for which the device has no room are loaded into host memory, with `swap_space`.
+        Blocks that are cached already, or do not fit, are left out. Returns the number of tokens
+        whose KV was loaded: 0 if there is no file yet.
 
         Raises ValueError, and loads nothing, if the file is damaged, or if it was saved by another
         model or with options that change the KV. Other errors are as in `save_prefix_cache`.
@@ -117,6 +139,49 @@ class OptionalCalls(ABC):
         from nanovllm.features.memory import disk_cache
 
         return disk_cache.load(self.engine, self._config, path)
+
+    def load_weights(
+        self,
+        weights: str | os.PathLike[str] | Mapping[str, Any] | Iterable[tuple[str, Any]],
+        partial: bool = False,
+    ) -> None:
+        """Store new weights in the engine, and empty its prefix cache.
+
+        weights: tensors of any floating dtype and device by their names in a checkpoint or in a
+            model of transformers: a state_dict, or an iterable of pairs such as
+            `model.named_parameters()`; or the directory of a checkpoint. A generator is read tensor
+            by tensor, except the head and the embeddings, which may be one tensor. The scales of an
+            fp8 KV cache do not change.
+        partial: whether tensors may be missing, which then do not change.
+
+        Raises ValueError with all names that are unknown or missing and all shapes that are wrong.
+        Nothing has changed then, unless `weights` is a generator. After an error or Ctrl-C that
+        comes later, all calls raise RuntimeError until all weights have been loaded. Raises
+        RuntimeError while requests run. With several ranks, each makes the same call.
+        """
+        from nanovllm.features.memory.new_weights import load_weights
+
+        load_weights(self.engine, self._config, weights, partial)
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the KV cache, and on a GPU the weights: level 1 copies them to host memory.
+
+        Level 2 frees the weights on any device, and they have to be loaded after `wake_up`. The
+        prefix cache is emptied. Until `wake_up`, all calls raise RuntimeError, as this one does
+        while requests run. With several ranks, each makes the same call.
+        """
+        from nanovllm.features.memory.sleep import sleep
+
+        sleep(self.engine, level)
+
+    def wake_up(self) -> None:
+        """Allocate again what `sleep` has freed. Does nothing if the engine does not sleep.
+
+        After level 2, all calls raise RuntimeError until `load_weights` has loaded all weights.
+        """
+        from nanovllm.features.memory.sleep import wake_up
+
+        wake_up(self.engine)
 
 
 def unaborted(requests: list[Request]) -> list[Any]:

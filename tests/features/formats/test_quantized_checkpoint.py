@@ -137,6 +137,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj."
     [
         ("awq", {"scales": None}, "q_proj.weight has no scales, which quant_method='awq' needs"),
         ("awq", {"qzeros": None}, "q_proj.weight has no qzeros"),
+        ("gptq desc_act", {"g_idx": None}, "q_proj.weight has no g_idx"),
         ("awq", {"qweight": None}, "missing: model.layers.0.self_attn.q_proj.weight"),
         ("fp8 blocks", {"weight_scale_inv": None}, "has no weight_scale or weight_scale_inv"),
         ("compressed W8A8", {"weight_scale": None}, "has no weight_scale"),

@@ -1,5 +1,6 @@
 """The prefix cache on disk: the same KV and tokens after a restart, and never another model's."""
 
+import json
 import random
 import shutil
 import signal
@@ -11,15 +12,21 @@ import faults
 import fresh
 import pytest
 import torch
+from adapters import lora, save_adapter
 from checkpoints import edited, make_checkpoint, random_llm
 from engines import is_idle, still_serves
+from host_cache_history import HostCacheHistory
 from hybrid_checkpoints import make_hybrid_checkpoint
 from safetensors import safe_open
+from safetensors.torch import load_file
 
-from lessons.oracle.oracle import plain_sequence
+from lessons.oracle.disk import MUTANTS, DiskHistory
+from lessons.oracle.mutants import apply
+from lessons.oracle.oracle import plain_sequence, run_history
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.features.memory import disk_cache
+from nanovllm.features.memory.host_cache.blocks import HostBlock
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
 SHARED = [7 * i % 190 + 1 for i in range(100)]  # six blocks and four tokens
@@ -58,6 +65,36 @@ def saved(path: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, l
     outputs = tokens(run(llm))
     llm.save_prefix_cache(directory)
     return directory, outputs
+
+
+# ---- random histories ----
+
+
+class HostDiskHistory(HostCacheHistory, DiskHistory):
+    """With a host cache, whose blocks are saved and loaded too."""
+
+    def kv_of(self, block: Block) -> list[Any]:
+        is_host = isinstance(block, HostBlock)
+        return self.runner.host[block.block_id] if is_host else super().kv_of(block)
+
+    def write_kv(self, block: Block, content: list[Any]) -> None:
+        if isinstance(block, HostBlock):
+            self.runner.host[block.block_id] = content
+        else:
+            super().write_kv(block, content)
+
+
+@pytest.mark.parametrize("make", [DiskHistory, HostDiskHistory])
+def test_random_histories_with_restarts(make: Any) -> None:
+    histories = [run_history(seed, make=make) for seed in range(100)]
+    assert sum(history.num_loaded for history in histories) > 500
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_fault_is_caught(name: str) -> None:
+    with pytest.raises(AssertionError, match="fails"):
+        for seed in range(200):
+            run_history(seed, make=DiskHistory, disks=apply(MUTANTS[name]))
 
 
 # ---- after a restart ----
@@ -100,13 +137,8 @@ def test_kv_in_a_wrong_block_changes_the_tokens(
     path: Path, saved: tuple[Path, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise equal tokens would show nothing."""
-    load_kv = disk_cache.load_kv
-
-    def load_rolled(engine: Any, kv: torch.Tensor, *rest: Any) -> Any:
-        rolled = kv.roll(1, 0)
-        return load_kv(engine, rolled, *rest[:-1], disk_cache.checksum_of_kv(rolled))
-
-    monkeypatch.setattr(disk_cache, "load_kv", load_rolled)
+    write_kv = disk_cache.write_kv
+    monkeypatch.setattr(disk_cache, "write_kv", lambda r, kv, x: write_kv(r, kv.roll(1, 0), x))
     llm = random_llm(path)
     assert llm.load_prefix_cache(saved[0]) > 0
     assert tokens(run(llm)) != saved[1]
@@ -163,24 +195,27 @@ def test_the_last_used_prefix_is_loaded_first(path: Path, tmp_path: Path) -> Non
     assert len(match(plain_sequence([*new, 0]))) > 5
 
 
-def test_the_order_of_blocks() -> None:
-    """A parent is before its children also if it was used earlier. A block without one is lost."""
-    blocks = BlockManager(num_blocks=8, block_size=2)
-    seq = plain_sequence([1, 1, 2, 2, 3, 3])
-    table = [blocks.append_block(seq) for _ in range(3)]
-    seq.num_computed = 6
-    blocks.cache_full_blocks(seq)
-    blocks.release(seq)
-
-    def order() -> list[list[int]]:
-        return [block.token_ids for block in disk_cache.blocks_to_save(blocks)]
-
-    assert order() == [[1, 1], [2, 2], [3, 3]]
-    blocks.evictable.move_to_end(table[0], last=False)
-    blocks.evictable.move_to_end(table[2])
-    assert order() == [[1, 1], [2, 2], [3, 3]]
-    blocks._evict(blocks.blocks[table[1]])
-    assert order() == [[1, 1]]
+def test_blocks_of_host_memory(path: Path, tmp_path: Path) -> None:
+    """What the device has no room for is saved from host memory, and loaded into it."""
+    prompts = [[start + i % 50 for i in range(160)] for start in (1, 60, 120)]
+    options = dict(num_kv_cache_blocks=13, swap_space=0.001)
+    first, second = (random_llm(path, **options) for _ in range(2))
+    expected = [tokens(run(first, [prompt])) for prompt in prompts]
+    assert first.save_prefix_cache(tmp_path) == 30 * 16
+    assert second.load_prefix_cache(tmp_path) == 30 * 16
+    stats = second.stats()
+    assert (stats["blocks_evictable"], stats["host_blocks"]) == (13, 17)
+    assert second.load_prefix_cache(tmp_path) == 0
+    outputs = [run(second, [prompt])[0] for prompt in prompts]
+    assert [tokens([output]) for output in outputs] == expected
+    assert [output.num_cached_tokens for output in outputs] == [144] * 3
+    assert second.stats()["host_loads"] > 9
+    assert second.save_prefix_cache(tmp_path) == 30 * 16
+    # Without host memory, the most recently used prompt is loaded.
+    small = random_llm(path, num_kv_cache_blocks=13)
+    assert small.load_prefix_cache(tmp_path) == 13 * 16
+    assert run(small, prompts[2:])[0].num_cached_tokens == 144
+    assert tokens(run(small, prompts[2:])) == expected[2]
 
 
 def test_blocks_that_are_cached_already(path: Path, saved: tuple[Path, list[list[int]]]) -> None:
@@ -207,10 +242,9 @@ def test_another_backend(path: Path, saved: tuple[Path, list[list[int]]]) -> Non
 def test_the_file_is_in_the_format_of_safetensors(path: Path, saved: tuple[Path, Any]) -> None:
     with safe_open(saved[0] / disk_cache.NAME, framework="pt") as file:
         assert file.metadata()["block_size"] == "16"
-        kv, token_ids = file.get_tensor("kv"), file.get_tensor("token_ids")
-        assert kv.shape[1:] == (2, 2, 2, 16, 32)
-        assert len(kv) == len(token_ids) == len(file.get_tensor("parents"))
-        assert token_ids[:6].flatten().tolist() == SHARED[:96]
+        kv, blocks = file.get_tensor("kv"), json.loads(file.metadata()["blocks"])
+        assert kv.shape == (len(blocks), 2, 2, 2, 16, 32)
+        assert [token for _, token_ids in blocks[:6] for token in token_ids] == SHARED[:96]
 
 
 # ---- files that are refused ----
@@ -261,6 +295,21 @@ def test_another_model(path: Path, saved: tuple[Path, Any], tmp_path: Path) -> N
     assert tokens(run(copy)) == saved[1]
 
 
+def test_another_adapter(path: Path, tmp_path: Path) -> None:
+    """The same tensors with another scale."""
+    factors = lora(load_file(path / "model.safetensors"), "q_proj")
+    for alpha in (4, 8):
+        adapter = save_adapter(tmp_path / "adapter", factors, lora_alpha=alpha)
+        llm = random_llm(path, adapter=adapter)
+        if alpha == 8:
+            with pytest.raises(ValueError, match=r"adapter is .* 4.* in the file and .* 8.* here"):
+                llm.load_prefix_cache(tmp_path)
+        run(llm)
+        assert llm.save_prefix_cache(tmp_path) > 0
+        assert llm.reset_prefix_cache()
+        assert llm.load_prefix_cache(tmp_path) > 0
+
+
 def test_random_weights(path: Path, tmp_path: Path) -> None:
     for seed in (1, 2):
         llm = random_llm(path, load_format="dummy", seed=seed)
@@ -301,7 +350,8 @@ def test_damaged_files(path: Path, saved: tuple[Path, Any], tmp_path: Path) -> N
     for content in damaged:
         (tmp_path / disk_cache.NAME).write_bytes(content)
         with pytest.raises(
-            ValueError, match="prefix-cache.safetensors is damaged, and nothing was"
+            ValueError,
+            match="prefix-cache.safetensors is damaged or cannot be read, and nothing was",
         ):
             llm.load_prefix_cache(tmp_path)
         assert is_empty(llm)
@@ -429,7 +479,7 @@ def test_a_fault_at_any_line(
             num_raised += 1
         assert is_idle(llm.engine)
         assert len(blocks.evictable) == len(blocks.hash_to_block)
-        assert not list(tmp_path.glob("*.tmp/*"))
+        assert [file.name for file in tmp_path.iterdir()] == [disk_cache.NAME]
         assert tokens(run(llm)) == saved[1]
         assert random_llm(path).load_prefix_cache(tmp_path) > 0 or call == "load_prefix_cache"
     assert num_raised > 20
@@ -438,7 +488,7 @@ def test_a_fault_at_any_line(
 def test_a_load_that_fails(
     path: Path, saved: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All blocks are free."""
+    """Nothing is loaded."""
     llm, calls, hash_block = random_llm(path), [], BlockManager.hash_block
 
     def fail_at_the_fourth(self: BlockManager, *arguments: Any) -> bytes:
@@ -464,23 +514,8 @@ def test_a_full_disk(path: Path, saved: tuple[Path, Any], tmp_path: Path) -> Non
             llm.save_prefix_cache(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert not file.exists()
-    assert not list(tmp_path.glob("*.tmp"))
+    assert list(tmp_path.iterdir()) == []
     still_serves(llm)
-
-
-def test_temporary_files_that_are_left(path: Path, saved: tuple[Path, Any], tmp_path: Path) -> None:
-    """A process that was killed has left them."""
-    llm = random_llm(path)
-    run(llm)
-    left = (tmp_path / disk_cache.NAME).with_suffix(".tmp")
-    left.mkdir()
-    for name in (disk_cache.NAME, ".tmp1"):
-        (left / name).write_bytes(bytes(10**6))
-    assert llm.save_prefix_cache(tmp_path) > 0
-    assert not list(tmp_path.glob("*.tmp"))
-    sizes = [(path / disk_cache.NAME).stat().st_size for path in (saved[0], tmp_path)]
-    assert sizes[0] == sizes[1]
 
 
 def test_two_processes(path: Path, saved: tuple[Path, Any], tmp_path: Path) -> None:
@@ -502,4 +537,4 @@ for i in range(25):
     processes = [fresh.Process(code) for _ in range(2)]
     for done in [process.wait() for process in processes]:
         assert done.returncode == 0, done.stderr
-    assert not list(tmp_path.glob("*.tmp"))
+    assert [file.name for file in tmp_path.iterdir()] == [disk_cache.NAME]

@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adapters import lora, save_adapter
 from checkpoints import make_checkpoint
 from hybrid_checkpoints import make_hybrid_checkpoint
 from moe_checkpoints import make_moe_checkpoint
 from quantized_files import quantize_checkpoint
+from safetensors.torch import load_file
 
 from nanovllm import LLM
 from nanovllm.backends.int8 import quantized
@@ -172,6 +174,14 @@ def test_quantization(
         ]
         print(f"{name}: mean errors {errors} of 1 and 2 ranks")
         assert 0 < errors[1] < 1.3 * errors[0], name
+
+
+def test_an_adapter(ranks: Job, paths: dict[str, str], tmp_path: Path) -> None:
+    tensors = lora(load_file(Path(paths["qwen3"]) / "model.safetensors"), "_proj|lm_head")
+    adapter = str(save_adapter(tmp_path, tensors, lora_alpha=8))
+    [one] = values(ranks("greedy", 1, path=paths["qwen3"], adapter=adapter))
+    assert [one] != values(ranks("greedy", 1, path=paths["qwen3"]))
+    assert values(ranks("greedy", 2, path=paths["qwen3"], adapter=adapter)) == [one] * 2
 
 
 @pytest.mark.parametrize("model", ["hybrid", "hybrid-moe"])

@@ -14,16 +14,27 @@ import torch
 from checkpoints import VOCAB, random_llm
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
 )
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, BeamSearchParams, GenerationError, SamplingParams
 from nanovllm.features.requests.logit_rules import penalties
-from nanovllm.features.requests.logit_rules.row_rules import RowRules, RulesBatch, RulesState
-from nanovllm.plan import LogitRules, NewRow, RowSampling
+from nanovllm.features.requests.logit_rules.row_rules import (
+    RowRules,
+    RulesBatch,
+    RulesState,
+    processed_logits,
+)
+from nanovllm.models.batch import SamplingBatch
+from nanovllm.models.sampler import sample
+from nanovllm.plan import FILTERS, LogitRules, NewRow, RowSampling
 
 PROMPT, OUTPUT = [3, 5, 5, 7], [5, 9, 9, 2]
 
@@ -125,6 +136,138 @@ def test_rules_that_name_the_same_token() -> None:
     wanted = logits.clone()
     wanted[4], wanted[6] = float("-inf"), logits[6] + 1
     torch.testing.assert_close(applied(rules, logits), wanted)
+
+
+# ---- logprobs_mode="processed_logprobs" ----
+
+PROCESSED: list[dict[str, Any]] = [
+    dict(temperature=0.7),
+    dict(temperature=2.0, top_k=7),
+    dict(top_p=0.8),
+    dict(min_p=0.15),
+    dict(temperature=1.4, top_k=60, top_p=0.9, min_p=0.02, repetition_penalty=1.3),
+    dict(temperature=0, top_k=3, top_p=0.5, repetition_penalty=0.7),
+]
+
+
+def processed(params: SamplingParams, ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """The log-probabilities [V] after transformers' processors. Greedy rows have no warpers."""
+    steps: list[Any] = [RepetitionPenaltyLogitsProcessor(params.repetition_penalty)]
+    if params.temperature:
+        steps += [TemperatureLogitsWarper(params.temperature)]
+        steps += [TopKLogitsWarper(params.top_k or VOCAB)]
+        steps += [TopPLogitsWarper(params.top_p), MinPLogitsWarper(params.min_p)]
+    scores = logits[None].clone()
+    for step in steps:
+        scores = step(torch.tensor([ids]), scores)
+    return scores[0].log_softmax(dim=-1)
+
+
+def test_processed_logits_are_those_of_transformers() -> None:
+    torch.manual_seed(1)
+    params = [SamplingParams(**fields | {"repetition_penalty": 1.0}) for fields in PROCESSED]
+    logits = torch.randn(len(params), VOCAB) * 3
+    filters = {name: torch.tensor([getattr(x, name) for x in params]) for name in FILTERS}
+    seeds = torch.arange(len(params))
+    batch = SamplingBatch(torch.tensor([x.temperature for x in params]), seeds, seeds, filters)
+    found = processed_logits(logits, batch, sample(logits, batch)).log_softmax(dim=-1)
+    for x, row, each in zip(found, logits, params, strict=True):
+        torch.testing.assert_close(x, processed(each, [0], row), rtol=0, atol=1e-5)
+    # A token that only a kernel has kept has its probability, relative to the most likely one.
+    batch.filters["top_p"].fill_(0.01)
+    rarest = logits.argmin(dim=-1)
+    found = processed_logits(logits, batch, rarest)
+    for row, token, x, each in zip(found, rarest, logits, params, strict=True):
+        difference = (x[token] - x.max()) / (each.temperature or 1)
+        assert row[token] - row.max() == pytest.approx(difference.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options", [{"attention_backend": "numba"}, {"attention_backend": "sdpa", "max_num_seqs": 2}]
+)
+def test_processed_logprobs(checkpoint, options: dict[str, Any]) -> None:
+    """Of all tokens, in one batch with requests that report none; raw ones of the prompt."""
+    path, model = checkpoint
+    llm = random_llm(path, max_logprobs=-1, logprobs_mode="processed_logprobs", **options)
+    fields = dict(max_tokens=6, ignore_eos=True, prompt_logprobs=0, logprobs=-1)
+    params = [SamplingParams(**fields | each, seed=i) for i, each in enumerate(PROCESSED)]
+    params.insert(2, SamplingParams(top_k=2, max_tokens=6))
+    for each, out in zip(params, llm.generate([PROMPT] * 7, params, use_tqdm=False), strict=True):
+        if each.logprobs is None:
+            assert out.outputs[0].logprobs is None
+            continue
+        output = out.outputs[0].token_ids
+        with torch.no_grad():
+            logits = model(torch.tensor([PROMPT + output])).logits[0]
+        total = 0.0
+        for i, (token, entry) in enumerate(zip(output, out.outputs[0].logprobs, strict=True)):
+            wanted = processed(each, PROMPT + output[:i], logits[len(PROMPT) + i - 1])
+            assert sorted(entry) == list(range(VOCAB))
+            found = torch.tensor([entry[t].logprob for t in range(VOCAB)])
+            torch.testing.assert_close(found, wanted, rtol=0, atol=2e-4)
+            assert entry[token].rank == 1 + (found > found[token]).sum()
+            total += entry[token].logprob
+        assert out.outputs[0].cumulative_logprob == pytest.approx(total)
+        assert math.isfinite(total)
+        raw = logits.log_softmax(dim=-1)
+        for i, entry in enumerate(out.prompt_logprobs[1:]):
+            assert entry[PROMPT[i + 1]].logprob == pytest.approx(
+                float(raw[i, PROMPT[i + 1]]), abs=2e-4
+            )
+
+
+def test_processed_logprobs_are_the_frequencies_of_samples(path: Path) -> None:
+    llm = random_llm(path, logprobs_mode="processed_logprobs", max_logprobs=-1, max_num_seqs=64)
+    number = 3000
+    for i, fields in enumerate(PROCESSED[1:5]):
+        params = SamplingParams(**fields, n=number, seed=i, max_tokens=1, logprobs=-1)
+        outputs = llm.generate(PROMPT, params, use_tqdm=False)[0].outputs
+        counts = torch.bincount(torch.tensor([x.token_ids[0] for x in outputs]), minlength=VOCAB)
+        entry = outputs[0].logprobs[0]
+        expected = torch.tensor([math.exp(entry[t].logprob) for t in range(VOCAB)]) * number
+        assert counts[expected == 0].sum() == 0
+        counts, expected = counts[expected > 0], expected[expected > 0]
+        common = expected > 5
+        counts = torch.cat((counts[common], counts[~common].sum()[None]))
+        expected = torch.cat((expected[common], expected[~common].sum()[None] + 1e-3))
+        chi2, degrees = ((counts - expected) ** 2 / expected).sum().item(), len(counts) - 1
+        print(f"{fields}: chi-square {chi2:.1f} with {degrees} degrees of freedom")
+        assert chi2 < degrees + 5 * math.sqrt(2 * degrees) + 5
+
+
+def test_processed_logprobs_of_drafts_and_after_preemptions(path: Path) -> None:
+    """The log-probabilities of sampled tokens do not depend on how they were computed."""
+    fields = dict(temperature=0.3, top_k=4, max_tokens=40, ignore_eos=True, logprobs=0, n=4)
+    prompts = [[5, 6, 7] * 6, [9] * 12, PROMPT]
+
+    def results(**options: Any) -> tuple[list[list[int]], list[float], dict[str, Any]]:
+        llm = random_llm(path, logprobs_mode="processed_logprobs", block_size=4, **options)
+        outputs = llm.generate(prompts, SamplingParams(**fields, seed=3), use_tqdm=False)
+        samples = [x for out in outputs for x in out.outputs]
+        return [x.token_ids for x in samples], [x.cumulative_logprob for x in samples], llm.stats()
+
+    drafts = {"method": "ngram", "prompt_lookup_min": 1}
+    tokens, totals, _ = results(num_kv_cache_blocks=400)
+    for options in (dict(speculative_config=drafts, max_num_seqs=4), dict(num_kv_cache_blocks=30)):
+        found, their_totals, stats = results(**options)
+        assert found == tokens
+        assert their_totals == pytest.approx(totals, abs=1e-3)
+        assert stats.get("accepted_tokens", 0) > 9 or stats["preemptions"] > 2
+
+
+def test_processed_logprobs_without_a_token(path: Path) -> None:
+    """A row in which everything is masked ends alone; beams and log-likelihoods stay raw."""
+    llm = random_llm(path, logprobs_mode="processed_logprobs")
+    masked = SamplingParams(logits_processors=[lambda ids, x: x - math.inf], logprobs=2)
+    with pytest.raises(GenerationError) as error:
+        llm.generate([PROMPT] * 2, [masked, SamplingParams(logprobs=2)], use_tqdm=False)
+    reasons = [out.outputs[0].finish_reason for out in error.value.outputs]
+    assert reasons[0] == "error" != reasons[1]
+    raw = random_llm(path)
+    beams = [x.beam_search(PROMPT, BeamSearchParams(2, 4), use_tqdm=False)[0] for x in (llm, raw)]
+    assert len({str(x.sequences) for x in beams}) == 1
+    scores = [x.loglikelihood(PROMPT, [3, 4], use_tqdm=False)[0].logprob for x in (llm, raw)]
+    assert scores[0] == scores[1]
 
 
 def random_params(rng: random.Random) -> SamplingParams:

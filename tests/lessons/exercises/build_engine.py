@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, TypicalLogitsWarper
 from transformers.utils.logging import disable_progress_bar
 
 from lessons.lesson import ask, make_llm
-from lessons.lesson22_model import Attend, Model
+from lessons.lesson02_model import Attend, Model
 from lessons.show import show_table
 from nanovllm.config import EMBEDDED
 from nanovllm.loading.checkpoint import find_checkpoint
@@ -33,7 +33,7 @@ SYSTEM = "You are a helpful assistant.\n" * 8  # more than 32 tokens
 
 
 class Recorded(Model):
-    """The model of lesson 22, which records what its steps compute."""
+    """The model of lesson 2, which records what its steps compute."""
 
     def __init__(self) -> None:
         super().__init__()

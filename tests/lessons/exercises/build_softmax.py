@@ -5,7 +5,7 @@ import torch
 from build_check import expect, load
 from torch import Tensor, tensor
 
-from lessons.lesson11_paged_attention import BLOCK, paged_tiles
+from lessons.lesson10b_paged_attention import BLOCK, paged_tiles
 
 update, merge = load("softmax.py", "update"), load("softmax.py", "merge")
 INF = float("inf")

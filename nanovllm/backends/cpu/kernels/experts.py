@@ -69,6 +69,12 @@ class PackedExperts:
     def nbytes(self) -> int:
         return self.values.nbytes
 
+    def unpack(self) -> Tensor:
+        """Undo `pack` in place. Returns the weights [X O, I]."""
+        for blocks in self.values.split(64):  # some at a time, to save memory
+            blocks.copy_(blocks.transpose(1, 2).contiguous().view_as(blocks))
+        return self.values.view(self.shape)
+
 
 def pack(module: Linear) -> None:
     """Reorder the weights of experts in place, if a unit has a kernel for the result.

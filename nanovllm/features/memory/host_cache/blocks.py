@@ -91,12 +91,12 @@ class HostCacheBlockManager(BlockManager):
 
     # ---- from the host to the device ----
 
-    def _find(self, block_hash: bytes) -> Block | None:
+    def find(self, block_hash: bytes) -> Block | None:
         """Look up a block on the device, and then in host memory.
 
         A host block has no owner, so admission counts the device block that its load takes.
         """
-        return super()._find(block_hash) or self.hash_to_host_block.get(block_hash)
+        return super().find(block_hash) or self.hash_to_host_block.get(block_hash)
 
     def attach_cached(self, seq: Sequence, matched: list[Block]) -> None:
         """Set `seq.block_table` to cached blocks. Host blocks are loaded into device blocks."""

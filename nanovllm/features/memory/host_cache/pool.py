@@ -74,6 +74,10 @@ class HostPool:
         self.num_blocks = num_blocks
         self.blocks = torch.empty((num_blocks, *block.shape), dtype=block.dtype)
 
+    def block(self, host_block: int) -> Tensor:
+        """Return the memory of a host block: [layers, 2, K, B, D] in the dtype of the cache."""
+        return self.blocks[host_block]
+
     def save(self, cache: Tensor, copies: list[BlockCopy]) -> None:
         """Copy blocks of the cache to host blocks. Later operations may overwrite the cache."""
         for block, host_block in copies:
@@ -108,6 +112,12 @@ class PinnedPool(HostPool):
             for _ in range(2)
         ]
         self.turns = itertools.cycle(self.staging)
+        self.cache_dtype = block.dtype
+
+    def block(self, host_block: int) -> Tensor:
+        self.stream.synchronize()  # its last transfer has ended
+        chunk = self.chunks[host_block // self.per_chunk]
+        return chunk[host_block % self.per_chunk].view(self.cache_dtype)
 
     def save(self, cache: Tensor, copies: list[BlockCopy]) -> None:
         blocks = cache.view(self.dtype).movedim(2, 0)

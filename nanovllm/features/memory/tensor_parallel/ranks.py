@@ -215,7 +215,7 @@ class ShardedTable:
 
     def __init__(self, rows: Any, ranks: Ranks) -> None:
         """rows: the rows of this rank, a tensor or an Int8Weight [V / N, E]."""
-        self.rows = rows
+        self.rows, self.shape, self.copy_ = rows, rows.shape, rows.copy_
         self.ranks = ranks
         self.dtype = rows.dtype
         self.start = ranks.rank * rows.shape[0]

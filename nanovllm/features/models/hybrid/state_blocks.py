@@ -147,7 +147,7 @@ class StateBlockManager(BlockManager):
 
     def _cached_block(self, seq: Sequence, position: int) -> Block | None:
         """Return the cached block whose last token is the one before `position`, if any."""
-        return self._find(self.block_hash(seq, position // self.block_size - 1))
+        return self.find(self.block_hash(seq, position // self.block_size - 1))
 
     def _snapshot_at_boundary(self, seq: Sequence, boundary: int) -> None:
         """Make a snapshot after the last full block that the plan computes."""

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.features.requests.thinking import make_thinking
 from nanovllm.plan import LogitRules
 from nanovllm.sampling_params import SamplingParams
 
 
 def make_rules(
-    params: SamplingParams, input_processor: InputProcessor, stop_token_ids: frozenset[int]
+    params: SamplingParams,
+    input_processor: InputProcessor,
+    stop_token_ids: frozenset[int],
+    separates: bool = False,
 ) -> LogitRules | None:
-    """Return the rules that the parameters request, or None. May compile a grammar."""
+    """Return the rules that the parameters request, or None. May compile a grammar.
+
+    separates: whether thinking is separated from the text, so that the grammar is of the text.
+    """
     bias = params.logit_bias or {}
     input_processor.check_vocabulary("logit_bias has", bias)
     input_processor.check_vocabulary("allowed_token_ids has", params.allowed_token_ids)
+    input_processor.check_vocabulary("logprob_token_ids has", params.logprob_token_ids)
     stops = tuple(sorted(stop_token_ids))
     grammar = None
     if params.structured_outputs is not None:
@@ -30,8 +38,10 @@ def make_rules(
         min_tokens=min(params.min_tokens, input_processor.max_model_len),
         stops=stops if params.min_tokens else (),
         logprobs=num_logprobs(input_processor, "logprobs", params.logprobs),
+        logprob_token_ids=tuple(params.logprob_token_ids or ()),
         logits_processors=tuple(params.logits_processors or ()),
         grammar=grammar,
+        thinking=make_thinking(input_processor, params, separates),
     )
     return None if rules == LogitRules() else rules
 

@@ -1,14 +1,15 @@
 """Applies logit rules, such as penalties and masks, to the logits of rows before sampling.
 
 A row without rules costs nothing. The rules of all rows of a step are applied together, in few
-operations on the device and without waiting for it. Three kinds of rules need the sampled tokens on
-the host: logits processors, grammars, and bad words of several tokens. A step with such a row
-launches its forward pass and then waits for the tokens of the previous step, so the rules run on
-the host while the device works.
+operations on the device and without waiting for it. Four kinds of rules need the sampled tokens on
+the host: logits processors, grammars, bad words of several tokens, and budgets of thinking. A step
+with such a row launches its forward pass and then waits for the tokens of the previous step, so the
+rules run on the host while the device works.
 
 The order is the same as in transformers and vLLM: log-probabilities of the raw logits, allowed
-tokens, bad words, minimum length, bias, penalties, logits processors, and last the grammar, which
-no other rule can override. The sampler follows.
+tokens, bad words, minimum length, bias, penalties, logits processors, the end of thinking that a
+budget forces, and last the grammar, which no other rule can override. The sampler follows. With
+logprobs_mode="processed_logprobs", the log-probabilities are those after all this.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ from nanovllm.features.requests.logit_rules.penalties import (
     PenaltyState,
     has_penalties,
 )
+from nanovllm.features.requests.thinking import ThinkingOfRow
 from nanovllm.models.backend import Backend
 from nanovllm.models.batch import SamplingBatch
-from nanovllm.models.sampler import MASKED
+from nanovllm.models.sampler import FILTER_FUNCTIONS, MASKED, filtered_logits, token_logprobs
 from nanovllm.models.transfers import start_copy, to_device
-from nanovllm.plan import COMPLETE, LogitRules, NewRow, StepOutput
+from nanovllm.plan import COMPLETE, FILTERS, LogitRules, NewRow, StepOutput
 from nanovllm.runner.model_runner import PendingOutput
 from nanovllm.sampling_params import takes_prompt
 
@@ -48,12 +50,16 @@ class RowRules:
         # not keep the logits processors in memory.
         self.owner = weakref.ref(rules)
         self.rules, self.row = replace(rules, logits_processors=()), new_row.row
+        sampling = new_row.sampling
+        self.filters = sampling.filters if sampling.temperature else tuple(FILTERS.values())
         self.prompt, self.output = new_row.prompt, list(new_row.output)
         self.phrases = [word for word in rules.bad_words if len(word) > 1]
         self.take_prompt = [takes_prompt(processor) for processor in rules.logits_processors]
         self.matcher = None if rules.grammar is None else rules.grammar.matcher()
+        self.thinking = rules.thinking and ThinkingOfRow(rules.thinking, self.prompt)
         # Whether `output` must be complete before the next token is sampled.
-        self.needs_output = bool(self.phrases or self.take_prompt or self.matcher)
+        on_host = self.phrases, self.take_prompt, self.matcher, self.thinking
+        self.needs_output = any(map(bool, on_host))
         self.error: Exception | None = None  # raised when the row samples
         # (function that returns a step's tokens, this row's index), if `output` lacks that token.
         self.last: tuple[Callable[[], list[int]], int] | None = None
@@ -75,6 +81,12 @@ class RowRules:
             ends.intersection_update(self.allowed.tolist())
         hidden = {t for t, value, end in self.edits if value == MASKED and position < end}
         return ends <= hidden
+
+    def mask(self) -> bytes | None:
+        """Return which tokens the grammar allows, as Matcher.mask. None: all tokens."""
+        if self.matcher is None or self.thinking is None:
+            return self.matcher and self.matcher.mask(self.output)
+        return self.thinking.mask(self.matcher, self.output)
 
     def apply(self, logits: Tensor) -> None:
         """Apply the rules that need output tokens, in place, to the row's logits [V]."""
@@ -101,10 +113,15 @@ class RowRules:
             # The softmax of infinity is NaN: keep only infinite logits. If any is NaN, mask all.
             kept = logits.isposinf() & ~logits.isnan().any()
             logits.copy_(torch.where(kept, 0.0, MASKED))
+        if self.thinking and (token := self.thinking.read(self.output)) is not None:
+            logits.fill_(MASKED)
+            logits[token] = 0
 
 
 class RulesState:
     """The rules of all rows, the state of their penalties, and a buffer for changed logits."""
+
+    processed_logprobs = False  # set by loading/make_runner.py
 
     def __init__(self, num_rows: int, length: int, vocab_size: int, device: torch.device) -> None:
         self.sizes, self.device = (num_rows, length, vocab_size), device
@@ -197,10 +214,17 @@ class RulesBatch:
         penalized = [(i, row.row, row.rules) for i, row in rows if has_penalties(row.rules)]
         self.penalties = Penalties(penalized, state.penalties) if penalized else None
         # 4. Log-probabilities.
-        reported = [(i, row.row, row.rules.logprobs) for i, row in rows]
-        self.reported = [(i, row, k) for i, row, k in reported if k is not None]
-        self.reported_index = send([i for i, *_ in self.reported])
-        self.num_logprobs = max((k for *_, k in self.reported), default=0)
+        self.reported = [(i, row) for i, row in rows if row.rules.logprobs is not None]
+        self.reported_index = send([i for i, _ in self.reported])
+        self.num_logprobs = max((row.rules.logprobs or 0 for _, row in self.reported), default=0)
+        ids = [row.rules.logprob_token_ids for _, row in self.reported]
+        named = [(i, token) for i, tokens in enumerate(ids) for token in tokens]
+        self.named = send(named).view(-1, 2).T.contiguous()  # [2, N]: index in `reported`, token
+        self.processed_logprobs = state.processed_logprobs
+        used = [row.filters for _, row in self.reported]
+        self.filters = [  # that a row with log-probabilities uses
+            name for i, name in enumerate(FILTERS) if any(x[i] != FILTERS[name] for x in used)
+        ]
         self.changes_logits = bool(allowed or edits or penalized or self.host_rules)
         self.logits = state.logits_buffer() if self.changes_logits else None
 
@@ -240,7 +264,7 @@ class RulesBatch:
         for i, row in self.host_rules:
             try:
                 row.apply(logits[i])
-                mask = row.matcher.mask(row.output) if row.matcher else None
+                mask = row.mask()
                 if mask is not None:
                     masks[i] = np.frombuffer(mask, np.uint8, num_bytes)
                     if row.must_end():
@@ -274,17 +298,34 @@ class RulesBatch:
             errors, self.errors = self.errors, {}
             completed, self.completed = self.completed, []
         logprobs: Callable[[], list[list[float]]] = list
+        named: list[Callable[[], list[list[float]]]] = []
         if self.reported:
-            if len(self.reported_index) < len(tokens):
-                logits, tokens = logits[self.reported_index], tokens[self.reported_index]
-            logprobs = start_copy(backend.token_logprobs(logits, tokens, self.num_logprobs))
+            index, score = self.reported_index, backend.token_logprobs
+            if self.processed_logprobs:
+                logits, score = changed, token_logprobs  # kernels expect that no token is masked
+            if len(index) < len(tokens):
+                logits, tokens = logits[index], tokens[index]
+            if self.processed_logprobs:
+                filters = {name: sampling.filters[name][index] for name in self.filters}
+                some = replace(sampling, temperature=sampling.temperature[index], filters=filters)
+                logits = processed_logits(logits, some, tokens)
+            logprobs = start_copy(score(logits, tokens, self.num_logprobs))
+            # In parts, because each token takes a copy of its row's logits.
+            pairs = self.named.split(64, dim=1) if self.named.numel() else ()
+            named = [start_copy(score(logits[i], ids, 0)) for i, ids in pairs]
 
         def add_to(done: StepOutput) -> None:
             done.errors |= errors
             for i in completed:
                 done.token_ids[i] = COMPLETE
-            for (i, row, k), packed in zip(self.reported, logprobs(), strict=True):
-                done.result(row).logprobs.append(unpack_logprobs(packed, done.token_ids[i], k))
+            of_named = (packed for part in named for packed in part())
+            for (i, row), packed in zip(self.reported, logprobs(), strict=True):
+                entry = unpack_logprobs(packed, done.token_ids[i], row.rules.logprobs or 0)
+                # The ids are the first argument, so that zip takes no result after the last id.
+                named_ids = zip(row.rules.logprob_token_ids, of_named, strict=False)
+                known = {token for token, *_ in entry}
+                entry += [(t, p, int(rank)) for t, (p, rank) in named_ids if t not in known]
+                done.result(row.row).logprobs.append(entry)
 
         output.results.append(add_to)
         return output
@@ -300,3 +341,17 @@ class RulesBatch:
         token_ids = functools.cache(token_ids)  # one list for all rows
         for i, row in self.host_rules:
             row.last = token_ids, i
+
+
+def processed_logits(logits: Tensor, batch: SamplingBatch, tokens: Tensor) -> Tensor:
+    """Return the logits [Q, V] float32 of the distributions from which `tokens` [Q] were drawn.
+
+    `logits` [Q, V] are those after the rules. Filtered tokens are MASKED. As in vLLM, temperature
+    and filters do not apply to greedy rows.
+    """
+    scaled = filtered_logits(logits, replace(batch, filters={}), {})
+    filtered = filtered_logits(logits, batch, FILTER_FUNCTIONS)
+    # A kernel that rounds otherwise may have kept a token at the limit of top-p or min-p.
+    drawn = tokens[:, None]
+    filtered = filtered.scatter(1, drawn, scaled.gather(1, drawn))
+    return torch.where(batch.temperature[:, None] == 0, logits.float(), filtered)

@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 from nanovllm.engine.detokenizer import CONTEXT, Tokenizer
 from nanovllm.engine.input_processor import InputProcessor
-from nanovllm.engine.request import Request, Sample
+from nanovllm.engine.request import Request, Sample, TaskFactory
 from nanovllm.engine.sampling import Sampling
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.requests.logit_rules.params import make_rules, num_logprobs
+from nanovllm.features.requests.repetition import Repetition, as_params
+from nanovllm.features.requests.thinking import Splitter, check_markers, opened
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StreamOutput
 from nanovllm.plan import RowResult, TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
 
 
+@dataclass(slots=True)
+class SampleState:
+    splitter: Splitter
+    repetition: Repetition | None = None
+
+
 class RuledSampling(Sampling):
     """The task of requests with SamplingParams. Without rules it is Sampling."""
 
-    def __init__(self, input_processor: InputProcessor, params: SamplingParams) -> None:
+    def __init__(
+        self, input_processor: InputProcessor, params: SamplingParams, separates: bool = False
+    ) -> None:
+        """separates: whether thinking is separated from the text, as by `reasoning_parser`."""
         super().__init__(input_processor, params)
-        self.rules = make_rules(self.params, input_processor, self.stop_token_ids)
+        self.separates = separates and params.detokenize
+        self.repetition = as_params(params.repetition_detection)
+        if params.logprob_token_ids and params.logprobs is None:
+            self.params.logprobs = 0
+        self.rules = make_rules(self.params, input_processor, self.stop_token_ids, separates)
         self.num_prompt_logprobs = num_logprobs(
             input_processor, "prompt_logprobs", params.prompt_logprobs
         )
@@ -33,6 +49,17 @@ class RuledSampling(Sampling):
             first.targets = first.token_ids[1:]
             first.num_logprobs = self.num_prompt_logprobs
             request.state = {}  # position -> entry; after a preemption, they are computed again
+        if self.separates or self.repetition is not None:
+            request.is_watched = request.is_watched or self.repetition is not None
+            is_open = self.separates and self.opens_thinking(request.seqs[0])
+            for sample in request.samples:
+                sample.state = SampleState(Splitter(is_open))
+                if self.repetition is not None:
+                    sample.state.repetition = Repetition(self.repetition, sample.seq)
+
+    def opens_thinking(self, seq: Sequence) -> bool:
+        """Return whether the prompt of a new sequence opens a block of thinking."""
+        return opened(self.input_processor.get_tokenizer(), seq.token_ids) is not None
 
     def receive(self, request: Request, seq: Sequence, result: RowResult) -> None:
         sample = request.samples[seq.index]
@@ -42,8 +69,14 @@ class RuledSampling(Sampling):
             sample.logprobs.append(self.decode_logprobs(entry, seq, position))
         for i, entry in enumerate(result.prompt_logprobs, result.first_position):
             request.state[i] = self.decode_logprobs(entry, seq, i)
+        if self.repetition is not None:
+            length = sample.state.repetition.find(seq, self.params.min_tokens)
+            # As in vLLM, a stop token or the largest length takes precedence at the same token.
+            if length is not None and (length < seq.num_output or seq.finish_reason is None):
+                del seq.token_ids[seq.num_prompt + length :]  # with drafts, a step yields several
+                seq.finish_reason, seq.stop_reason = "repetition", "repetition_detected"
         super().receive(request, seq, result)
-        del sample.logprobs[seq.num_output :]  # of tokens after a stop string
+        del sample.logprobs[seq.num_output :]  # of tokens after a stop string or a repetition
 
     def decode_logprobs(
         self, entry: TokenLogprobs, seq: Sequence, position: int
@@ -66,6 +99,11 @@ class RuledSampling(Sampling):
 
     def completion(self, sample: Sample) -> CompletionOutput:
         completion = super().completion(sample)
+        if self.separates:
+            splitter = Splitter(sample.state.splitter.is_open)
+            reasoning, text = splitter.add(completion.text, is_last=True)
+            thought = reasoning if splitter.has_thought else None
+            completion = replace(completion, text=text, reasoning=thought)
         if self.params.logprobs is None:
             return completion
         # The sampled token comes first in each entry.
@@ -75,11 +113,22 @@ class RuledSampling(Sampling):
     def read_sample(self, request: Request, sample: Sample) -> StreamOutput:
         start = sample.tokens_streamed
         new = super().read_sample(request, sample)
+        if self.separates:
+            reasoning, text = sample.state.splitter.add(
+                new.text, is_last=new.finish_reason is not None
+            )
+            new = replace(new, text=text, reasoning=reasoning)
         if self.params.logprobs is not None:
             new = replace(new, logprobs=sample.logprobs[start:])
         if start == 0 and new.token_ids and sample.seq.parent is None:
             new = replace(new, prompt_logprobs=prompt_logprobs(request))
         return new
+
+
+def with_parser(input_processor: InputProcessor, parser: str) -> TaskFactory:
+    """Return the factory of tasks that separate thinking. Raises ValueError without markers."""
+    check_markers(input_processor, f"reasoning_parser={parser!r}")
+    return partial(RuledSampling, separates=True)
 
 
 def prompt_logprobs(request: Request) -> list[dict[int, Logprob] | None] | None:

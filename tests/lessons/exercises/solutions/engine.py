@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lessons.lesson import GREEDY
-from lessons.lesson22_model import Model
+from lessons.lesson02_model import Model
 from nanovllm.engine.sequence import Sequence
 
 

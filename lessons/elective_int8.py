@@ -1,0 +1,92 @@
+"""Elective int8: weights in 8 bits, and what they lose.
+
+A decode takes as long as reading the weights (lesson 4): 1.2 GB for Qwen3-0.6B in bfloat16, and
+half of that if each weight takes 8 bits. With
+quantization="int8" each weight of a linear layer is stored in 8 bits. Each row of weights, which
+computes one output, has a scale (as in LLM.int8(), Dettmers et al. 2022, arXiv:2208.07339):
+
+    weights        0.0314  -0.1270   0.0638   0.0019   scale = 0.127 / 127
+    values             31     -127       64        2   weight / scale, rounded
+    value * scale  0.0310  -0.1270   0.0640   0.0020   at most scale / 2 away
+
+The weights are rounded when they are loaded. On a CPU the activations, which are the inputs of a
+layer, are rounded in the same way for each token, and the products are products of integers.
+"""
+
+from torch import Tensor
+
+from lessons.lesson import make_llm, mean_logprob, runner_of
+from lessons.show import Questions, link, say, show_source, show_table
+from nanovllm import LLM
+from nanovllm.backends.int8 import Int8Weight, dynamic, quantize
+from nanovllm.outputs import RequestOutput
+from tools.training.data import OPEN_TASKS, graded_samples
+from tools.training.grade import wrong_answers
+
+# Questions that were not in the training of the embedded model.
+SAMPLES = [sample for task in OPEN_TASKS for sample in graded_samples(task, 10)]
+ROUNDINGS = ((8, True), (8, False), (4, True), (3, True))  # bits, and a scale for each row or not
+
+
+def rounded(weight: Tensor, bits: int, by_row: bool) -> Tensor:
+    """Return a weight [O, I] rounded to integers of `bits` bits, times their scale."""
+    largest = weight.abs().amax(dim=1, keepdim=True) if by_row else weight.abs().max()
+    scale = largest.clamp(min=1e-30) / (2 ** (bits - 1) - 1)
+    restored: Tensor = (weight / scale).round() * scale
+    return restored
+
+
+def grade(llm: LLM, said: list[RequestOutput]) -> tuple[str, str]:
+    """Return how many answers are right, and the mean log-probability of the tokens of `said`."""
+    llm.reset_prefix_cache()  # the keys and values are of other weights
+    right = len(SAMPLES) - len(wrong_answers(llm, SAMPLES))
+    prompts = [output.prompt_token_ids for output in said]
+    mean = mean_logprob(llm, prompts, [output["token_ids"] for output in said])
+    return f"{right} of {len(SAMPLES)}", f"{mean:.6f}"
+
+
+def show_losses(llm: LLM) -> None:
+    """Round the weights of the model in several ways, and print how well it still answers."""
+    layers = list(runner_of(llm).model.linears())
+    originals = [layer.weight.clone() for layer in layers]
+    size = sum(float(weight.square().sum()) for weight in originals)
+    chats = [[{"role": "user", "content": sample.question}] for sample in SAMPLES]
+    said = llm.chat(chats, use_tqdm=False)
+    rows = [("float32", "0.00%", *grade(llm, said))]
+    for bits, by_row in ROUNDINGS:
+        error = 0.0
+        for layer, weight in zip(layers, originals, strict=True):
+            layer.weight.copy_(rounded(weight, bits, by_row))
+            error += float((layer.weight - weight).square().sum())
+        name = f"{bits} bits, {'a scale for each row' if by_row else 'one scale for a weight'}"
+        rows.append((name, f"{(error / size) ** 0.5:.2%}", *grade(llm, said)))
+    engine = make_llm(attention_backend="sdpa", num_kv_cache_blocks=256, quantization="int8")
+    rows.insert(2, ("the same, and the activations too", rows[1][1], *grade(engine, said)))
+    show_table(("weights", "error", "right answers", "log-probability"), rows)
+
+
+def run() -> None:
+    llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=256)
+    QUESTIONS.show(1)
+    say(f"""Rounding loses accuracy: the embedded model answers {len(SAMPLES)} questions that were
+        not in its training, with its weights rounded in several ways. The third line is what the
+        engine does on a CPU with quantization="int8". The error is the length of the difference of
+        all weights, divided by their length. The log-probability is the mean of the tokens that the
+        float32 model said; 0 is certainty:""")
+    show_losses(llm)
+    say("""With fewer bits the steps between two integers are wider. With one scale for all rows of
+        a weight, its largest row sets the width of the steps for all rows. A small model that was
+        trained for few tasks may bear more rounding than others. docs/performance.md says what was
+        measured.""")
+    show_source(link(quantize), link(Int8Weight.copy_), link(dynamic, "integer_product"))
+
+
+QUESTIONS = Questions("""
+    Why does each row of a weight have a scale, and not the whole weight one?
+    (a) The scales then take less memory.
+    (b) The products of integers would overflow.
+    (c) The row with the largest number would make the steps between two values wide for all rows.
+    Answer: c. The error of a number is at most half of its row's scale, so rows of small numbers
+    lose little. A scale costs 4 bytes a row.
+    Hint: Which number of a weight decides a scale, and which numbers are rounded with it?
+""")

@@ -1,0 +1,61 @@
+"""Elective samples: several outputs of one prompt, and copy-on-write.
+
+Two prompts that begin alike share full blocks (lesson 8). Two samples of the same prompt (n=2) have
+more in common: the whole prompt, also its last block, which is not full. But both write their
+first output token into this block. A prompt of 10 tokens in blocks of 4 slots:
+
+    sample 0   [ t0 t1 t2 t3 | t4 t5 t6 t7 | t8 t9 a ]   block table  1 2 4
+    sample 1   [ t0 t1 t2 t3 | t4 t5 t6 t7 | t8 t9 b ]   block table  1 2 3
+                 1: shared     2: shared     3: copied to 4 before a is written
+
+The rule is that of an operating system after a fork (Kwon et al. 2023, arXiv:2309.06180): who
+writes into a block that has several owners copies it first.
+"""
+
+from lessons.lesson import ask, make_llm
+from lessons.show import Questions, link, say, show_source, show_table
+from nanovllm import LLM, Trace
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.result_kinds import fork, make_fork
+
+PROMPT = "What is 12 + 30?\n"
+
+
+def trace_samples(llm: LLM, n: int) -> tuple[Trace, int]:
+    """Sample PROMPT `n` times -> the trace, and how many blocks were copied."""
+    with Trace(llm) as trace:
+        ask(llm, [PROMPT], n=n, temperature=4, seed=1, max_tokens=3)
+    return trace, sum(len(event.get("copies", ())) for event in trace.events)
+
+
+def run() -> None:
+    llm = make_llm(block_size=4, num_kv_cache_blocks=32)
+    QUESTIONS.show(1)
+    say("""Two samples are drawn at a high temperature: sequences 0.0 and 0.1 of request 0. Sequence
+        0.1 is forked when 0.0 has its first token. It computes the last prompt token again, to
+        sample from its logits:""")
+    print(trace_samples(llm, 2)[0], end="\n\n")
+    rows = [(n, trace_samples(llm, n)[1]) for n in (1, 2, 4, 8)]
+    show_table(("samples", "blocks copied"), rows)
+    QUESTIONS.show(2)
+    say("Beams are forked in the same way, in every step: see the elective `beams`.")
+    show_source(link(make_fork), link(fork, "block_manager.fork"), link(BlockManager.copy_on_write))
+    say("What to do: find the fault of `python -m lessons break 9`.")
+
+
+QUESTIONS = Questions("""
+    If two samples of a prompt are drawn, its last block, which is not full, is copied once. How
+    many copies are made for four samples?
+    Answer: 3. Each of the four samples writes into this block, so each needs a separate block. One
+    sample keeps the original.
+    Hint: How many samples write into the block, and who may keep the original?
+
+    A prompt has 8 tokens, in two full blocks of 4 slots. For four samples the second block is
+    copied 3 times all the same. Why?
+    (a) Full blocks cannot be shared.
+    (b) Each fork computes the last prompt token again, and stores its key and value.
+    (c) The blocks of a prompt are copied for each sample.
+    Answer: b. The fork needs the logits after the last prompt token to sample its own first token.
+    Their computation stores the same key and value again, in the last block of the prompt.
+    Hint: Which token does sequence 0.1 compute first in the trace, and where does it store it?
+""")

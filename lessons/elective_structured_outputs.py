@@ -1,0 +1,106 @@
+"""Elective structured_outputs: a grammar masks tokens while the device computes.
+
+A program that reads an answer needs it in a format, such as JSON, and one wrong comma is an error.
+A grammar says which texts are valid. After each output token it gives a mask with one bit for each
+token of the vocabulary: 1 if some valid text continues with it (Willard and Louf 2023,
+arXiv:2307.09702). The sampler gives masked tokens the logit -inf. The output is then always valid,
+also of a weak model.
+
+    output    {"answer":            so far
+    mask      digits and - : 1      letters, { and } : 0
+    logits    -inf where the mask is 0; then the draw of lesson 7a
+
+A mask depends on the token before it, which the device has just sampled, but the logits of the next
+token do not depend on the mask. So the host computes the mask while the device computes the layers:
+
+    host     launch step 2 | read token 1, compute mask 2 | launch mask, draw
+    device   ... token 1   | layers of step 2 ............| mask, draw: token 2
+"""
+
+import json
+
+from lessons.lesson import ask, make_llm, optional, timed
+from lessons.show import Questions, link, say, show_source, show_table
+from nanovllm import LLM
+from nanovllm.features.requests.logit_rules.row_rules import RulesBatch
+from nanovllm.features.requests.structured import GrammarCompiler, Matcher
+from nanovllm.sampling_params import StructuredOutputsParams
+
+PROMPT = "What is 12 + 30?\n"
+SCHEMA = {
+    "type": "object",
+    "properties": {"answer": {"type": "integer"}},
+    "required": ["answer"],
+    "additionalProperties": False,
+}
+PARAMS = StructuredOutputsParams(json=SCHEMA)
+
+
+def make_matcher(llm: LLM) -> Matcher:
+    inputs = llm.engine.input_processor
+    compiler = GrammarCompiler(llm.get_tokenizer(), inputs.vocab_size, inputs.eos_token_ids)
+    return compiler.compile(PARAMS, sorted(inputs.eos_token_ids)).matcher()
+
+
+def show_masks(llm: LLM, matcher: Matcher) -> str:
+    """Print the output, token by token, with the size of each mask. Returns the text."""
+    options = dict(max_tokens=40, logprobs=1, structured_outputs=PARAMS)
+    output = ask(llm, [PROMPT], **options)[0].outputs[0]
+    decode, rows = llm.get_tokenizer().decode, []
+    for i, (token, entry) in enumerate(zip(output.token_ids, output.logprobs or [], strict=True)):
+        mask = matcher.mask(output.token_ids[:i]) or b""
+        assert mask[token >> 3] >> (token & 7) & 1
+        best = min(entry, key=lambda candidate: entry[candidate].rank)
+        allowed = int.from_bytes(mask, "little").bit_count()
+        likely, drawn = (repr(decode([t])) for t in (best, token))
+        rows.append((i, allowed, likely, drawn, entry[token].rank))
+    show_table(("position", "allowed", "most likely", "drawn", "its rank"), rows)
+    return output.text
+
+
+def run() -> None:
+    llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=64)
+    if optional("llguidance") is None:
+        say("llguidance is not installed: pip install -e '.[structured]'")
+        return
+    vocab_size = llm.engine.input_processor.vocab_size
+    QUESTIONS.show(1)
+    say(f"""The embedded model was not trained to write JSON. It is asked {PROMPT!r} with a schema
+        of an integer `answer`. "allowed" counts tokens, of {vocab_size:,}, and "most likely" is the
+        model's own choice, before the mask:""")
+    matcher = make_matcher(llm)
+    text = show_masks(llm, matcher)
+    assert list(json.loads(text)) == SCHEMA["required"]
+    say(f"""The output is {text!r}: valid, which does not mean right. A mask cannot make a model
+        better; it can make it worse, if the format keeps it from what it has learned to write.""")
+    QUESTIONS.show(2)
+    prompt = [llm.get_tokenizer().encode(PROMPT)]
+    _, mask = timed(lambda: matcher.mask([]), repeats=21)
+    _, step = timed(lambda: ask(llm, prompt, max_tokens=1), repeats=9)
+    say(f"""A mask takes the host {mask * 1e6:,.0f} us here, and a request for one token of the
+        small model {step * 1e3:.1f} ms. On a GPU a mask costs nothing while it takes less time than
+        the layers do. On a CPU both take turns.""")
+    show_source(
+        link(Matcher.mask, "compute_bitmask"),
+        link(RulesBatch.sample, "self.apply"),
+        link(RulesBatch._apply_on_host, "row.mask()"),
+    )
+
+
+QUESTIONS = Questions("""
+    At a position only one token is allowed. What does the temperature change there?
+    (a) Nothing: all other logits are -inf at any temperature.
+    (b) A high temperature can draw a token that is not allowed.
+    (c) A low temperature makes the draw more certain.
+    Answer: a. An engine could even skip the model there, which is called jump-forward decoding;
+    this engine does not.
+    Hint: What is -inf divided by a temperature?
+
+    Why can the host not compute the masks of the next three steps at once?
+    (a) Masks are too large.
+    (b) A mask depends on the tokens that are sampled before it.
+    (c) The GPU is busy.
+    Answer: b. After an opening quote other tokens are valid than after a digit. The layers of the
+    next step, however, need only the token, which the device has already.
+    Hint: What does Matcher.mask take as its argument?
+""")

@@ -1,0 +1,112 @@
+"""Lesson 1b: from tokens to text.
+
+Lesson 1a ended with a text, as if each token were a piece of it. It is not so simple. A stream that
+shows text while tokens are generated must sometimes wait, although it has a token. And the end of
+a request has several kinds, which different parts of the engine find:
+
+    token --> Detokenizer --> text --> stop strings --> text to show
+              waits for               waits for
+              whole characters        longer text
+"""
+
+from typing import Any
+
+from lessons.lesson import ask, make_llm
+from lessons.show import Questions, link, say, show_source, show_table
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.sampling import Sampling
+from nanovllm.engine.scheduler import Scheduler
+
+PROMPT, STOPS = "What is 12 + 30?\n", ["= 43", "42"]
+CHARACTERS = "5 € für 2"
+
+
+def detokenize(llm: LLM, text: str) -> list[tuple[int, str, str]]:
+    """Return each token of a text, decoded alone, and the text that the Detokenizer adds."""
+    tokenizer = llm.get_tokenizer()
+    detokenizer = Detokenizer(tokenizer, [])
+    tokens = tokenizer.encode(text)
+    return [(t, repr(tokenizer.decode([t])), repr(detokenizer.add([t]))) for t in tokens]
+
+
+def stream(llm: LLM, stops: list[str]) -> list[tuple[str, str, str]]:
+    """Stream an answer -> after each token: the token, the text shown so far, and held back."""
+    decode, rows, ids, shown = llm.get_tokenizer().decode, list[tuple[str, str, str]](), [], ""
+    for new in llm.stream(PROMPT, SamplingParams(temperature=0, stop=stops)):
+        ids += new.token_ids
+        shown += new.text
+        held = "" if new.finish_reason else decode(ids)[len(shown) :]
+        rows.append((repr(decode(new.token_ids)), repr(shown), repr(held)))
+    return rows
+
+
+def ends(llm: LLM) -> list[tuple[object, ...]]:
+    """Run a request to each kind of end -> its parameters, reasons and text."""
+    [digit] = llm.get_tokenizer().encode("0")
+    ways: list[dict[str, Any]] = [{}, {"stop_token_ids": [digit]}, {"max_tokens": 3}]
+    ways.append({"stop": ["42"]})
+    rows = list[tuple[object, ...]]()
+    for params in ways:
+        end = ask(llm, [PROMPT], **params)[0].outputs[0]
+        name = ", ".join(f"{key}={value}" for key, value in params.items()) or "none"
+        rows.append((name, end.finish_reason, repr(end.stop_reason), repr(end.text)))
+    return rows
+
+
+def run() -> None:
+    llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=64)
+    QUESTIONS.show(1)
+    say(f"""Characters: the tokens of {CHARACTERS!r}. The vocabulary has no token for some of the
+        characters, so their bytes are tokens. Decoded alone such a token gives the sign for
+        invalid text. The Detokenizer remembers the bytes and returns the character with the last
+        of them:""")
+    show_table(("token", "alone", "new text"), detokenize(llm, CHARACTERS))
+    QUESTIONS.show(2)
+    say(f"""Stop strings: the answer to {PROMPT!r} is streamed with stop={STOPS}. The engine holds
+        back the last {max(map(len, STOPS)) - 1} characters, because they may begin the longest stop
+        string. When the request ends, the rest is shown, or a stop string is cut off:""")
+    show_table(("token", "shown so far", "held back"), stream(llm, STOPS))
+    QUESTIONS.show(3)
+    say("""The end: a token that is in a set of ids, and the number of tokens, can be seen without
+        any text, so the scheduler finds these ends. A stop string needs the text, which only the
+        task of the request has (Sampling). The same request with four parameters:""")
+    show_table(("parameters", "finish_reason", "stop_reason", "text"), ends(llm))
+    say("""An end of text is a stop token that every request has, so its stop_reason is None. A
+        grammar ends a request in the runner, which knows that no token can follow. A caller
+        ends one by `abort_request`.""")
+    show_source(
+        link(Detokenizer._add_token, "self.stream.step"),
+        link(Sampling.read_sample, "max(map(len, stops))"),
+        link(Sampling._ends_with_stop, "sample.text.find"),
+        link(Scheduler.finish_if_complete, "seq.stop_token_ids"),
+    )
+    say("""Build it: `python -m lessons build stop` asks for a stream that holds back as little as
+        possible.""")
+
+
+QUESTIONS = Questions("""
+    The euro sign has the bytes E2 82 AC in UTF-8. The vocabulary has a token for each byte, and
+    none for the sign. A model generates its three tokens. With which of them can the stream show
+    the sign: 1, 2 or 3?
+    Answer: 3. Two bytes are not a character yet. They could also begin another one, such as E2 82
+    BD.
+    Hint: How many characters begin with the bytes E2 82?
+
+    The stop string is "END", and the text so far is "The E". Why may the stream not show the "E"?
+    (a) The next tokens may complete the stop string, and a stop string is not shown.
+    (b) A single letter is not a token.
+    (c) The text of a token is only known with the next token.
+    Answer: a. What has been shown cannot be taken back. If the next token is "nd", the "E" is
+    shown one token late.
+    Hint: What should a user have seen if the next two tokens are "N" and "D"?
+
+    With async scheduling the next step is planned before the last token is known. Which end of a
+    request can the scheduler take into account in that plan?
+    (a) A stop token.
+    (b) max_tokens.
+    (c) A stop string.
+    Answer: b. Tokens can be counted before they are known. The other ends are found one step later,
+    and the token of the step in between is dropped (lesson 11a).
+    Hint: Which of them can be checked without knowing the token?
+""")

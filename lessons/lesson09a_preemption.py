@@ -1,0 +1,81 @@
+"""Lesson 9a: preemption.
+
+Blocks are taken when they are needed, so nobody knows at admission how many a request will take.
+All running requests may need a block when none is free, and each would wait for the others forever.
+The scheduler then preempts the sequence that was admitted last: it loses its row and its blocks,
+and waits at the head of the queue. It keeps its tokens, and they are computed again when there is
+room, as in vLLM (Kwon et al. 2023, arXiv:2309.06180). 4 blocks, of which A and B have two each:
+
+    blocks     [ A | A | B | B ]      A needs a third block, and none is free
+    preempt    [ A | A |   |   ]      B waits with all of its tokens
+    A goes on  [ A | A | A |   ]
+    A ends     [ B | B | B |   ]      B is computed again, as one prompt
+
+Nothing that B has said is lost, and no token changes: to compute known tokens is what a step does
+with every prompt.
+"""
+
+from lessons.lesson import ask, make_llm
+from lessons.show import Questions, link, say, show_source, show_table
+from nanovllm import Trace
+from nanovllm.engine.scheduler import Scheduler
+
+POOLS = ((32, True), (8, True), (8, False))  # blocks, and whether they are cached
+
+
+def preempt(num_blocks: int, enable_prefix_caching: bool) -> tuple[Trace, list[list[int]], int]:
+    """Run two requests -> the trace, their tokens, and how many tokens were computed again."""
+    options = dict(num_kv_cache_blocks=num_blocks, enable_prefix_caching=enable_prefix_caching)
+    llm = make_llm(block_size=4, **options)
+    prompts = ["What is 12 + 30?\n", "Sort 42, 7, 99\n"]
+    with Trace(llm) as trace:
+        outputs = ask(llm, prompts, ignore_eos=True, max_tokens=9)
+    tokens = [output["token_ids"] for output in outputs]
+    return trace, tokens, int(llm.stats()["recomputed_tokens"])
+
+
+def run() -> None:
+    QUESTIONS.show(1)
+    runs = [preempt(*pool) for pool in POOLS]
+    trace = runs[1][0]
+    event = next(event for event in trace.events if "preempted" in event)
+    step, (lost,) = event["plan"], event["preempted"]
+    say(f"""Two requests in a pool of {POOLS[1][0]} blocks of 4 slots. In step {step} request
+        {1 - lost} needs another block and none is free. Request {lost}, which was admitted last,
+        loses its blocks and returns to the head of the queue with its tokens. (Requests go on after
+        <|endoftext|>, because ignore_eos is set.)""")
+    print(trace, end="\n\n")
+    QUESTIONS.show(2)
+    say("""The tokens are the same as in a large pool. With prefix caching, the blocks that request
+        1 lost stay in the cache until they are evicted, so fewer tokens are computed again:""")
+    assert runs[0][1] == runs[1][1] == runs[2][1]
+    head = ("blocks", "prefix caching", "steps", "tokens computed again")
+    show_table(head, [(*pool, t.num_steps, n) for pool, (t, _, n) in zip(POOLS, runs, strict=True)])
+    say("""Preemption is the exception. Admission leaves a block available for each sequence that
+        runs (lesson 5), so that it is rare. A step that has preempted a sequence admits none, and
+        preempted sequences come before new ones, whatever the policy is.""")
+    show_source(
+        link(Scheduler._make_room, "self.preempt("),
+        link(Scheduler.preempt),
+        link(Scheduler.reserve),
+    )
+    say("""Build it: `python -m lessons build preempt`. Then find two faults:
+        `python -m lessons break 16` and `python -m lessons break 12`.""")
+
+
+QUESTIONS = Questions("""
+    A running request needs a block and none is free. Why is the request preempted that was admitted
+    last?
+    (a) It has the fewest tokens.
+    (b) The oldest request then always continues, so requests end and free their blocks.
+    (c) Its tokens are not known yet.
+    Answer: b. If the oldest were preempted, two requests could take the blocks from each other
+    without end. A late request can have a long prompt, so it need not have the fewest tokens.
+    Hint: Which rule guarantees that at least one request ends?
+
+    A request with a prompt of 10 tokens is preempted when it has sampled 6 tokens. The prefix cache
+    is off. How many tokens does it compute when it runs again, before it samples the next one?
+    Answer: 16. All its tokens are known, and none is in the cache. They are one chunk, like a
+    prompt, if the budget suffices.
+    Hint: Which of its tokens are known, and for which of them does the cache have keys and values?
+""")

@@ -1,0 +1,104 @@
+"""Lesson 9b: policies: who is admitted first.
+
+When rows or blocks are short, requests wait in a queue, and a policy orders it. First come, first
+served (FCFS) is fair, but a long prompt delays all that arrive after it: with a budget of 32 tokens
+a step, 150 tokens take five steps. Shortest job first (SJF) admits the request with the smallest
+key, which here is the number of uncached prompt tokens:
+
+    arrived    150   9   9   9   9      tokens of the prompts
+    FCFS      [150   9   9   9   9]     all wait for 5 steps and more
+    SJF       [  9   9   9   9 150]     four wait for 2 steps, and one for 6
+
+SJF alone has a fault: the long prompt waits forever if short ones keep arriving. So the key grows
+with the number of requests that came before, which is called aging.
+"""
+
+from statistics import mean
+
+from lessons.lesson import ask, make_llm
+from lessons.lesson06b_chunks import OPTIONS, prompt
+from lessons.pictures import show_lanes
+from lessons.show import Questions, link, say, show_source, show_table
+from nanovllm import Trace
+from nanovllm.cli.trace.trace import State
+from nanovllm.engine.policies import AGING, shortest_job_first
+from nanovllm.engine.scheduler import Scheduler
+
+LENGTHS = [150, *[9] * 12]  # tokens of the prompts: a long one, and short ones after it
+BUDGET = 32  # tokens of a step
+
+
+def run_policy(policy: str, lengths: list[int]) -> tuple[dict[int, int], dict[int, int]]:
+    """Run prompts in this order -> the steps that admit each, and the steps of its first token.
+
+    The first dict has the order of admission.
+    """
+    llm = make_llm(**OPTIONS, scheduling_policy=policy, max_num_batched_tokens=BUDGET)
+    with Trace(llm) as trace:
+        ask(llm, [prompt(length) for length in lengths], ignore_eos=True, max_tokens=2)
+    admitted, first, state = dict[int, int](), dict[int, int](), State()
+    for event in trace.events:
+        state.apply(event)
+        for seq in event.get("new_rows", ()):
+            admitted[seq] = event["plan"]
+        if "commit" in event:
+            for seq in state.receivers:
+                first.setdefault(seq, event["commit"])
+    return admitted, first
+
+
+def show_policies() -> None:
+    fcfs, sjf = run_policy("fcfs", LENGTHS), run_policy("sjf", LENGTHS)
+    keys = [length + AGING * i for i, length in enumerate(LENGTHS)]
+    assert list(sjf[0]) == sorted(fcfs[0], key=lambda request: keys[request])
+    rows = list[tuple[object, ...]]()
+    for i, length in enumerate(LENGTHS):
+        rows.append((i, length, fcfs[1][i], keys[i], sjf[1][i]))
+    fcfs_mean, sjf_mean = (f"{mean(first.values()):.1f}" for _, first in (fcfs, sjf))
+    rows.append(("mean", "", fcfs_mean, "", sjf_mean))
+    show_table(("request", "tokens", "FCFS first token", "SJF key", "SJF first token"), rows)
+    for policy, (admitted, first) in (("FCFS", fcfs), ("SJF", sjf)):
+        lanes = []
+        for i, length in enumerate(LENGTHS):
+            begin, end = admitted[i] - 0.5, first[i] + 0.5
+            cells = [(0.5, begin - 0.5, "", 0), (begin, end - begin, "", 1)]
+            lanes.append((f"request {i}, {length} tokens", cells))
+        title = f"{policy}: when each request gets its first token"
+        show_lanes(title, lanes, "step", waiting=0, computing_the_prompt=1)
+
+
+def run() -> None:
+    QUESTIONS.show(1, 2)
+    say(f"""A prompt of {LENGTHS[0]} tokens arrives just before {len(LENGTHS) - 1} short ones, and a
+        step has at most {BUDGET} tokens. FCFS admits the long prompt first, and the long prompt
+        uses up the budget of the first steps. SJF admits the smallest key first: the number of
+        uncached prompt tokens + {AGING} * the number of the request. The steps in which each
+        request gets its first token:""")
+    show_policies()
+    say(f"""The long prompt has the key {LENGTHS[0]}, and request 9 has {LENGTHS[9] + 9 * AGING}. So
+        the long prompt is admitted before request 9, although it is longer.""")
+    show_source(
+        link(shortest_job_first, "AGING * seq.arrival"),
+        link(Scheduler.add, "self.policy_key"),
+        link(Scheduler._admit, "self.max_num_seqs"),
+    )
+    say("Build it: `python -m lessons build policy`.")
+
+
+QUESTIONS = Questions("""
+    A long prompt arrives just before twelve short ones. With SJF, the short ones are computed
+    first. Why is the mean time to the first token smaller than with FCFS, although the same tokens
+    are computed?
+    (a) One request waits a little longer, and twelve wait less.
+    (b) Short prompts take less time for each token.
+    (c) The long prompt is computed in fewer steps.
+    Answer: a. The long prompt delays all that come after it with FCFS.
+    Hint: Who waits for whom with FCFS, and who with SJF?
+
+    The key is the number of uncached prompt tokens + 16 * the number of the request. Request 0 has
+    150 tokens, and every later one has 9. How many of the later ones are admitted before it, if all
+    wait?
+    Answer: 8. Request 8 has the key 9 + 16 * 8 = 137, and request 9 has 153, which is more than
+    150.
+    Hint: For which numbers i is 9 + 16 i less than 150?
+""")

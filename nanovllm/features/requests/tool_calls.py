@@ -1,0 +1,152 @@
+"""Tool calls: finds them in a text, and makes the grammar of a text that must be one.
+
+Models write calls in the form of Qwen's chat templates or in the form of Qwen3-Coder's:
+
+    <tool_call>                                 <tool_call>
+    {"name": "add", "arguments": {"a": 1}}      <function=add>
+    </tool_call>                                <parameter=a>
+                                                1
+                                                </parameter>
+                                                </function>
+                                                </tool_call>
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.utils.checks import check_scalar, unknown_name
+
+START, END = re.compile(r"<tool_call>\s*"), re.compile(r"(\s*</tool_call>)?")
+FUNCTION = re.compile(r"<function=([^<>\n]+)>(.*?)</function>", re.DOTALL)
+PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+DECODER = json.JSONDecoder(strict=False)  # models write newlines in strings
+Fields = dict[str, Any]
+EMPTY: Fields = {"type": "object", "additionalProperties": False}
+
+
+def parse_tool_calls(text: str, tools: Sequence[Fields] = ()) -> tuple[str, list[Fields]]:
+    """Return the rest of a text, and its tool calls in OpenAI's format.
+
+    tools: in OpenAI's format. They give the types of parameters in the form of Qwen3-Coder. There a
+        value is a string, unless its schema has another type and the value is JSON.
+
+    What is not a call, such as broken JSON, remains in the text. If there are calls, white space at
+    both ends of the text is removed. </tool_call> may be missing.
+    """
+    calls: list[Fields] = []
+    rest, position = "", 0
+    while start := START.search(text, position):
+        found, after = read_calls(text, start.end(), tools)
+        rest += text[position : start.start() if found else after]
+        end = END.match(text, after)
+        position = end.end() if found and end else after
+        for name, arguments in found:
+            function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+            new = {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+            calls.append(new)
+    rest += text[position:]
+    return rest.strip() if calls else rest, calls
+
+
+def read_calls(
+    text: str, start: int, tools: Sequence[Fields]
+) -> tuple[list[tuple[str, Fields]], int]:
+    """Return the names and arguments of the calls at a position, and the position after them."""
+    if function := FUNCTION.match(text, start):
+        known = {tool["function"]["name"]: tool["function"] for tool in tools}
+        schema = known.get(function[1], {}).get("parameters") or {}
+        properties = schema.get("properties", {}).items()
+        types = {n: each.get("type") for n, each in properties if isinstance(each, dict)}
+        arguments: Fields = dict(PARAMETER.findall(function[2]))
+        for name, value in arguments.items():
+            if (kind := types.get(name, "string")) != "string":
+                with suppress(ValueError, RecursionError):
+                    arguments[name] = read_json(value.lower() if kind == "boolean" else value)[0]
+        return [(function[1], arguments)], function.end()
+    try:
+        value, end = read_json(text, start)
+    except (ValueError, RecursionError):
+        return [], start
+    calls = value if isinstance(value, list) else [value]
+    pairs: list[Any] = [
+        (c.get("name"), c.get("arguments", {})) for c in calls if isinstance(c, dict)
+    ]
+    are_calls = all(isinstance(name, str) and isinstance(a, dict) for name, a in pairs)
+    return (pairs, end) if pairs and are_calls and len(pairs) == len(calls) else ([], start)
+
+
+def read_json(text: str, start: int = 0) -> tuple[Any, int]:
+    """Return the JSON value at a position, and the position after it. Raises ValueError."""
+    value, end = DECODER.raw_decode(text, start)
+    json.dumps(value, allow_nan=False)  # Python reads NaN, which is not JSON
+    return value, end
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """What a request in OpenAI's format says of tools. Raises TypeError or ValueError."""
+
+    tools: list[Fields]
+    choice: Any  # "none", "auto", "required", or {"type": "function", "function": {"name": ...}}
+    parallel: bool = True  # whether there may be several calls
+
+    def __post_init__(self) -> None:
+        check_scalar("parallel_tool_calls", self.parallel, bool)
+        for i, tool in enumerate(check_scalar("tools", self.tools, list)):
+            where = f"tools[{i}].function"
+            check_scalar(f"tools[{i}]", tool, dict)
+            check_scalar(f"tools[{i}].type", tool.get("type"), str, ("function",))
+            check_scalar(where, tool.get("function"), dict)
+            check_scalar(f"{where}.name", tool["function"].get("name"), str)
+            schema = tool["function"].get("parameters") or {}
+            check_scalar(f"{where}.parameters", schema, dict)
+            check_scalar(f"{where}.parameters.properties", schema.get("properties", {}), dict)
+        names = [tool["function"]["name"] for tool in self.tools]
+        if not isinstance(self.choice, dict):
+            check_scalar("tool_choice", self.choice, str, ("none", "auto", "required"))
+        elif self.choice.get("type") != "function" or not isinstance(self.named, str):
+            form = '{"type": "function", "function": {"name": ...}}'
+            raise ValueError(f"tool_choice must have the form {form}, not {self.choice!r:.200}")
+        elif self.named not in names:
+            raise ValueError(unknown_name("function in tool_choice", self.named, names))
+        if self.is_forced and not names:
+            raise ValueError(f"tool_choice={self.choice!r} needs tools")
+
+    @property
+    def named(self) -> Any:
+        """The name of the function that must be called, if there is one."""
+        function = self.choice.get("function") if isinstance(self.choice, dict) else None
+        return function.get("name") if isinstance(function, dict) else None
+
+    @property
+    def is_forced(self) -> bool:
+        return self.choice not in ("none", "auto")
+
+    def grammar(self) -> StructuredOutputsParams:
+        """Return the grammar of an output that must be a list of calls."""
+        calls = []
+        for function in (tool["function"] for tool in self.tools):
+            if self.named in (None, function["name"]):
+                arguments = function.get("parameters") or EMPTY
+                properties = {"name": {"const": function["name"]}, "arguments": arguments}
+                call = {"type": "object", "properties": properties, "required": [*properties]}
+                calls.append(call | {"additionalProperties": False})
+        schema: Fields = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
+        if not self.parallel or self.named is not None:
+            schema["maxItems"] = 1
+        return StructuredOutputsParams(json=schema)
+
+    def parse(self, text: str) -> tuple[str, list[Fields]]:
+        """Return the rest of an output, and its tool calls."""
+        if self.choice == "none":
+            return text, []
+        rest, calls = parse_tool_calls("<tool_call>" * self.is_forced + text, self.tools)
+        return (rest, calls if self.parallel else calls[:1]) if calls else (text, [])

@@ -1,0 +1,220 @@
+"""An engine with new weights equals a new engine of them, and transformers' model."""
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import make_checkpoint, random_llm
+from weights import MODELS, OPTIONS, PARAMS, WIDE, Pair, answers, logprobs_of, pair
+
+from nanovllm import LLM
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
+    """Returns the pair of a kind, which is made once."""
+    return functools.cache(lambda kind: pair(kind, tmp_path_factory.mktemp("pair")))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_new_weights_are_a_new_engine(
+    kind: str, options: str, models: Callable[[str], Pair]
+) -> None:
+    """From each source, and back, with a prefix cache that is full of the other weights' blocks."""
+    (old_path, old), (new_path, new) = models(kind)
+    llm = random_llm(old_path, num_kv_cache_blocks=20, **OPTIONS[options])
+    before, (tokens, logprobs) = answers(llm), answers(random_llm(new_path, **OPTIONS[options]))
+    assert before[0] != tokens
+    if options in ("float32", "torch"):
+        torch.testing.assert_close(logprobs, logprobs_of(new, tokens), atol=1e-4, rtol=1e-4)
+    sources = {
+        "a generator": lambda model, path: model.named_parameters(),
+        "a state_dict": lambda model, path: model.state_dict(),
+        "a directory": lambda model, path: path,
+        "in any order": lambda model, path: sorted(model.state_dict().items(), reverse=True),
+    }
+    for source, of in sources.items():
+        for model, path, wanted in (new, new_path, (tokens, logprobs)), (old, old_path, before):
+            llm.load_weights(of(model, path))
+            assert llm.stats()["blocks_evictable"] == 0
+            found = answers(llm)
+            assert found[0] == wanted[0], source
+            torch.testing.assert_close(found[1], wanted[1], atol=1e-4, rtol=0)
+
+
+# ---- what is refused ----
+
+
+@pytest.fixture
+def old_and_new(models: Callable[[str], Pair]) -> Iterator[tuple[LLM, Any, Any]]:
+    """An engine, its state_dict, and another one. In the end it answers as it did first."""
+    (old_path, old), (_, new) = models("qwen3")
+    llm = random_llm(old_path)
+    before = answers(llm)
+    yield llm, old.state_dict(), new.state_dict()
+    assert answers(llm)[0] == before[0]
+
+
+def without(weights: dict[str, torch.Tensor], *names: str) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in weights.items() if name not in names}
+
+
+def test_all_differences_in_one_error(old_and_new: tuple[LLM, Any, Any]) -> None:
+    """Nothing is changed: the prefix cache is still full."""
+    llm, _, new = old_and_new
+    wrong = without(new, "model.norm.weight", "model.layers.1.mlp.up_proj.weight")
+    wrong |= {"model.head": torch.zeros(2), "model.layers.0.mlp.down_proj.weight": torch.zeros(3)}
+    wrong["model.embed_tokens.weight"] = new["model.embed_tokens.weight"].long()
+    message = (
+        "the argument of load_weights does not fit config.json; missing: model.layers.1.mlp.up_proj"
+        ".weight, model.norm.weight; unexpected: model.head; misshapen: model.embed_tokens.weight "
+        "is (199, 128) of torch.int64, expected (199, 128) of BF16, F16, F32, F64, model.layers.0."
+        "mlp.down_proj.weight is (3,) of F32"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        llm.load_weights(wrong)
+    with pytest.raises(ValueError, match="unexpected: model.head; misshapen"):
+        llm.load_weights(wrong, partial=True)
+    assert llm.stats()["blocks_evictable"] > 0
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"a": np.zeros(2)}, "pairs of a name and a torch.Tensor, not ndarray for a"),
+        (["a", "b"], "not NoneType for a"),
+        ([(torch.zeros(2), "a")], "not str for tensor"),
+        (5, "not 5"),
+        (torch.nn.Linear(1, 1), "not Linear"),
+    ],
+)
+def test_wrong_types(old_and_new: tuple[LLM, Any, Any], weights: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(message)):
+        old_and_new[0].load_weights(weights)
+    assert old_and_new[0].stats()["blocks_evictable"] > 0
+
+
+def test_other_directories(old_and_new: tuple[LLM, Any, Any], tmp_path: Path) -> None:
+    llm = old_and_new[0]
+    make_checkpoint(tmp_path, num_hidden_layers=3, **WIDE)
+    with pytest.raises(
+        ValueError, match="is another model than .*: they differ in num_layers; make"
+    ):
+        llm.load_weights(tmp_path)
+    with pytest.raises(ValueError, match="there is no directory '.*missing'"):
+        llm.load_weights(str(tmp_path / "missing"))
+    (tmp_path / "model.safetensors").unlink()
+    make_checkpoint(tmp_path, **WIDE)
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match="readable safetensors file"):
+        llm.load_weights(tmp_path)
+
+
+@pytest.mark.parametrize("error", [OSError("the end of the file"), KeyboardInterrupt()])
+def test_an_error_in_the_middle(old_and_new: tuple[LLM, Any, Any], error: BaseException) -> None:
+    """All calls are refused until all weights are loaded."""
+    llm, old, new = old_and_new
+
+    def some() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from [*new.items()][:7]
+        raise error
+
+    with pytest.raises(type(error)):
+        llm.load_weights(some())
+    calls: list[Callable[[], Any]] = [
+        lambda: llm.generate([[1, 2]]),
+        lambda: [*llm.stream([[1, 2]])],
+        lambda: llm.embed([[1, 2]]),
+        lambda: llm.loglikelihood([[1, 2]], [[3]]),
+        lambda: llm.engine.add_request([1, 2]),
+        lambda: llm.save_prefix_cache("nowhere"),
+    ]
+    for change in (lambda: None, lambda: llm.load_weights(without(old, "model.norm.weight"), True)):
+        change()
+        for call in calls:
+            with pytest.raises(RuntimeError, match="the weights are incomplete"):
+                call()
+    with pytest.raises(ValueError, match="missing: model.norm.weight"):
+        llm.load_weights(without(old, "model.norm.weight"))
+    with pytest.raises(ValueError, match="missing: model.norm.weight"):
+        llm.load_weights(iter(without(old, "model.norm.weight").items()))
+    with pytest.raises(RuntimeError, match="the weights are incomplete"):
+        llm.generate([[1, 2]])
+    llm.load_weights(old)
+
+
+def test_a_tensor_twice(old_and_new: tuple[LLM, Any, Any]) -> None:
+    llm, old, new = old_and_new
+    with pytest.raises(ValueError, match="load_weights has model.norm.weight twice"):
+        llm.load_weights([*new.items(), ("model.norm.weight", new["model.norm.weight"])])
+    assert llm.stats()["blocks_evictable"] > 0
+    with pytest.raises(ValueError, match="load_weights has model.norm.weight twice"):
+        llm.load_weights(iter([*new.items(), ("model.norm.weight", new["model.norm.weight"])]))
+    llm.load_weights(old)
+
+
+def test_requests_that_run(old_and_new: tuple[LLM, Any, Any]) -> None:
+    llm, _, new = old_and_new
+    stream = llm.stream([[1, 2, 3]], PARAMS)
+    next(stream)
+    with pytest.raises(RuntimeError, match="weights cannot be saved or loaded while requests run"):
+        llm.load_weights(new)
+    stream.close()
+
+
+def test_some_weights(models: Callable[[str], Pair]) -> None:
+    """One projection of a packed weight, then the others of the model."""
+    (path, old), (new_path, new) = models("qwen3")
+    llm = random_llm(path)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    llm.load_weights({name: new.state_dict()[name]}, partial=True)
+    with torch.no_grad():
+        tokens, logprobs = answers(llm)
+        kept = old.state_dict()[name].clone()
+        old.state_dict()[name].copy_(new.state_dict()[name])
+        torch.testing.assert_close(logprobs, logprobs_of(old, tokens), atol=1e-4, rtol=1e-4)
+        old.state_dict()[name].copy_(kept)
+    llm.load_weights(iter(without(new.state_dict(), name).items()), partial=True)
+    assert answers(llm)[0] == answers(random_llm(new_path))[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_other_dtypes(models: Callable[[str], Pair], dtype: torch.dtype) -> None:
+    (path, _), (_, new) = models("qwen3")
+    llm = random_llm(path)
+    llm.load_weights({name: tensor.to(dtype) for name, tensor in new.state_dict().items()})
+    found = answers(llm)
+    llm.load_weights({name: tensor.to(dtype).float() for name, tensor in new.state_dict().items()})
+    assert answers(llm)[0] == found[0]
+
+
+def test_a_head_that_the_engine_does_not_have(models: Callable[[str], Pair]) -> None:
+    (path, _), (_, new) = models("tied")
+    llm, weights = random_llm(path), new.state_dict()
+    for form in (dict, lambda pairs: iter(pairs.items())):
+        with pytest.raises(ValueError, match="lm_head.weight differs from the embeddings"):
+            llm.load_weights(form(weights | {"lm_head.weight": 2 * weights["lm_head.weight"]}))
+        llm.load_weights(form(weights))
+
+
+def test_the_prefix_cache_on_disk(models: Callable[[str], Pair], tmp_path: Path) -> None:
+    (path, _), (new_path, new) = models("qwen3")
+    llm = random_llm(path)
+    answers(llm)
+    llm.save_prefix_cache(tmp_path)
+    llm.load_weights(new.state_dict())
+    answers(llm)
+    for call in (llm.save_prefix_cache, llm.load_prefix_cache):
+        with pytest.raises(ValueError, match="has stored weights that are not the files"):
+            call(tmp_path)
+    llm.load_weights(new_path)
+    with pytest.raises(ValueError, match="cannot be used with"):
+        llm.load_prefix_cache(tmp_path)
+    llm.load_weights(path)
+    assert llm.load_prefix_cache(tmp_path) > 0

@@ -1,0 +1,287 @@
+"""Thinking: budgets and the separation of the text, against their definitions on tokens and texts."""
+
+import json
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import random_llm
+
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm.cli.jobs.run_batch import BatchFiles, run_batch
+from nanovllm.features.requests.thinking import END, START, Splitter
+from nanovllm.loading.checkpoint import find_checkpoint
+
+OPEN, CLOSED = "What is 2 + 3?\n<think>\n", "What is 2 + 3?\n<think>\n\n</think>\n\n"
+PROMPTS = ["What is 2 + 3?\n", OPEN, CLOSED, "<think>a</think>b<think>So 2 + 3"]
+
+
+@pytest.fixture(scope="session")
+def thinker() -> LLM:
+    return LLM(reasoning_parser="qwen3", device="cpu", dtype="float32", num_kv_cache_blocks=256)
+
+
+@pytest.fixture(scope="session")
+def spelled(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """The embedded model with a tokenizer in which each marker is several tokens."""
+    path = tmp_path_factory.mktemp("spelled") / "model"
+    shutil.copytree(find_checkpoint("qwen3-nano"), path)
+    rules = json.loads((path / "tokenizer.json").read_text())
+    rules["added_tokens"] = [t for t in rules["added_tokens"] if "think" not in t["content"]]
+    (path / "tokenizer.json").write_text(json.dumps(rules))
+    with (path / "chat_template.jinja").open("a") as template:
+        template.write("{# <think></think> #}")
+    return LLM(str(path), reasoning_parser="deepseek_r1", device="cpu", dtype="float32")
+
+
+def script(ids: list[int]) -> Callable[..., Any]:
+    """A logits processor that makes the model say these tokens."""
+
+    def force(output: list[int], logits: Any) -> Any:
+        logits[ids[len(output)]] = float("inf")
+        return logits
+
+    return force
+
+
+def separated(text: str, is_open: bool) -> tuple[str | None, str]:
+    """The thinking and the answer of a whole text, by the definition."""
+    begun = re.match(r"\s*<think>", text)
+    if not begun and not is_open:
+        return None, text
+    thought, _, answer = text[begun.end() if begun else 0 :].partition(END)
+    return thought, answer
+
+
+def texts(rng: random.Random) -> str:
+    parts = [START, END, "a", " ", "\n", "<", "</", "think", ">", "</thin", "Hm", "é"]
+    return "".join(rng.choices(parts, k=rng.randrange(9)))
+
+
+def test_pieces_of_a_text_equal_the_whole() -> None:
+    rng = random.Random(0)
+    thinking = 0
+    for _ in range(4000):
+        text, is_open = texts(rng), rng.random() < 0.5
+        wanted = separated(text, is_open)
+        splitter, cuts = Splitter(is_open), sorted(rng.choices(range(len(text) + 1), k=4))
+        pieces = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        new = [splitter.add(piece, i == 4) for i, piece in enumerate(pieces)]
+        got = tuple("".join(part) for part in zip(*new, strict=True))
+        assert got == (wanted[0] or "", wanted[1]), (text, is_open)
+        assert splitter.has_thought == (wanted[0] is not None)
+        thinking += bool(wanted[0]) and bool(wanted[1])
+    assert thinking > 300
+
+
+def test_no_text_is_held_back_longer_than_needed() -> None:
+    splitter = Splitter(is_open=True)
+    assert [splitter.add(piece) for piece in ("So", " 5 <", "6 </th", "ink>\n", "5")] == [
+        *[("So", ""), (" 5 ", ""), ("<6 ", ""), ("", "\n"), ("", "5")]
+    ]
+
+
+def counted(llm: LLM, prompt: str, said: list[int], limit: int) -> list[int]:
+    """What is said of `said` with a budget, by its definition on tokens that are whole markers."""
+    start, end = (llm.get_tokenizer().convert_tokens_to_ids(marker) for marker in (START, END))
+    ids = llm.get_tokenizer().encode(prompt)
+    at = [i for i, token in enumerate(ids) if token in (start, end)]
+    inside = bool(at) and ids[at[-1]] == start
+    thought = len(ids) - at[-1] - 1 if inside else 0
+    output: list[int] = []
+    for token in said:
+        output.append(end if inside and thought >= limit else token)
+        thought += inside
+        begins = not llm.get_tokenizer().decode(output[:-1]).strip()
+        inside = (inside or (begins and output[-1] == start)) and output[-1] != end
+        if end in output:
+            inside = False
+    return output
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_a_budget_ends_the_thinking(thinker: LLM, prompt: str) -> None:
+    """Whatever the model says, the output is what the definition makes of it."""
+    tokenizer, rng = thinker.get_tokenizer(), random.Random(prompt)
+    start, end = (tokenizer.convert_tokens_to_ids(marker) for marker in (START, END))
+    newline, *words = tokenizer.encode("\n So we add 2 and 3, 5")
+    params, wanted, num_forced = [], [], 0
+    for _ in range(40):
+        said = rng.choice([[], [start], [newline, start], [newline]])
+        said += rng.choices([*words, newline, end, start], [3] * len(words) + [3, 1, 1], k=12)
+        limit = rng.choice([0, 1, 2, 3, 5, 8, 100])
+        params.append(
+            SamplingParams(
+                max_tokens=len(said),
+                ignore_eos=True,
+                logits_processors=[script(said)],
+                thinking_token_budget=limit,
+            )
+        )
+        wanted.append(counted(thinker, prompt, said, limit))
+        num_forced += wanted[-1] != said
+    outputs = thinker.generate([prompt] * len(params), params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == wanted
+    assert num_forced > 5
+    for output, ids in zip(outputs, wanted, strict=True):
+        reasoning, text = separated(tokenizer.decode(ids), prompt in (OPEN, PROMPTS[3]))
+        assert (output.outputs[0].reasoning, output.outputs[0].text) == (reasoning, text)
+
+
+def samples(llm: LLM, prompts: list[str], **fields: Any) -> list[list[Any]]:
+    settings = dict(n=3, temperature=1.3, seed=5, max_tokens=24, ignore_eos=True)
+    params = SamplingParams(**(settings | fields))
+    return [output.outputs for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def test_samples_do_not_depend_on_the_engine(thinker: LLM) -> None:
+    """Forks, preemptions, asynchronous steps, drafts and prefix hits change no thinking."""
+    fields = dict(thinking_token_budget=6, stop=["7"])
+    prompts = ["word " * 20 + prompt for prompt in PROMPTS]
+    wanted = samples(thinker, prompts, **fields)
+    assert samples(thinker, prompts, **fields) == wanted  # from the prefix cache
+    flat = [sample for output in wanted for sample in output]
+    assert any(sample.reasoning and sample.text for sample in flat)
+    assert {sample.finish_reason for sample in flat} == {"stop", "length"}
+    options: list[dict[str, Any]] = [
+        dict(num_kv_cache_blocks=9, max_num_batched_tokens=16, max_model_len=128),
+        dict(async_scheduling=True, max_num_seqs=3),
+        dict(speculative_config={"prompt_lookup_min": 1}),
+    ]
+    for more in options:
+        settings = dict(reasoning_parser="qwen3", device="cpu", dtype="float32") | more
+        other = LLM(**settings)
+        assert samples(other, prompts, **fields) == wanted, more
+        if "num_kv_cache_blocks" in more:
+            assert other.stats()["preemptions"] > 0
+
+
+def test_streams_equal_outputs(thinker: LLM) -> None:
+    fields = dict(stop=["7", "</th"], n=3, temperature=1.3, seed=1, max_tokens=20, ignore_eos=True)
+    params = SamplingParams(thinking_token_budget=4, **fields)
+    wanted = thinker.generate(PROMPTS, params, use_tqdm=False)
+    got: dict[tuple[int, int], list[str]] = {}
+    for new in thinker.stream(PROMPTS, params):
+        parts = got.setdefault((new.request_index, new.index), ["", ""])
+        parts[0] += new.reasoning
+        parts[1] += new.text
+    for i, output in enumerate(wanted):
+        for sample in output.outputs:
+            assert got[i, sample.index] == [sample.reasoning or "", sample.text]
+
+
+def test_markers_of_several_tokens(spelled: LLM) -> None:
+    """Also if a token has a part of a marker and more, such as '>' with the newline after it."""
+    encode = spelled.get_tokenizer().encode
+    assert min(len(encode(marker)) for marker in (START, END)) > 1
+    said = encode("<think>\nSo we add 2 and 3</think>\n5 </think>")
+    params = SamplingParams(max_tokens=len(said), ignore_eos=True, logits_processors=[script(said)])
+    for limit in (None, 100, len(said)):
+        params.thinking_token_budget = limit
+        sample = spelled.generate("Hi\n", params, use_tqdm=False)[0].outputs[0]
+        assert (sample.reasoning, sample.text) == ("\nSo we add 2 and 3", "\n5 </think>")
+    params.thinking_token_budget = 4
+    sample = spelled.generate("Hi\n", params, use_tqdm=False)[0].outputs[0]
+    first = len(encode(START)) + 4
+    forced = encode(END)
+    assert sample.token_ids == [*said[:first], *forced, *said[first + len(forced) :]]
+    assert spelled.get_tokenizer().decode(said[len(encode(START)) : first]) == sample.reasoning
+
+
+def test_thinking_that_does_not_end(thinker: LLM) -> None:
+    sample = thinker.generate(OPEN, SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)[
+        0
+    ].outputs[0]
+    assert (sample.finish_reason, sample.text) == ("length", "")
+    assert sample.reasoning == thinker.get_tokenizer().decode(sample.token_ids)
+
+
+def test_no_text_no_thinking(thinker: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=6, detokenize=False, thinking_token_budget=2)
+    sample = thinker.generate(OPEN, params, use_tqdm=False)[0].outputs[0]
+    assert (sample.reasoning, sample.text) == (None, "")
+    assert thinker.get_tokenizer().convert_tokens_to_ids(END) == sample.token_ids[1]
+
+
+def test_what_is_refused(path: Path, embedded: LLM) -> None:
+    tokens_only = random_llm(path)
+    with pytest.raises(ValueError, match=r"reasoning_parser must be one of qwen3, deepseek_r1"):
+        LLM(reasoning_parser="gpt")
+    with pytest.raises(ValueError, match=r"reasoning_parser='qwen3' needs a tokenizer"):
+        random_llm(path, reasoning_parser="qwen3")
+    for value, error in ((-2, ValueError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match=r"thinking_token_budget must be"):
+            SamplingParams(thinking_token_budget=value)
+    with pytest.raises(ValueError, match=r"thinking_token_budget needs a tokenizer"):
+        tokens_only.generate([[1, 2]], SamplingParams(thinking_token_budget=3), use_tqdm=False)
+    assert SamplingParams(thinking_token_budget=-1).clone().thinking_token_budget == -1
+
+
+def test_a_model_without_markers(spelled: LLM, tmp_path: Path) -> None:
+    source = Path(spelled.engine.checkpoint.directory)
+    shutil.copytree(source, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(ValueError, match=r"reasoning_parser='qwen3' needs a model that thinks"):
+        LLM(str(tmp_path / "model"), reasoning_parser="qwen3")
+    llm = LLM(str(tmp_path / "model"), device="cpu", dtype="float32")
+    with pytest.raises(ValueError, match=r"thinking_token_budget needs a model .* has <think>"):
+        llm.generate("a", SamplingParams(thinking_token_budget=3), use_tqdm=False)
+
+
+def test_a_file_of_requests(thinker: LLM, tmp_path: Path) -> None:
+    lines = [
+        {
+            "custom_id": str(i),
+            "url": "/v1/chat/completions",
+            "body": {"messages": [{"role": "user", "content": "What is 2 + 3?"}], **more},
+        }
+        for i, more in enumerate(
+            [
+                {"logit_bias": {"1036": 100}, "thinking_token_budget": 2, "max_tokens": 8},
+                {"max_tokens": 8},
+            ]
+        )
+    ]
+    (tmp_path / "in").write_text("\n".join(map(json.dumps, lines)))
+    run_batch(thinker, BatchFiles(tmp_path / "in", tmp_path / "out"))
+    results = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    messages = {r["custom_id"]: r["response"]["body"]["choices"][0]["message"] for r in results}
+    assert messages["0"]["reasoning"] == "<think><think>"
+    assert messages["0"]["content"].startswith("<think>")
+    assert "reasoning" not in messages["1"]
+    assert messages["1"]["content"] == "2 + 3 = 5"
+
+
+@pytest.mark.extra
+def test_a_grammar_is_of_the_answer(thinker: LLM) -> None:
+    """The model may think before it, also within a budget, and after a preemption."""
+    pytest.importorskip("llguidance")
+    grammar = StructuredOutputsParams(regex="(ab|c){2,9}d")
+    start = thinker.get_tokenizer().convert_tokens_to_ids(START)
+    tight = LLM(
+        reasoning_parser="qwen3",
+        device="cpu",
+        dtype="float32",
+        **dict(num_kv_cache_blocks=9, max_model_len=128, max_num_batched_tokens=16),
+    )
+    for limit in (None, 0, 5):
+        fields = dict(temperature=1.0, n=4, seed=3, max_tokens=40, logit_bias={start: 6})
+        params = SamplingParams(structured_outputs=grammar, thinking_token_budget=limit, **fields)
+        outputs = [
+            [output.outputs for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+            for llm in (thinker, tight)
+        ]
+        assert outputs[0] == outputs[1]
+        flat = [sample for samples in outputs[0] for sample in samples]
+        for sample in flat:
+            if sample.finish_reason == "stop" and sample.text:
+                assert re.fullmatch("(ab|c){2,9}d", sample.text)
+            else:  # the thinking has not ended, or the end-of-sequence token has ended it
+                assert sample.text == "" or sample.finish_reason == "length"
+        done = [sample for sample in flat if sample.text]
+        assert {sample.reasoning is None for sample in done} >= {True, limit is None}
+    assert tight.stats()["preemptions"] > 0

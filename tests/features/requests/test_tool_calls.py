@@ -1,0 +1,288 @@
+"""Tool calls: what is one and what is text, damaged calls, forced calls, and files of requests."""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, SamplingParams, parse_tool_calls
+from nanovllm.cli.jobs.openai_format import CHAT, parse
+from nanovllm.cli.jobs.run_batch import BatchFiles, run_batch
+from nanovllm.features.requests.tool_calls import ToolUse
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "a": {"type": "integer", "minimum": 0, "maximum": 9},
+                "exact": {"type": "boolean"},
+                "label": {"type": "string", "maxLength": 4},
+                "more": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+                "any": True,
+            },
+            "required": ["a", "label"],
+            "additionalProperties": False,
+        },
+    },
+}
+STOP = {"type": "function", "function": {"name": "stop"}}
+TOOLS = [ADD, STOP]
+TEMPLATE = (Path(__file__).parent / "tools.jinja").read_text()
+
+
+def call(name: str, **arguments: Any) -> str:
+    return "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
+
+
+def xml(name: str, **arguments: str) -> str:
+    body = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{body}</function>\n</tool_call>"
+
+
+def parsed(text: str, tools: Any = ()) -> tuple[str, list[tuple[str, Any]]]:
+    rest, calls = parse_tool_calls(text, tools)
+    assert len({each["id"] for each in calls}) == len(calls)
+    functions = [each["function"] for each in calls]
+    assert all(each["type"] == "function" for each in calls)
+    return rest, [(f["name"], json.loads(f["arguments"])) for f in functions]
+
+
+ONE = ("add", {"a": 1})
+CASES = [
+    (call("add", a=1), "", [ONE]),
+    ("Let me see.\n" + call("add", a=1) + "\n" + call("stop"), "Let me see.", [ONE, ("stop", {})]),
+    ("a " + call("add", a=1) + " b", "a  b", [ONE]),
+    (
+        call("say", text="</tool_call> <tool_call>"),
+        "",
+        [("say", {"text": "</tool_call> <tool_call>"})],
+    ),
+    (call("say", text="ü 😀 \ud800"), "", [("say", {"text": "ü 😀 \ud800"})]),
+    ('<tool_call>{"name": "say", "arguments": {"t": "a\nb"}}', "", [("say", {"t": "a\nb"})]),
+    ('<tool_call>{"name": "stop"}</tool_call>', "", [("stop", {})]),
+    (
+        '<tool_call>[{"name": "stop"}, {"name": "add", "arguments": {"a": 1}}]',
+        "",
+        [("stop", {}), ONE],
+    ),
+    (xml("add", a="1"), "", [("add", {"a": "1"})]),
+    (xml("say", t="two\nlines", u=""), "", [("say", {"t": "two\nlines", "u": ""})]),
+    ("<tool_call><function=stop></function>", "", [("stop", {})]),
+]
+TEXTS = [
+    *("", " no call ", "<tool_call>", "</tool_call>", "<tool_call> </tool_call>"),
+    *("<tool_call>{", "<tool_call>[]", "<tool_call>[1]", "<tool_call>7</tool_call>"),
+    '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+    '<tool_call>{"name": "a", "arguments": [1]}</tool_call>',
+    '<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>',
+    '<tool_call>{"name": "a", "arguments": {"x": 1e999}}</tool_call>',
+    '<tool_call>[{"name": "a"}, 5]</tool_call>',
+    '{"name": "add", "arguments": {"a": 1}}',
+    "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n",
+    "<tool_call><function=></function></tool_call>",
+    "<tool_call>" + "[" * 100_000,
+]
+
+
+@pytest.mark.parametrize(("text", "rest", "calls"), CASES)
+def test_calls(text: str, rest: str, calls: list[Any]) -> None:
+    assert parsed(text) == (rest, calls)
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_what_is_not_a_call_stays_text(text: str) -> None:
+    assert parsed(text) == (text, [])
+    assert parsed(text + call("add", a=1)) == (text.strip(), [ONE])
+
+
+def test_types_of_parameters() -> None:
+    """A value of Qwen3-Coder's form is what the schema says, if it can be."""
+    values = {
+        "a": "3",
+        "exact": "True",
+        "label": "7",
+        "more": '{"x": [1]}',
+        "any": "null",
+        "b": "1",
+    }
+    wanted = {"a": 3, "exact": True, "label": "7", "more": {"x": [1]}, "any": "null", "b": "1"}
+    assert parsed(xml("add", **values), TOOLS) == ("", [("add", wanted)])
+    values = {"a": "three", "exact": "NaN", "more": "{", "any": "[" * 99_999}
+    assert parsed(xml("add", **values), TOOLS) == ("", [("add", values)])
+    assert parsed(xml("stop", a="3"), TOOLS) == ("", [("stop", {"a": "3"})])
+
+
+def test_damaged_calls() -> None:
+    """Nothing raises an error, no character is lost, and calls that are whole are found."""
+    rng, num_found, pieces = random.Random(0), 0, '{}[]",:\\<>/=ab1 \n'
+    whole = [call("add", a=1), xml("add", a="1"), "text", call("say", t="</tool_call>")]
+    for _ in range(3000):
+        text = "".join(rng.choices(whole, k=rng.randint(1, 3)))
+        for _ in range(rng.randint(0, 3)):
+            at, size = rng.randrange(len(text) + 1), rng.choice([0, 0, 1, 5])
+            text = text[:at] + rng.choice(["", *pieces]) + text[at + size :]
+        text = text[: rng.choice([len(text), rng.randrange(len(text) + 1)])]
+        rest, calls = parsed(text, TOOLS)
+        num_found += len(calls)
+        assert (rest == text) == (not calls)
+        assert set(rest) <= set(text)
+        assert parsed(rest)[1] == [] or calls
+    assert num_found > 1500
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"tools": {}}, "tools must be a list"),
+    ({"tools": ["add"]}, r"tools\[0\] must be an object"),
+    ({"tools": [STOP, {"type": "function"}]}, r"tools\[1\].function must be an object, not None"),
+    ({"tools": [{"type": "code"}]}, r"tools\[0\].type must be one of function, not 'code'"),
+    ({"tools": [{"type": "function", "function": {}}]}, r"function.name must be a string"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}, 1]},
+        r"tools\[1\] must be an object",
+    ),
+    (
+        {"tools": [{"type": "function", "function": {"name": "a", "parameters": "x"}}]},
+        r"tools\[0\].function.parameters must be an object",
+    ),
+    ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice must be one of none, auto, required"),
+    ({"tools": TOOLS, "tool_choice": 1}, "tool_choice must be a string"),
+    ({"tools": TOOLS, "tool_choice": {"function": {"name": "add"}}}, "tool_choice must have the"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice must have the form"),
+    (
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "ad"}}},
+        "unknown function in tool_choice 'ad'; did you mean 'add'",
+    ),
+    ({"tool_choice": "required"}, "tool_choice='required' needs tools"),
+    ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls must be True or False"),
+    (
+        {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+        "tool_choice forces a call by a grammar",
+    ),
+]
+
+
+def script(ids: list[int]) -> Callable[..., Any]:
+    """A logits processor that makes the model say these tokens."""
+
+    def force(output: list[int], logits: Any) -> Any:
+        logits[ids[len(output)]] = float("inf")
+        return logits
+
+    return force
+
+
+def run(llm: LLM, tmp_path: Path, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The results of chats, in their order."""
+    lines = [
+        {"custom_id": str(i), "url": "/v1/chat/completions", "body": {"messages": chat} | body}
+        for i, body in enumerate(bodies)
+    ]
+    (tmp_path / "in").write_text("\n".join(map(json.dumps, lines)))
+    files = BatchFiles(tmp_path / "in", tmp_path / "out")
+    run_batch(llm, files, trust_chat_templates=True)
+    results = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    return sorted(results, key=lambda result: int(result["custom_id"]))
+
+
+chat = [{"role": "user", "content": "What is 2 + 3?"}]
+
+
+def test_what_is_refused(embedded: LLM, tmp_path: Path) -> None:
+    results = run(embedded, tmp_path, [body for body, _ in WRONG])
+    for result, (_, message) in zip(results, WRONG, strict=True):
+        assert result["response"]["status_code"] == 400
+        with pytest.raises(ValueError, match=message):
+            raise ValueError(result["error"]["error"]["message"])
+
+
+def test_a_file_with_tools(embedded: LLM, tmp_path: Path) -> None:
+    """The template gets the tools."""
+    said = "Yes. " + call("add", a=2) + call("stop")
+    template = "{{ tools[0].function.name if tools else 'none' }}"
+    fields = {"chat_template": TEMPLATE, "max_tokens": 60, "tools": TOOLS}
+    tokenizer = embedded.get_tokenizer()
+    results = run(
+        embedded,
+        tmp_path,
+        [
+            fields,
+            fields | {"chat_template": template},
+            {"chat_template": template, "tools": []},
+            fields | {"tool_choice": "none"},
+        ],
+    )
+    usage = [result["response"]["body"]["usage"]["prompt_tokens"] for result in results]
+    assert usage[0] == usage[3] > usage[1]
+    assert usage[1:3] == [len(tokenizer.encode(text)) for text in ("add", "none")]
+    assert len(ToolUse(TOOLS, "auto", parallel=False).parse(said)[1]) == 1
+    assert ToolUse(TOOLS, "none").parse(said) == (said, [])
+
+
+@pytest.mark.extra
+@pytest.mark.skipif(find_spec("llguidance") is None, reason="needs llguidance")
+def test_forced_calls(embedded: LLM, tmp_path: Path) -> None:
+    name = {"type": "function", "function": {"name": "add"}}
+    fields = {"tools": TOOLS, "n": 4, "temperature": 1, "seed": 2, "max_tokens": 220}
+    required = fields | {"tool_choice": "required"}
+    results = run(
+        embedded,
+        tmp_path,
+        [
+            required,
+            required | {"parallel_tool_calls": False},
+            fields | {"tool_choice": name},
+            fields | {"tool_choice": name, "max_tokens": 3},
+        ],
+    )
+    choices = [result["response"]["body"]["choices"] for result in results]
+    names = set()
+    for each in (*choices[0], *choices[1], *choices[2]):
+        if each["finish_reason"] == "length":
+            assert "tool_calls" not in each["message"]
+            continue
+        assert (each["finish_reason"], each["message"]["content"]) == ("tool_calls", None)
+        for made in each["message"]["tool_calls"]:
+            arguments = json.loads(made["function"]["arguments"])
+            names.add(made["function"]["name"])
+            if made["function"]["name"] == "add":
+                assert 0 <= arguments["a"] <= 9
+                assert len(arguments["label"]) <= 4
+    assert names == {"add", "stop"}
+    assert ToolUse(TOOLS, "required").parse('[{"name": "stop"}, {"name": "stop"}]')[1][1:]
+    single = [each["message"].get("tool_calls", []) for each in choices[1] + choices[2]]
+    assert max(map(len, single)) == 1
+    assert all(made["function"]["name"] == "add" for calls in single[4:] for made in calls)
+    assert {each["finish_reason"] for each in choices[3]} == {"length"}
+    assert all(each["message"]["content"].startswith("[") for each in choices[3])
+
+
+def test_calls_of_answers(embedded: LLM) -> None:
+    said = ["Yes. " + call("add", a=2) + call("stop"), "No. <tool_call>{", xml("add", a="2")]
+    encode = embedded.get_tokenizer().encode
+    answers = []
+    for i, text in enumerate(said * 2):
+        body = {"messages": chat} | ({"tools": TOOLS} if i < len(said) else {})
+        job = parse(embedded, CHAT, body, "qwen3-nano")
+        params = SamplingParams(max_tokens=99, logits_processors=[script([*encode(text), 1033])])
+        requests = replace(job, params=params).submit(embedded)
+        while not requests[0].ended:
+            embedded.engine.run_step()
+        answers += job.response("batch-1", requests)["choices"]
+    assert [answer["finish_reason"] for answer in answers] == [
+        *("tool_calls", "stop", "tool_calls"),
+        *["stop"] * 3,
+    ]
+    messages = [answer["message"] for answer in answers]
+    assert [message["content"] for message in messages] == ["Yes.", said[1], None, *said]
+    calls = [[c["function"] for c in message.get("tool_calls", [])] for message in messages]
+    add = {"name": "add", "arguments": '{"a": 2}'}
+    assert calls == [[add, {"name": "stop", "arguments": "{}"}], [], [add], [], [], []]
