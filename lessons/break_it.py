@@ -8,7 +8,7 @@ histories as long as they fail, prints the trace of the shortest, and asks which
 import contextlib
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -144,6 +144,13 @@ def shorten(attempt: Attempt) -> tuple[tuple[int, ...], Attempt]:
     return best, attempt
 
 
+def shortest(modules: dict[str, Any], seeds: Iterable[int], make: type[History]) -> Attempt:
+    """Return the shortest history of the first that fail, each of which is shortened."""
+    attempts = (Attempt(modules, i, tuple(oracle.random_actions(i)), make) for i in seeds)
+    failing = (attempt for attempt in attempts if attempt.failure() is not None)
+    return min(map(shorten, islice(failing, FAILURES)), key=lambda pair: pair[0])[1]
+
+
 def show_sequences(history: History) -> None:
     """Print the requests, the output by the model's definition, and the output at the end."""
     rows = []
@@ -159,13 +166,16 @@ def show_sequences(history: History) -> None:
     show_table(("sequence", "prompt", "must get", "has got at the end", "and is"), rows)
 
 
+def as_text(pairs: Iterable[tuple[int, int] | None]) -> str:
+    return " ".join("empty" if pair is None else f"{pair[0]}@{pair[1]}" for pair in pairs)
+
+
 def show_blocks(history: History) -> None:
     """Print the blocks that are owned or cached when the history ends."""
     size, memory, rows = history.size, history.runner.memory, []
     for block in history.block_manager.blocks:
         if block.ref_count or block.is_cached:
-            pairs = memory[block.block_id * size : (block.block_id + 1) * size]
-            held = " ".join("empty" if p is None else f"{p[0]}@{p[1]}" for p in pairs)
+            held = as_text(memory[block.block_id * size : (block.block_id + 1) * size])
             cached = block.token_ids if block.is_cached else ""
             rows.append((block.block_id, block.ref_count, cached, held))
     say("""The owned or cached blocks at the end: the reference count, the tokens with which it is
@@ -173,42 +183,21 @@ def show_blocks(history: History) -> None:
     show_table(("block", "ref_count", "cached as", "holds"), rows)
 
 
-def show_states(history: History) -> None:
+def show_states(history: states.HybridHistory) -> None:
     """Print the states of rows and the snapshots when the history ends."""
-    states, rows = getattr(history.runner, "states", []), []
-    uses = [
-        (seq.row, f"row {seq.row}, request {seq.request_id}") for seq in history.scheduler.running
-    ]
+    uses = [(s.row, f"row {s.row}, request {s.request_id}") for s in history.scheduler.running]
     snapshots = history.block_manager.snapshots.items()
     uses += [(slot, f"snapshot of block {block_id}") for block_id, slot in snapshots]
-    for number, use in uses:
-        pairs = states[number].pairs
-        consumed = "unknown" if pairs is None else " ".join(f"{p[0]}@{p[1]}" for p in pairs)
-        rows.append((number, use, consumed or "nothing"))
+    consumed = ((*use, history.runner.states[use[0]].pairs) for use in uses)
+    rows = [(*use, "unknown" if p is None else as_text(p) or "nothing") for *use, p in consumed]
     say("""The states at the end, each with all tokens that it has consumed, token@position. A state
         is unknown if nothing was written to it, or by a step that failed:""")
     show_table(("state", "of", "has consumed"), rows)
 
 
-def show_failure(mutant: Mutant) -> InvariantError:
-    """Print the shortest history that fails with the fault. Returns the error."""
-    keys: dict[Any, str] = {scheduler: "schedulers", drafts.NGRAM: "ngrams", disk.DISK: "disks"}
-    module = keys.get(mutant.module, "managers")
-    modules, seeds = {module: apply(mutant)}, range(SEEDS)
-    make = History
-    if mutant in states.MUTANTS.values():
-        make = states.HybridHistory
-    elif mutant in drafts.MUTANTS.values():
-        make = drafts.DraftHistory
-    elif mutant in disk.MUTANTS.values():
-        make = disk.DiskHistory
-    attempts = (Attempt(modules, i, tuple(oracle.random_actions(i)), make) for i in seeds)
-    failing = (attempt for attempt in attempts if attempt.failure() is not None)
-    _, attempt = min(map(shorten, islice(failing, FAILURES)), key=lambda pair: pair[0])
+def show_attempt(attempt: Attempt) -> InvariantError:
+    """Print a history that fails, up to the step that fails. Returns the error."""
     trace, history, error = attempt.trace()
-    say("""Random requests run on a model. Its next token depends on every slot that it reads. This
-        is the shortest failing history of those that were tried, up to the step that fails. Tokens
-        are 0, 1 and 2.""")
     show_sequences(history)
     if isinstance(history, disk.DiskHistory):
         steps = ", ".join(map(str, history.restarts))
@@ -218,11 +207,29 @@ def show_failure(mutant: Mutant) -> InvariantError:
         say("Blocks have one slot each: the slot of position p is block_table[p].")
     print(trace, end="\n\n")
     if error.name == "no error":
-        say(f"After that, the plan of step {history.steps + 1} raises {error.detail}.")
+        say(f"After that, step {history.steps + 1} raises {error.detail}.")
     show_blocks(history)
-    if make is states.HybridHistory:
+    if isinstance(history, states.HybridHistory):
         show_states(history)
     return error
+
+
+def show_failure(mutant: Mutant) -> InvariantError:
+    """Print the shortest history that fails with the fault. Returns the error."""
+    keys: dict[Any, str] = {scheduler: "schedulers", drafts.NGRAM: "ngrams", disk.DISK: "disks"}
+    modules = {keys.get(mutant.module, "managers"): apply(mutant)}
+    make = History
+    if mutant in states.MUTANTS.values():
+        make = states.HybridHistory
+    elif mutant in drafts.MUTANTS.values():
+        make = drafts.DraftHistory
+    elif mutant in disk.MUTANTS.values():
+        make = disk.DiskHistory
+    attempt = shortest(modules, range(SEEDS), make)
+    say("""Random requests run on a model. Its next token depends on every slot that it reads. This
+        is the shortest failing history of those that were tried, up to the step that fails. Tokens
+        are 0, 1 and 2.""")
+    return show_attempt(attempt)
 
 
 def run(which: str | None, answers: list[str] | None) -> None:

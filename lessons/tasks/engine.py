@@ -1,15 +1,17 @@
 """Your engine: the parts that you have built, in one loop that answers questions.
 
-The task. Write `step` and `attend`. This file imports your solutions of all other tasks, which must
-be in its directory. The model is `Model` of lesson 2. self.blocks has the methods of a block
-manager (nanovllm/engine/block_manager.py).
+The task. Write `step` and `attend`. This file imports eight of your solutions, which must be in its
+directory. `Model` is a Qwen3 in one page. self.blocks has the methods of a block manager
+(nanovllm/engine/block_manager.py).
 
 `step` computes one step of many requests:
-  1. As many waiting requests as there are free rows take their cached prefix, once each:
-     attach_cached(seq, match(seq)), which also sets seq.num_computed. Others hold no blocks.
+  1. The first waiting requests, as many as there are free rows, take their cached prefix before
+     the plan: attach_cached(seq, match(seq)), which also sets seq.num_computed. One that the budget
+     then does not reach keeps these blocks, and must not take them again. Others hold no blocks.
   2. plan_step says which requests compute how many tokens. They get blocks: append_block(seq).
   3. self.model.logits(ids, positions, functools.partial(self.attend, plan)) computes the logits
-     [T, V] of the T tokens of all requests. It calls attend(layer, q, k, v) in each layer.
+     [T, V] of the T tokens of all requests; ids and positions are lists of int, of T tokens. It
+     calls attend(layer, q, k, v) in each layer.
   4. cache_full_blocks(seq) caches what is computed. A request whose tokens are all computed gets
      the most likely token that keep_typical_p leaves. At an end token or at max_length it leaves
      `running`, and its blocks are released: release(seq).

@@ -13,8 +13,9 @@ What must stay true:
   - Blocks with different tokens can have the same hash, so their tokens have to be compared.
   - `match` must not change any state.
 
-Where it goes. BlockManager.match in nanovllm/engine/block_manager.py. The check puts your class in
-its place, and random requests run on it.
+Where it goes. BlockManager.match in nanovllm/engine/block_manager.py, which also leaves out tokens
+whose log-probabilities are requested. The check puts your class in its place, and random requests
+run on it.
 
 Hints: self.hash_block(parent_block_hash, token_ids) returns the hash of a block.
 self.hash_to_block[block_hash] is the Block with this hash, if it is cached. Block.token_ids are its

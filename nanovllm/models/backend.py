@@ -23,6 +23,7 @@ from nanovllm.models.layers import Linear
 if TYPE_CHECKING:
     from nanovllm.backends.gpu.graphs import DecodeGraphs
     from nanovllm.models.qwen3 import Qwen3
+    from nanovllm.runner.rows import Rows
 
 
 class FusedModel(Protocol):
@@ -123,6 +124,15 @@ class Backend:
     def fuse_layers(self, model: Qwen3, attention: Any) -> FusedModel | None:
         """Return a faster object that computes the same as `model`, or None."""
         return None
+
+    def fuse_step(
+        self, layers: FusedModel, attention: Any, rows: Rows
+    ) -> Callable[[list[int]], np.ndarray | None]:
+        """Return a function that samples tokens [R] for rows [R], or returns None if it cannot.
+
+        `layers` is the result of `fuse_layers`.
+        """
+        return lambda decode_rows: None
 
     def capture_decode(
         self, decode: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], positions: np.ndarray

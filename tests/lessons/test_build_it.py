@@ -161,6 +161,17 @@ def test_a_missing_solution_is_named(check: Check, tmp_path: Path) -> None:
     assert "build_check.py:" not in output  # no traceback
 
 
+def test_a_check_that_does_not_end_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_it, "MAX_SECONDS", 0.2)
+    build_it.pytest_runtest_setup()
+    try:
+        with pytest.raises(pytest.fail.Exception, match="does not end within 0.2 seconds"):
+            while True:
+                pass
+    finally:
+        build_it.pytest_runtest_teardown()
+
+
 def test_tasks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     build_it.write(None)
     lines = capsys.readouterr().out.splitlines()
@@ -178,6 +189,6 @@ def test_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_an_unknown_task_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="'police'; the tasks are cache, slots, prefix"):
+    with pytest.raises(ValueError, match="'police'; the tasks are stop, cache, slots"):
         build_it.write("police")
     assert not list(tmp_path.iterdir())

@@ -297,6 +297,46 @@ def test_streams_get_several_tokens_at_once(without: LLM) -> None:
             assert parts[-1].finish_reason == out.finish_reason
 
 
+# Options, and how much log-probabilities may differ. Activations in bfloat16 have 8 bits.
+LOW_PRECISION: dict[str, tuple[dict[str, Any], float]] = {
+    "fp8 cache": (dict(dtype="bfloat16", kv_cache_dtype="fp8"), 0.1),
+    "bfloat16": (dict(dtype="bfloat16"), 0.1),
+    "int8": (dict(dtype="bfloat16", quantization="int8"), 0.1),
+    "int4": (dict(dtype="bfloat16", quantization="int4"), 0.1),
+    "int8 in float32": (dict(quantization="int8"), 1e-4),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[SLOW] * (i > 0)) for i, name in enumerate(LOW_PRECISION)]
+)
+def test_low_precision(name: str) -> None:
+    """Up to the first token that differs, log-probabilities are equal to rounding."""
+    options, tolerance = LOW_PRECISION[name]
+    params = [
+        SamplingParams(**GREEDY | dict(temperature=temperature, seed=1, logprobs=0))
+        for temperature in (0, 0.7)
+        for _ in TEXTS
+    ]
+    llms = [engine_of(speculative, **PLENTY, **options) for speculative in (False, True)]
+    pairs = zip(*(llm.generate([*TEXTS] * 2, params, use_tqdm=False) for llm in llms), strict=True)
+    num_compared = num_different = 0
+    for outputs in pairs:
+        a, b = (output.outputs[0] for output in outputs)
+        for token, other, *entries in zip(
+            a.token_ids, b.token_ids, a.logprobs, b.logprobs, strict=True
+        ):
+            num_compared += 1
+            if token != other:  # what follows has another context
+                num_different += 1
+                break
+            first, second = (entry[token].logprob for entry in entries)
+            assert first == pytest.approx(second, abs=tolerance)
+    assert num_compared > 200
+    assert num_different <= (num_compared // 200 if tolerance > 0.01 else 0)
+    assert llms[1].stats()["accepted_tokens"] > 50
+
+
 FAULTS = {
     "the random number is one position late": Mutant(
         rows, "build", "A[step.sampled] - step.tokens_after", "A[step.sampled]"

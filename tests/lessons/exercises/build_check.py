@@ -1,6 +1,8 @@
 """What the checks of the build-it tasks share: the solution, the oracle, and plain messages."""
 
+import contextlib
 import importlib.util
+import io
 import os
 import sys
 from pathlib import Path
@@ -8,9 +10,20 @@ from typing import Any
 
 import pytest
 
-from lessons.oracle.oracle import History, OracleRunner, answer, make_samples, run_history
+from lessons import break_it
+from lessons.oracle.oracle import (
+    History,
+    InvariantError,
+    OracleRunner,
+    answer,
+    make_samples,
+    random_actions,
+    replay,
+)
 
 __all__ = ["OracleRunner", "answer", "check_history", "expect", "load", "make_samples"]
+FAILS = "Random requests fail with your code. This is a short history of those that fail."
+FAULT = "What fails after the last step of this history:"
 
 
 def load(file: str, name: str) -> Any:
@@ -44,13 +57,16 @@ def load(file: str, name: str) -> Any:
 def expect(is_right: bool, message: str) -> None:
     """Fail with `message` alone, which says what was expected and what came out."""
     if not is_right:
-        pytest.fail(message, pytrace=False)
+        raise pytest.fail.Exception(message, pytrace=False) from None
 
 
-def check_history(seed: int, **options: Any) -> History:
-    """Run a random history of the scheduler and the block manager on the oracle."""
-    try:
-        return run_history(seed, **options)
-    except AssertionError as error:
-        message = f"A random run goes wrong with your rule, which no rule may cause: {error}"
-    pytest.fail(message, pytrace=False)
+def check_history(seed: int, make: type[History] = History, **modules: Any) -> History:
+    """Run a random history on the oracle. If it fails, the message has a short one that fails."""
+    history = make(seed, **modules)
+    with contextlib.suppress(InvariantError):
+        replay(history, random_actions(seed))
+        return history
+    attempt = break_it.shortest(modules, range(seed, seed + 100), make)
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        error = break_it.show_attempt(attempt)
+    pytest.fail(f"{FAILS}\n\n{shown.getvalue().rstrip()}\n\n{FAULT} {error}", pytrace=False)

@@ -1,0 +1,167 @@
+"""Checks `propose`, `accept` and `generate`: python -m lessons build ngram --check FILE"""
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+from build_check import expect, load
+
+from lessons.lesson import make_llm
+from lessons.lesson02_model import Model, attention
+from lessons.oracle.oracle import next_token
+
+propose, accept = load("ngram.py", "propose"), load("ngram.py", "accept")
+generate = load("ngram.py", "generate")
+
+
+@pytest.mark.parametrize(
+    ("known", "size", "most", "want"),
+    [
+        ([5, 1, 2, 3, 4, 1, 2], 2, 3, [3, 4, 1]),
+        ([5, 1, 2, 3, 4, 1, 2], 2, 9, [3, 4, 1, 2]),
+        ([5, 1, 2, 3, 4, 1, 2], 2, 1, [3]),
+        ([5, 1, 2, 3, 4, 1, 2], 2, 0, []),
+        ([1, 2, 8, 1, 2, 9, 1, 2], 2, 1, [9]),
+        ([1, 2, 9, 1, 2], 2, 1, [9]),
+        ([7, 7, 7], 1, 5, [7]),
+        ([7, 7, 7], 2, 5, [7]),
+        ([1, 2, 1, 2, 1], 3, 5, [2, 1]),
+        ([1, 2, 3], 2, 3, []),
+        ([1, 2], 2, 3, []),
+        ([1], 2, 3, []),
+        ([1, 2, 1], 3, 3, []),
+    ],
+)
+def test_propose(known: list[int], size: int, most: int, want: list[int]) -> None:
+    given = list(known)
+    got = propose(known, size, most)
+    expect(
+        got == want,
+        f"After {given}, size {size} and most {most}: the drafts should be {want}, but yours are "
+        f"{got}.",
+    )
+    expect(known == given, f"propose changed the known tokens {given} to {known}.")
+
+
+@pytest.mark.parametrize(
+    ("drafts", "drawn", "want"),
+    [
+        ([3, 4, 1], [3, 4, 7, 9], [3, 4, 7]),
+        ([3, 4], [3, 4, 5], [3, 4, 5]),
+        ([3, 4], [8, 4, 5], [8]),
+        ([3, 4, 5], [3, 8, 5, 6], [3, 8]),
+        ([3, 4], [8, 3, 4], [8]),
+        ([], [6], [6]),
+    ],
+)
+def test_accept(drafts: list[int], drawn: list[int], want: list[int]) -> None:
+    got = accept(list(drafts), list(drawn))
+    expect(
+        got == want,
+        f"Drafts {drafts}, and {drawn} are drawn: the tokens {want} should be kept, but yours "
+        f"keeps {got}.",
+    )
+
+
+class Recorded:
+    """A model with a KV cache, which is the list of its tokens, and the chunks that it computed."""
+
+    def __init__(self, after: Callable[[list[int]], int]) -> None:
+        self.after, self.memory = after, list[int]()  # after: known tokens -> the next token
+        self.chunks: list[tuple[int, list[int]]] = []  # position and tokens
+
+    def draw(self, ids: list[int], start: int) -> list[int]:
+        self.chunks.append((start, list(ids)))
+        expect(
+            0 <= start <= len(self.memory) and len(ids) > 0,
+            f"Steps (position, tokens): {self.chunks}. The last begins at position {start} and has "
+            f"{len(ids)} tokens, but only the positions before {len(self.memory)} are computed.",
+        )
+        self.memory[start:] = ids
+        return [self.after(self.memory[:end]) for end in range(start + 1, start + len(ids) + 1)]
+
+
+def compare(
+    after: Callable[[list[int]], int],
+    prompt: list[int],
+    max_tokens: int,
+    ends: set[int],
+    size: int,
+    most: int,
+) -> int:
+    """Compare outputs and steps with the definition. Returns the number of steps."""
+    output, known, left = list[int](), list(prompt), max_tokens
+    while left and not (output and output[-1] in ends):
+        output.append(after(known + output))
+        left -= 1
+    chunks, computed, drafts = list[tuple[int, list[int]]](), 0, list[int]()
+    while len(known) < len(prompt) + len(output):
+        chunks.append((computed, known[computed:] + drafts))
+        right = (prompt + output)[len(known) :]
+        accepted = next((i for i, a in enumerate(drafts) if right[i : i + 1] != [a]), len(drafts))
+        computed = len(known) + accepted
+        known += right[: accepted + 1]
+        left = len(prompt) + max_tokens - len(known)
+        drafts = propose(known, size, min(most, left - 1)) if left else []
+    model, given = Recorded(after), list(prompt)
+    got = generate(model.draw, prompt, max_tokens, ends, size, most)
+    what = f"Prompt {given}, max_tokens {max_tokens}, ends {ends}, size {size}, most {most}: "
+    expect(
+        got == output,
+        f"{what}without drafts the output is {output}, and yours is {got}. Your steps (position, "
+        f"tokens) were {model.chunks}.",
+    )
+    expect(
+        model.chunks == chunks,
+        f"{what}the output is right. The steps (position, tokens) should be {chunks}, but yours "
+        f"are {model.chunks}.",
+    )
+    expect(prompt == given, f"{what}generate changed the prompt to {prompt}.")
+    return len(chunks)
+
+
+def copy(period: int) -> Callable[[list[int]], int]:
+    """A model that repeats the token `period` positions before."""
+    return lambda known: known[-period] if len(known) >= period else 0
+
+
+def test_without_drafts() -> None:
+    compare(copy(2), [1, 2], 3, set(), 1, 0)
+
+
+def test_a_text_that_repeats() -> None:
+    steps = compare(copy(3), [1, 2, 3, 1, 2], 12, set(), 2, 4)
+    expect(
+        steps < 6, f"12 tokens of a text that repeats should take less than 6 steps, not {steps}."
+    )
+
+
+def test_an_end_among_drafts() -> None:
+    compare(copy(4), [1, 2, 3, 9, 1, 2], 8, {9}, 2, 4)
+    compare(copy(4), [1, 2, 3, 9, 1], 8, {9}, 1, 4)
+
+
+def test_short_prompts() -> None:
+    """The shortest first. The next token is a hash of all tokens, so drafts are often wrong."""
+
+    def after(known: list[int]) -> int:
+        return next_token(list(zip(known, range(len(known)), strict=True)), 0)
+
+    for length in range(1, 6):
+        for prompt in product(range(3), repeat=length):
+            for max_tokens, size, most, ends in product((1, 2, 6), (1, 2), (1, 3), (set(), {2})):
+                compare(after, list(prompt), max_tokens, ends, size, most)
+
+
+@torch.inference_mode()
+def test_the_model_copies_a_text() -> None:
+    tokenizer, model = make_llm(num_kv_cache_blocks=8).get_tokenizer(), Model()
+    count = "Count from 1 to 12\n"
+    text = f"{count}{', '.join(map(str, range(1, 13)))}\n\n{count}"
+
+    def after(known: list[int]) -> int:
+        return int(model.logits(known, range(len(known)), attention)[-1].argmax())
+
+    steps = compare(after, tokenizer.encode(text), 20, set(), 2, 5)
+    print(f"20 tokens in {steps} steps")

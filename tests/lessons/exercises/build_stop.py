@@ -1,0 +1,119 @@
+"""Checks `StopStream`: python -m lessons build stop --check FILE"""
+
+from itertools import pairwise, product
+
+import pytest
+from build_check import expect, load
+
+from lessons.lesson import ask, make_llm
+
+StopStream = load("stop.py", "StopStream")
+
+
+def by_definition(stops: list[str], tokens: list[bytes]) -> tuple[str, bool]:
+    """What is shown after these tokens, and whether a stop string is complete."""
+    text = b"".join(tokens).decode(errors="ignore")  # without an incomplete character at the end
+    for end in range(len(text) + 1):
+        for stop in stops:
+            if text[:end].endswith(stop):
+                return text[: end - len(stop)], True
+    held = [n for stop in stops for n in range(len(stop)) if text.endswith(stop[:n])]
+    return text[: len(text) - max(held, default=0)], False
+
+
+def compare(stops: list[str], tokens: list[bytes]) -> None:
+    """Add the tokens one by one, and compare what is shown."""
+    stream, shown, what = StopStream(stops), "", f"Stop strings {stops}"
+    for number, token in enumerate(tokens, 1):
+        said = tokens[:number]
+        text = stream.add(token)
+        expect(isinstance(text, str), f"`add` should return a string, but it returns {text!r}.")
+        shown += text
+        want, ended = by_definition(stops, said)
+        expect(
+            shown == want,
+            f"{what}, tokens {said}: {want!r} should be shown by now, but it is {shown!r}.",
+        )
+        expect(
+            stream.ended == ended,
+            f"{what}, tokens {said}: `ended` should be {ended}, but it is {stream.ended!r}.",
+        )
+    want = want if ended else b"".join(tokens).decode(errors="ignore")
+    shown += (last := stream.finish())
+    expect(
+        shown == want,
+        f"{what}, tokens {tokens}, and no more follow: {want!r} should be shown in all, but with "
+        f"{last!r} from `finish` it is {shown!r}.",
+    )
+
+
+def cut(data: bytes, *ends: int) -> list[bytes]:
+    return [data[a:b] for a, b in zip((0, *ends), (*ends, len(data)), strict=True)]
+
+
+def test_the_example() -> None:
+    compare(["END"], [b"in E", b"N", b"g", b"l", b"ENDs", b"more"])
+    compare(["END"], [b"an E"])
+
+
+def test_characters_of_several_tokens() -> None:
+    for text in ("€", "a€b", "né", "😀!"):
+        data = text.encode()
+        for end in range(1, len(data)):
+            compare([], cut(data, end))
+        compare([], cut(data, *range(1, len(data))))
+    compare([], [b"a", b"\xe2\x82"])
+
+
+@pytest.mark.parametrize(
+    "stops", [["b"], ["ab"], ["aab"], ["aba"], ["ab", "b"], ["b", "ab"], ["abb", "ba"]]
+)
+def test_all_short_texts(stops: list[str]) -> None:
+    """Texts of two letters, in one token, in any two and letter by letter, the shortest first."""
+    for length in range(1, 7):
+        for letters in product(b"ab", repeat=length):
+            compare(stops, [bytes(letters)])
+            for end in range(1, length):
+                compare(stops, cut(bytes(letters), end))
+            compare(stops, [bytes([letter]) for letter in letters])
+
+
+def test_the_first_that_is_complete() -> None:
+    compare(["abcd", "bc"], [b"xabcd"])
+    compare(["cd", "b"], [b"abcd"])
+    compare(["aaaa", "ab"], [b"aaab"])
+    compare(["x", "\n\n"], [b"1\n", b"2\n", b"\n3"])
+
+
+def test_a_stop_string_of_several_bytes() -> None:
+    for end in range(1, 7):
+        compare(["€€"], cut("a€€b".encode(), end))
+    compare(["é"], [b"a\xc3", b"\xa9b"])
+
+
+def test_two_streams_are_independent() -> None:
+    one, other = StopStream(["ab"]), StopStream(["ab"])
+    one.add(b"a")
+    got = other.add(b"b")
+    expect(got == "b", f"Another stream has held back 'a'. This one should show 'b', not {got!r}.")
+
+
+def test_answers_of_the_model() -> None:
+    llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=64)
+    for question, stops in (
+        ("Count from 1 to 9\n", ["4, 5", ", 7"]),
+        ("What is 12 + 30?\n", ["= 42", "+"]),
+        ("What is prefix sharing?\n", [" the ", "\n", "a"]),
+    ):
+        [plain] = ask(llm, [question], max_tokens=30)
+        [wanted] = ask(llm, [question], max_tokens=30, stop=stops)
+        ids, stream, shown = plain.outputs[0].token_ids, StopStream(stops), ""
+        texts = [llm.get_tokenizer().decode(ids[:end]) for end in range(len(ids) + 1)]
+        for before, after in pairwise(texts):
+            shown += stream.add(after.removeprefix(before).encode())
+        shown += stream.finish()
+        expect(
+            shown == wanted.outputs[0].text,
+            f"{question!r} with stop={stops}: the engine answers {wanted.outputs[0].text!r}, and "
+            f"your stream of the same tokens shows {shown!r}.",
+        )
