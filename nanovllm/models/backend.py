@@ -135,12 +135,16 @@ class Backend:
         return lambda decode_rows: None
 
     def capture_decode(
-        self, decode: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], positions: np.ndarray
+        self,
+        decode: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        positions: np.ndarray,
+        smallest: Callable[[int], int],
     ) -> DecodeGraphs:
         """Capture a decode step for as many sizes as possible. See backends/gpu/graphs.py.
 
         `decode` takes rows [S] and their order [S], and returns hidden states [S, E] and tokens
-        [S]. `positions` [N + 1] belong to N rows and padding, on the host.
+        [S]. `positions` [N + 1] belong to N rows and padding, on the host. `smallest` returns the
+        minimum of a number over all ranks.
         """
         raise NotImplementedError
 
