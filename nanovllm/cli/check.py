@@ -68,13 +68,13 @@ def about() -> list[str]:
     cpuinfo = Path("/proc/cpuinfo")
     names = re.findall("model name.*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
     processor = (names or [platform.processor() or platform.machine()])[0]
-    compilers = filter(None, [os.environ.get("CC"), "gcc", "clang", "cc"])  # as Triton finds one
-    compiler = next(filter(None, map(shutil.which, compilers)), "none")
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "gcc"
+    found = "" if shutil.which(compiler) else " (not found)"  # Triton searches as the line above
     return [
         f"nanovllm {__version__}, Python {platform.python_version()}, {platform.platform()}",
         ", ".join(installed),
         f"CPU {processor}, {len(available_cores())} cores, load {psutil.getloadavg()[0]:.1f}; "
-        f"C compiler {compiler}",
+        f"C compiler {compiler}{found}",
     ]
 
 

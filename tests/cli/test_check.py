@@ -76,6 +76,15 @@ def test_no_row_has_the_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--limit: -3 is not more than 0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("compiler", "shown"), [("/nonexistent", " (not found)"), ("sh", "")])
+def test_the_c_compiler_of_triton(
+    compiler: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not search for another one if CC is set."""
+    monkeypatch.setenv("CC", compiler)
+    assert check.about()[-1].endswith(f"C compiler {compiler}{shown}")
+
+
 def test_a_process_that_does_not_start(capsys: pytest.CaptureFixture[str]) -> None:
     assert check.run_table(lambda start: python("import no_such_module"), limit=60) == 1
     assert "ModuleNotFoundError: No module named 'no_such_module'" in capsys.readouterr().out
