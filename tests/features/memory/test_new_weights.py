@@ -237,14 +237,15 @@ def memory(kind):
 resident, more = [], []
 for i in range(50):
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
-    resident.append(memory("VmRSS"))
+    before = memory("VmRSS")
     llm.load_weights(
         (name, torch.full(shape, i / 50, dtype=torch.bfloat16)) for name, shape in shapes.items()
     )
-    more.append(memory("VmHWM") - resident[-1])
+    resident.append(memory("VmRSS"))
+    more.append(memory("VmHWM") - before)
     llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
 size = sum(torch.Size(shape).numel() * 4 for shape in shapes.values())
-print((max(resident[2:]) - min(resident[2:])) / size, max(more) / size)
+print((max(resident[40:]) - max(resident[:10])) / size, max(more) / size)
 """
 
 
@@ -254,6 +255,5 @@ def test_memory_does_not_grow(large: Path) -> None:
     done = fresh.run(MEMORY.format(path=str(large)))
     assert done.returncode == 0, done.stderr
     growth, more = map(float, done.stdout.split())
-    print(growth, more)
     assert growth < 0.1
-    assert 0.1 < more < 0.8
+    assert more < 0.8

@@ -155,6 +155,5 @@ def test_the_memory_of_the_process_falls(large: Path) -> None:
     done = fresh.run(MEMORY.format(path=str(large)))
     assert done.returncode == 0, done.stderr
     cache, weights, first, second = map(int, done.stdout.split())
-    print(cache, weights, first, second)
     assert first > 0.8 * cache
     assert second > 0.8 * (cache + weights)
