@@ -7,7 +7,7 @@ python -m lessons beams             runs an elective
 python -m lessons 5 --answers 17 b  compares your answers to its questions
 python -m lessons 5 --answers       shows the answers
 python -m lessons ladder            runs the same requests with one idea after another
-python -m lessons puzzle            lists Triton kernels with one line to fill in
+python -m lessons puzzle            lists Triton kernels to complete
 python -m lessons break             lists faults of scheduler and block managers to find
 python -m lessons build             lists parts of the engine to write yourself
 """
@@ -45,7 +45,7 @@ LESSONS = {
 }
 MODULES = {
     "ladder": "ladder",
-    "puzzle": "lesson10a_puzzles",
+    "puzzle": "puzzle_it",
     "break": "break_it",
     "build": "build_it",
 }
@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--answers", nargs="*", metavar="YOURS", help="show the answers, or compare yours with them"
     )
-    parser.add_argument("--check", metavar="FILE", help="check your solution of a task of `build`")
+    parser.add_argument("--check", metavar="FILE", help="check your solution of a task or a puzzle")
     parser.add_argument(
         "-h", "--help", action="store_true", help="show this text, or the text of a lesson"
     )
@@ -116,11 +116,11 @@ def main(argv: list[str] | None = None) -> None:
         elif parts(args.what or "") and args.which is None and args.check is None:
             run_lesson(args.what, args.answers)
         elif args.what == "puzzle":
-            load(args.what).run_puzzle(args.which, args.answers)
+            load(args.what).run(args.which, args.answers, args.check)
         elif args.what == "break":
             load(args.what).run(args.which, args.answers)
         elif args.check is not None and args.what != "build":
-            raise ValueError("only build takes --check")
+            raise ValueError("only build and puzzle take --check")
         elif args.what == "build" and args.answers is None:
             build = load(args.what)
             build.write(args.which) if args.check is None else build.check(args.which, args.check)
