@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     )
     from nanovllm.features.requests.embeddings.pooling import PoolingParams as PoolingParams
     from nanovllm.features.requests.loglikelihood import LoglikelihoodOutput as LoglikelihoodOutput
+    from nanovllm.features.requests.rerank import ScoringOutput as ScoringOutput
+    from nanovllm.features.requests.rerank import ScoringRequestOutput as ScoringRequestOutput
     from nanovllm.features.requests.tool_calls import parse_tool_calls as parse_tool_calls
     from nanovllm.inputs import TextPrompt as TextPrompt
     from nanovllm.inputs import TokensPrompt as TokensPrompt
@@ -51,6 +53,8 @@ MODULES = {
     "RequestMetrics": "nanovllm.outputs",
     "RequestOutput": "nanovllm.outputs",
     "SamplingParams": "nanovllm.sampling_params",
+    "ScoringOutput": "nanovllm.features.requests.rerank",
+    "ScoringRequestOutput": "nanovllm.features.requests.rerank",
     "StreamOutput": "nanovllm.outputs",
     "StructuredOutputsParams": "nanovllm.sampling_params",
     "TextPrompt": "nanovllm.inputs",

@@ -45,8 +45,7 @@ class StreamOutput:
     finish_reason: str | None  # None until the last output; then as in CompletionOutput
     stop_reason: int | str | None = None  # as in CompletionOutput
     logprobs: list[dict[int, Logprob]] | None = None  # one dict per token of token_ids
-    # Set in the first output of sample 0, if requested. It is the same as in RequestOutput.
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # in the first of sample 0
     reasoning: str = ""  # the new text of the thinking
 
 

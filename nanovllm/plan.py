@@ -181,6 +181,7 @@ class LogitRules:
     min_tokens: int = 0
     stops: tuple[int, ...] = ()
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()  # reported too
     logits_processors: tuple[Callable[..., Any], ...] = ()
     grammar: Any = None  # nanovllm.features.requests.structured.Grammar
     thinking: Any = None  # nanovllm.features.requests.thinking.Thinking

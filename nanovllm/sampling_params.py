@@ -122,6 +122,7 @@ class SamplingParams(KnownFields):
     logits_processors: functions (output ids, logits) -> logits or (prompt ids, output ids, logits)
         -> logits, called for each token with lists of ids and float32 logits [V].
     structured_outputs: a grammar that the output follows; see StructuredOutputsParams.
+    logprob_token_ids: report the log-probabilities of these tokens at each position.
     thinking_token_budget: end the thinking after so many tokens; -1: no limit.
 
     Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value. Fields may
@@ -153,6 +154,7 @@ class SamplingParams(KnownFields):
     detokenize: bool = True
     logits_processors: Sequence[LogitsProcessor] | None = ()
     structured_outputs: StructuredOutputsParams | None = None
+    logprob_token_ids: Sequence[int] | None = None
     thinking_token_budget: Annotated[int, -1, math.inf] | None = None
 
     @classmethod
@@ -193,17 +195,13 @@ class SamplingParams(KnownFields):
             raise ValueError(
                 "stop strings need the text: set detokenize=True, or use stop_token_ids"
             )
-        self.stop_token_ids = [
-            check_scalar("a stop token id", token, int, TOKEN_IDS)
-            for token in self._as_list("stop_token_ids")
-        ]
-        if self.allowed_token_ids is not None:
-            self.allowed_token_ids = [
-                check_scalar("an allowed token id", token, int, TOKEN_IDS)
-                for token in self._as_list("allowed_token_ids")
-            ]
-            if not self.allowed_token_ids:
-                raise ValueError("allowed_token_ids is empty; None allows every token")
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+            if name == "stop_token_ids" or getattr(self, name) is not None:
+                ids = self._as_list(name)
+                what = f"a token id of {name}"
+                setattr(self, name, [check_scalar(what, token, int, TOKEN_IDS) for token in ids])
+        if self.allowed_token_ids == []:
+            raise ValueError("allowed_token_ids is empty; None allows every token")
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise TypeError(

@@ -16,7 +16,10 @@ DISK = disk_cache
 
 MUTANTS = {
     "a block is loaded with the KV of another one": Mutant(
-        DISK, "restore", "write(block := A, i)", "write(block := A, num_loaded)"
+        DISK,
+        "restore",
+        "places.append((free[len(places)], i))",
+        "places.append((free[len(places)], len(places)))",
     ),
     "a loaded block is found after any beginning": Mutant(
         DISK, "restore", "blocks.hash_block(parent_hash, A)", "blocks.hash_block(b'', A)"
@@ -26,10 +29,10 @@ MUTANTS = {
     ),
     "a loaded block stays free": Mutant(DISK, "restore", "blocks.free.pop()", "pass"),
     "a block is loaded that is cached already": Mutant(
-        DISK, "restore", "blocks.find(A) is not None", "False"
+        DISK, "restore", "blocks.find(A) is None", "True"
     ),
     "another block is taken than the one with the KV": Mutant(
-        DISK, "restore", "blocks.free[-1]", "blocks.free[0]"
+        DISK, "restore", "reversed(blocks.free)", "blocks.free"
     ),
 }
 
@@ -56,7 +59,7 @@ class DiskHistory(History):
         start = block.block_id * self.size
         return self.runner.memory[start : start + self.size]
 
-    def write(self, block: Block, content: list[tuple[int, int] | None]) -> None:
+    def write_kv(self, block: Block, content: list[tuple[int, int] | None]) -> None:
         start = block.block_id * self.size
         self.runner.memory[start : start + self.size] = content
 
@@ -70,13 +73,16 @@ class DiskHistory(History):
         cached = self.disks.cached_blocks(self.block_manager)
         saved = [(block.parent_block_hash.hex(), block.token_ids) for block in cached]
         kv = [self.kv_of(block) for block in cached]
+
+        def write(places: list[tuple[Block, int]]) -> None:
+            for block, i in places:
+                self.write_kv(block, kv[i])
+
         super().reset()
         if self.rng.random() < 0.5:
             self.add()
             self.run_all()
         if self.block_manager.enable_prefix_caching:
-            self.num_loaded += self.disks.restore(
-                self.block_manager, saved, lambda block, i: self.write(block, kv[i])
-            )
+            self.num_loaded += self.disks.restore(self.block_manager, saved, write)
 
     abandon = reset  # so that it happens more often

@@ -200,8 +200,9 @@ def smallest(number: int, ranks: Ranks | None) -> int:
 def make_fast_steps(config: EngineConfig, ranks: Ranks | None, runner: ModelRunner) -> None:
     """Reduce the overhead of decodes: fuse the layers on a CPU, or capture on a GPU."""
     backend, model = runner.backend, runner.model
-    if ranks is None:  # fused layers have no all-reduce
-        runner.fused_model = backend.fuse_layers(model, runner.attention) or model
+    # Fused layers have no all-reduce.
+    fused = backend.fuse_layers(model, runner.attention) if ranks is None else None
+    runner.fused_model = fused or model
     # A capture runs steps, in which ranks wait for each other: all of them capture, or none does.
     if config.enforce_eager or not smallest(int(backend.captures), ranks):
         return

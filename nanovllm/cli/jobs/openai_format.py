@@ -1,8 +1,8 @@
 """OpenAI's format: makes prompts and parameters from a request's body, and a response from outputs.
 
-The endpoints are /v1/chat/completions, /v1/completions and /v1/embeddings. vLLM's additional fields
-are known too. A field with the value null counts as left out. An unknown field or unsupported value
-is an error: ignoring it would change what the caller asked for.
+The endpoints are /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/score and /v1/rerank.
+vLLM's additional fields are known too. A field with the value null counts as left out. An unknown
+field or unsupported value is an error: ignoring it would change what the caller asked for.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from base64 import b64encode
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,18 +20,21 @@ import numpy as np
 from nanovllm.engine.chat_template import as_conversations
 from nanovllm.engine.request import Progress, Request
 from nanovllm.features.requests.embeddings.pooling import PoolingParams
+from nanovllm.features.requests.rerank import Scorer
 from nanovllm.features.requests.tool_calls import ToolUse
 from nanovllm.inputs import Prompt, as_list
 from nanovllm.outputs import CompletionOutput, Logprob
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
-from nanovllm.utils.checks import check_scalar
+from nanovllm.utils.checks import check_scalar, unknown_name
 from nanovllm.utils.errors import why_no_token
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+SCORE, RERANK = "/v1/score", "/v1/rerank"
 Fields = dict[str, Any]
+PAIRS = ("data_1", "data_2"), ("queries", "documents"), ("text_1", "text_2")  # of scores
 TEMPLATE = ("add_generation_prompt", "continue_final_message", "chat_template")
 # Fields that have no effect. Where a value is named, another value is an error.
 UNUSED = {"best_of": 1, "echo": False, "stream": False, "suffix": ""} | dict.fromkeys(
@@ -49,6 +52,8 @@ class Job:
     params: SamplingParams | PoolingParams
     encoding: str = "float"  # of embeddings: "float" or "base64"
     tool_use: ToolUse | None = None  # of chats
+    scorer: Scorer | None = None  # of scores
+    top_n: int = 0  # so many documents of a rerank, the best first; 0: all
 
     def submit(self, llm: LLM) -> list[Request]:
         """Queue all prompts. If one raises ValueError or TypeError, none is queued."""
@@ -57,7 +62,7 @@ class Job:
         llm.engine.add(requests)
         return requests
 
-    def response(self, name: str, requests: Iterable[Request]) -> Fields:
+    def response(self, name: str, requests: Sequence[Request]) -> Fields:
         """Return the body of the response to `requests`, which have ended.
 
         Raises the error of a request that has no result.
@@ -65,13 +70,16 @@ class Job:
         outputs = [checked_output(request) for request in requests]
         num_prompt = sum(len(out.prompt_token_ids) for out in outputs)
         body: Fields = {"id": name, "created": int(time.time()), "model": self.model}
+        if self.scorer is not None:
+            body |= scores(self.scorer, requests, self.url, self.top_n)
+            return body | {"usage": token_counts(num_prompt, 0)}
         if isinstance(self.params, PoolingParams):
             vectors: list[Any] = [out.outputs.embedding for out in outputs]
             if self.encoding == "base64":  # of little-endian float32 numbers
                 vectors = [b64encode(np.asarray(v, "<f4").tobytes()).decode() for v in vectors]
             data = [Fields(object="embedding", index=i, embedding=v) for i, v in enumerate(vectors)]
             return body | {"object": "list", "data": data, "usage": token_counts(num_prompt, 0)}
-        num_top = self.params.logprobs or 0
+        num_top = -1 if self.params.logprob_token_ids else self.params.logprobs or 0
         samples = [sample for out in outputs for sample in out.outputs]
         body["object"] = "chat.completion" if self.tool_use else "text_completion"
         body["choices"] = [choice(s, i, self.tool_use, num_top) for i, s in enumerate(samples)]
@@ -95,7 +103,7 @@ def parse(llm: LLM, url: Any, body: Any, model: str, trust_chat_templates: bool 
 
     Raises ValueError or TypeError, and ImportError for a missing package.
     """
-    check_scalar("url", url, str, (CHAT, COMPLETIONS, EMBEDDINGS))
+    check_scalar("url", url, str, (CHAT, COMPLETIONS, EMBEDDINGS, SCORE, RERANK))
     check_scalar("body", body, dict)
     given = {name: value for name, value in body.items() if value is not None}
     if (name := given.pop("model", model)) != model:
@@ -103,6 +111,8 @@ def parse(llm: LLM, url: Any, body: Any, model: str, trust_chat_templates: bool 
     for name, only in UNUSED.items():
         if (value := given.pop(name, only)) != only and only is not None:
             raise ValueError(f"{name}={value!r:.80} is not supported; leave it out")
+    if url in (SCORE, RERANK):
+        return score_job(llm, url, given, model)
     if url == CHAT:
         more = given.get("chat_template_kwargs", {})
         check_scalar("chat_template_kwargs", more, dict)
@@ -134,6 +144,21 @@ def parse(llm: LLM, url: Any, body: Any, model: str, trust_chat_templates: bool 
             )
         params.structured_outputs = tool_use.grammar()
     return Job(url, model, prompts, params, tool_use=tool_use)
+
+
+def score_job(llm: LLM, url: str, given: Fields, model: str) -> Job:
+    """Return the job of a body of /v1/score or /v1/rerank."""
+    pairs = [("query", "documents")] if url == RERANK else PAIRS
+    names = next((pair for pair in pairs if pair[0] in given), pairs[0])
+    fields = (*names, "instruction", *["top_n"] * (url == RERANK))
+    for name in given.keys() - fields:
+        raise TypeError(unknown_name(f"field of {url}", name, fields))
+    top_n = check_scalar("top_n", given.get("top_n", 0), int, (0, math.inf))
+    first, second = map(given.get, names)
+    if url == RERANK:
+        check_scalar("query", first, str)
+    scorer = Scorer(llm.engine, first, second, given.get("instruction"), names)
+    return Job(url, model, scorer.prompts, scorer.params, scorer=scorer, top_n=top_n)
 
 
 def chat_prompt(llm: LLM, given: Fields, tools: list[Fields] | None = None) -> Prompt:
@@ -191,6 +216,20 @@ def checked_output(request: Request) -> Any:
     if any(sample.seq.finish_reason == "error" for sample in request.samples):
         raise RuntimeError(f"no token could be sampled: {why_no_token(request.params)}")
     return request.output
+
+
+def scores(scorer: Scorer, requests: Sequence[Request], url: str, top_n: int) -> Fields:
+    """Return the fields of a response with scores."""
+    values = [output.outputs.score for output in scorer.outputs(requests)]
+    if url == SCORE:
+        data = [Fields(object="score", index=i, score=value) for i, value in enumerate(values)]
+        return {"object": "list", "data": data}
+    best = sorted(range(len(values)), key=values.__getitem__, reverse=True)[: top_n or None]
+    results = [
+        Fields(index=i, document={"text": scorer.second[i]}, relevance_score=values[i])
+        for i in best
+    ]
+    return {"results": results}
 
 
 def token_counts(prompt: int, new: int) -> dict[str, int]:

@@ -17,6 +17,8 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -42,7 +44,6 @@ def save(engine: LLMEngine, config: EngineConfig, path: str | os.PathLike[str]) 
     from safetensors.torch import save_file
 
     metadata, file = fingerprint(engine, config), Path(path).expanduser() / NAME
-    file.parent.mkdir(parents=True, exist_ok=True)
     with engine.idle():
         if not (blocks := cached_blocks(engine.scheduler.block_manager)):
             return 0
@@ -51,6 +52,7 @@ def save(engine: LLMEngine, config: EngineConfig, path: str | os.PathLike[str]) 
         kv = torch.stack([kv_of(engine.runner, block).cpu() for block in blocks])
     metadata["checksum"] = checksum(metadata, kv)
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         # A process that loads the old file meanwhile keeps it open.
         with TemporaryDirectory(prefix=f"{NAME}-", dir=file.parent) as temporary:
             save_file({"kv": kv}, Path(temporary) / NAME, metadata)
@@ -76,8 +78,10 @@ def load(engine: LLMEngine, config: EngineConfig, path: str | os.PathLike[str]) 
         if found.pop("checksum") != checksum(found, kv):
             raise ValueError("its content has another checksum")
     except Exception as error:  # the error types of safetensors are not public
-        why = f"{file} is damaged, and nothing was loaded ({error!s:.200}); remove it"
-        raise ValueError(why) from None
+        raise ValueError(
+            f"{file} is damaged or cannot be read, and nothing was loaded ({error!s:.200}); remove "
+            "it, or use another directory"
+        ) from None
     saved = json.loads(found.pop("blocks"))
     different = [
         f"{name} is {found.get(name)!s:.99} in the file and {expected.get(name)!s:.99} here"
@@ -91,9 +95,7 @@ def load(engine: LLMEngine, config: EngineConfig, path: str | os.PathLike[str]) 
         )
     with engine.idle():
         num_loaded = restore(
-            engine.scheduler.block_manager,
-            saved,
-            lambda block, i: kv_of(engine.runner, block).copy_(kv[i]),
+            engine.scheduler.block_manager, saved, partial(write_kv, engine.runner, kv)
         )
     num_tokens, num_saved = (n * config.block_size for n in (num_loaded, len(saved)))
     logger.info(f"loaded the KV of {num_tokens:,} of {num_saved:,} tokens in {file}")
@@ -110,38 +112,67 @@ def cached_blocks(blocks: BlockManager) -> list[Block]:
 
 
 def restore(
-    blocks: BlockManager, saved: list[tuple[str, list[int]]], write: Callable[[Block, int], object]
+    blocks: BlockManager,
+    saved: list[tuple[str, list[int]]],
+    write: Callable[[list[tuple[Block, int]]], None],
 ) -> int:
-    """Cache blocks of a file in free blocks, also of host memory. Returns their number.
+    """Cache saved blocks in free blocks, then in free host blocks. Returns their number.
 
-    `write(block, i)` copies the KV of the i-th saved block to a block that is still free. An error
-    or Ctrl-C therefore leaves complete blocks only.
+    `write` gets pairs (block, i), and copies the KV of the i-th saved block to the block. It is
+    still free then, so that an error or Ctrl-C changes nothing.
     """
-    num_loaded = 0
+    host = blocks if isinstance(blocks, HostCacheBlockManager) else None
+    free = [blocks.blocks[block_id] for block_id in reversed(blocks.free)]
+    if host is not None:
+        free += [HostBlock(block_id) for block_id in reversed(host.host_free)]
+    places: list[tuple[Block, int]] = []
+    contents: list[tuple[bytes, list[int], bytes]] = []
     for i, (parent, token_ids) in enumerate(saved):
         parent_hash = bytes.fromhex(parent)
         block_hash = blocks.hash_block(parent_hash, token_ids)
-        content = block_hash, token_ids, parent_hash
-        if blocks.find(block_hash) is not None:
-            continue
-        if blocks.free:
-            write(block := blocks.blocks[blocks.free[-1]], i)
-            with hold_interrupt():
+        if len(places) < len(free) and blocks.find(block_hash) is None:
+            places.append((free[len(places)], i))
+            contents.append((block_hash, token_ids, parent_hash))
+    write(places)
+    with hold_interrupt():
+        for (block, _), content in zip(places, contents, strict=True):
+            # What this process has used is evicted last, and before that the first blocks.
+            if host is not None and isinstance(block, HostBlock):
+                host.host_free.pop()
+                block.block_hash, block.token_ids, block.parent_block_hash = content
+                host.hash_to_host_block[block.block_hash] = block
+                host.hash_to_host_block.move_to_end(block.block_hash, last=False)
+            else:
                 blocks.free.pop()
                 blocks.cache(block, *content)
-                # What this process has used is evicted last, and before that the first blocks.
                 blocks.evictable[block.block_id] = None
                 blocks.evictable.move_to_end(block.block_id, last=False)
-        elif isinstance(blocks, HostCacheBlockManager) and blocks.host_free:
-            write(host_block := HostBlock(blocks.host_free[-1], 0, *content), i)
-            with hold_interrupt():
-                blocks.host_free.pop()
-                blocks.hash_to_host_block[block_hash] = host_block
-                blocks.hash_to_host_block.move_to_end(block_hash, last=False)
+    return len(places)
+
+
+def write_kv(runner: Any, kv: Tensor, places: list[tuple[Block, int]]) -> None:
+    """Copy rows of `kv` [n, layers, 2, K, B, D] to blocks, up to 64 rows at once.
+
+    A copy of one block takes little longer to execute than to distribute to threads. More rows
+    would take more memory on a GPU.
+    """
+    import torch
+
+    def run_of(item: tuple[int, tuple[Block, int]]) -> tuple[bool, int, int]:
+        i, (block, row) = item
+        return isinstance(block, HostBlock), row - i, i // 64
+
+    cache: Tensor = runner.attention.cache.view(torch.int16)  # fp8 has no index_copy_
+    for _, group in groupby(enumerate(places), run_of):
+        blocks, rows = zip(*(place for _, place in group), strict=True)
+        part = kv[rows[0] : rows[-1] + 1]
+        if isinstance(blocks[0], HostBlock):
+            for block, content in zip(blocks, part, strict=True):
+                kv_of(runner, block).copy_(content)
         else:
-            break
-        num_loaded += 1
-    return num_loaded
+            index = torch.tensor([block.block_id for block in blocks], device=cache.device)
+            part = part.to(cache.device).view(torch.int16).movedim(0, 2)
+            cache.index_copy_(2, index, part)
 
 
 def kv_of(runner: Any, block: Block) -> Tensor:
@@ -190,13 +221,13 @@ def fingerprint(engine: LLMEngine, config: EngineConfig) -> dict[str, str]:
     return {
         "format": "2",
         "model": os.fspath(config.model),
+        "weights": weights,
+        "quantization": quantization,
         "dtype": str(runner.dtype),
         "dtype of the KV cache": str(runner.attention.cache.dtype),
-        "fp8 scales": str(runner.attention.scales),
         "block_size": str(config.block_size),
-        "quantization": quantization,
-        "weights": weights,
         **{f"{name} in config.json": json.dumps(value) for name, value in config_json},
+        "fp8 scales": str(runner.attention.scales),
     }
 
 

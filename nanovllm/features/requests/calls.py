@@ -13,6 +13,7 @@ from nanovllm.engine.request import Request
 from nanovllm.features.requests.beam_search import BeamSearchOutput
 from nanovllm.features.requests.embeddings.pooling import EmbeddingRequestOutput, PoolingParams
 from nanovllm.features.requests.loglikelihood import LoglikelihoodOutput, tokenize_pairs
+from nanovllm.features.requests.rerank import Scorer, ScoringRequestOutput
 from nanovllm.inputs import Prompt, ShowProgress, pair_up
 from nanovllm.sampling_params import BeamSearchParams
 
@@ -91,6 +92,26 @@ class OptionalCalls(ABC):
         pairs = tokenize_pairs(self.engine.input_processor, prompts, continuations)
         return unaborted(self._run(pairs, use_tqdm, "Scoring"))
 
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        use_tqdm: ShowProgress = True,
+        *,
+        instruction: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Return how well each text of `data_2`, a document, answers a query; see rerank.py.
+
+        data_1: a query for each text, or one for all. What its prompts share is computed once.
+        instruction: the task of a reranker. None: the task of its model card, a web search.
+
+        With an embedding model a score is the cosine of the two embeddings. Raises ArithmeticError
+        if the model computed NaN. Other errors are as in `generate`.
+        """
+        scorer = Scorer(self.engine, data_1, data_2, instruction)
+        pairs = [(prompt, scorer.params) for prompt in scorer.prompts]
+        return scorer.outputs(self._run(pairs, use_tqdm, "Scoring"))
+
     def save_prefix_cache(self, path: str | os.PathLike[str]) -> int:
         """Save the blocks of the prefix cache to a file in the directory `path`, which is made.
 
@@ -141,6 +162,26 @@ class OptionalCalls(ABC):
         from nanovllm.features.memory.new_weights import load_weights
 
         load_weights(self.engine, self._config, weights, partial)
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the KV cache, and on a GPU the weights: level 1 copies them to host memory.
+
+        Level 2 frees the weights on any device, and they have to be loaded after `wake_up`. The
+        prefix cache is emptied. Until `wake_up`, all calls raise RuntimeError, as this one does
+        while requests run. With several ranks, each makes the same call.
+        """
+        from nanovllm.features.memory.sleep import sleep
+
+        sleep(self.engine, level)
+
+    def wake_up(self) -> None:
+        """Allocate again what `sleep` has freed. Does nothing if the engine does not sleep.
+
+        After level 2, all calls raise RuntimeError until `load_weights` has loaded all weights.
+        """
+        from nanovllm.features.memory.sleep import wake_up
+
+        wake_up(self.engine)
 
 
 def unaborted(requests: list[Request]) -> list[Any]:

@@ -241,7 +241,7 @@ WRONG: list[tuple[Any, str]] = [
     (b"[" * 100_000, "recursion"),
     (b"[1, 2]", "must be an object"),
     ({"method": "POST", "url": CHAT, "body": ask("Hi")}, "custom_id must be a string, not None"),
-    (line("x", "/v1/rerank"), "url must be one of /v1/chat/completions"),
+    (line("x", "/v1/rank"), "url must be one of /v1/chat/completions"),
     ({**line("x", CHAT), "body": "Hi"}, "body must be an object, not 'Hi'"),
     (line("x", CHAT, model="gpt", **ask("Hi")), "model 'gpt' does not exist"),
     (line("x", CHAT), "messages must be a list"),

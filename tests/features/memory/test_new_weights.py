@@ -1,5 +1,6 @@
 """An engine with new weights equals a new engine of them, and transformers' model."""
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,72 +10,21 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import make_checkpoint, random_llm
-from hybrid_checkpoints import make_hybrid_checkpoint
-from moe_checkpoints import make_moe_checkpoint
+from weights import MODELS, OPTIONS, PARAMS, WIDE, Pair, answers, logprobs_of, pair
 
-from nanovllm import LLM, SamplingParams
-
-PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0, prompt_logprobs=0)
-PROMPTS = [[(7 * i + 3 * j) % 180 + 1 for j in range(20 + 9 * i)] for i in range(3)]
-WIDE = dict(hidden_size=128, intermediate_size=128)
-EXPERTS = dict(hidden_size=128, moe_intermediate_size=64)
-MODELS: dict[str, Callable[..., torch.nn.Module]] = {
-    "qwen3": lambda path, seed: make_checkpoint(path, seed=seed, **WIDE),
-    "tied": lambda path, seed: make_checkpoint(path, seed=seed, tie=True, **WIDE),
-    "biases": lambda path, seed: make_checkpoint(path, "qwen2", seed=seed),
-    "hybrid": lambda path, seed: make_hybrid_checkpoint(path, seed=seed),
-    "experts": lambda path, seed: make_moe_checkpoint(path, seed=seed, **EXPERTS),
-    "hybrid experts": lambda path, seed: make_moe_checkpoint(
-        path, seed=seed, hybrid=True, shared_expert_intermediate_size=64, **EXPERTS
-    ),
-}
-OPTIONS = {
-    "float32": {},
-    "bfloat16": dict(dtype="bfloat16"),
-    "int8": dict(quantization="int8"),
-    "int4": dict(quantization="int4"),
-    "torch": dict(attention_backend="sdpa"),
-    "torch int4": dict(attention_backend="sdpa", quantization="int4"),
-}
+from nanovllm import LLM
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """Two checkpoints of a kind, with transformers' models."""
-    made: dict[str, Any] = {}
-
-    def get(kind: str) -> Any:
-        if kind not in made:
-            paths = tmp_path_factory.mktemp("old"), tmp_path_factory.mktemp("new")
-            made[kind] = [(path, MODELS[kind](path, seed)) for seed, path in enumerate(paths)]
-        return made[kind]
-
-    return get
-
-
-def answers(llm: LLM) -> tuple[list[list[int]], torch.Tensor]:
-    """Greedy tokens, and the log-probabilities of all tokens but the first of each prompt."""
-    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-    entries = [e for out in outputs for e in [*out.prompt_logprobs[1:], *out.outputs[0].logprobs]]
-    found = [logprob.logprob for entry in entries for logprob in entry.values()]
-    return [list(out.outputs[0].token_ids) for out in outputs], torch.tensor(found)
-
-
-def logprobs_of(model: torch.nn.Module, tokens: list[list[int]]) -> torch.Tensor:
-    """What transformers' model says of the same tokens."""
-    found = []
-    for prompt, output in zip(PROMPTS, tokens, strict=True):
-        ids = torch.tensor([prompt + output])
-        with torch.no_grad():
-            logits = model(ids).logits[0, :-1].log_softmax(-1)
-        found.append(logits.gather(1, ids[0, 1:, None])[:, 0])
-    return torch.cat(found)
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
+    """Returns the pair of a kind, which is made once."""
+    return functools.cache(lambda kind: pair(kind, tmp_path_factory.mktemp("pair")))
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", MODELS)
 def test_new_weights_are_a_new_engine(
-    kind: str, options: str, models: Callable[[str], Any]
+    kind: str, options: str, models: Callable[[str], Pair]
 ) -> None:
     """From each source, and back, with a prefix cache that is full of the other weights' blocks."""
     (old_path, old), (new_path, new) = models(kind)
@@ -102,7 +52,7 @@ def test_new_weights_are_a_new_engine(
 
 
 @pytest.fixture
-def old_and_new(models: Callable[[str], Any]) -> Iterator[tuple[LLM, Any, Any]]:
+def old_and_new(models: Callable[[str], Pair]) -> Iterator[tuple[LLM, Any, Any]]:
     """An engine, its state_dict, and another one. In the end it answers as it did first."""
     (old_path, old), (_, new) = models("qwen3")
     llm = random_llm(old_path)
@@ -153,7 +103,9 @@ def test_wrong_types(old_and_new: tuple[LLM, Any, Any], weights: Any, message: s
 def test_other_directories(old_and_new: tuple[LLM, Any, Any], tmp_path: Path) -> None:
     llm = old_and_new[0]
     make_checkpoint(tmp_path, num_hidden_layers=3, **WIDE)
-    with pytest.raises(ValueError, match="another model: num_layers is 3, and the engine has 2"):
+    with pytest.raises(
+        ValueError, match="is another model than .*: they differ in num_layers; make"
+    ):
         llm.load_weights(tmp_path)
     with pytest.raises(ValueError, match="there is no directory '.*missing'"):
         llm.load_weights(str(tmp_path / "missing"))
@@ -216,7 +168,7 @@ def test_requests_that_run(old_and_new: tuple[LLM, Any, Any]) -> None:
     stream.close()
 
 
-def test_some_weights(models: Callable[[str], Any]) -> None:
+def test_some_weights(models: Callable[[str], Pair]) -> None:
     """One projection of a packed weight, then the others of the model."""
     (path, old), (new_path, new) = models("qwen3")
     llm = random_llm(path)
@@ -233,7 +185,7 @@ def test_some_weights(models: Callable[[str], Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_other_dtypes(models: Callable[[str], Any], dtype: torch.dtype) -> None:
+def test_other_dtypes(models: Callable[[str], Pair], dtype: torch.dtype) -> None:
     (path, _), (_, new) = models("qwen3")
     llm = random_llm(path)
     llm.load_weights({name: tensor.to(dtype) for name, tensor in new.state_dict().items()})
@@ -242,7 +194,7 @@ def test_other_dtypes(models: Callable[[str], Any], dtype: torch.dtype) -> None:
     assert answers(llm)[0] == found[0]
 
 
-def test_a_head_that_the_engine_does_not_have(models: Callable[[str], Any]) -> None:
+def test_a_head_that_the_engine_does_not_have(models: Callable[[str], Pair]) -> None:
     (path, _), (_, new) = models("tied")
     llm, weights = random_llm(path), new.state_dict()
     for form in (dict, lambda pairs: iter(pairs.items())):
@@ -251,7 +203,7 @@ def test_a_head_that_the_engine_does_not_have(models: Callable[[str], Any]) -> N
         llm.load_weights(form(weights))
 
 
-def test_the_prefix_cache_on_disk(models: Callable[[str], Any], tmp_path: Path) -> None:
+def test_the_prefix_cache_on_disk(models: Callable[[str], Pair], tmp_path: Path) -> None:
     (path, _), (new_path, new) = models("qwen3")
     llm = random_llm(path)
     answers(llm)

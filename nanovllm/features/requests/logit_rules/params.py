@@ -21,6 +21,7 @@ def make_rules(
     bias = params.logit_bias or {}
     input_processor.check_vocabulary("logit_bias has", bias)
     input_processor.check_vocabulary("allowed_token_ids has", params.allowed_token_ids)
+    input_processor.check_vocabulary("logprob_token_ids has", params.logprob_token_ids)
     stops = tuple(sorted(stop_token_ids))
     grammar = None
     if params.structured_outputs is not None:
@@ -37,6 +38,7 @@ def make_rules(
         min_tokens=min(params.min_tokens, input_processor.max_model_len),
         stops=stops if params.min_tokens else (),
         logprobs=num_logprobs(input_processor, "logprobs", params.logprobs),
+        logprob_token_ids=tuple(params.logprob_token_ids or ()),
         logits_processors=tuple(params.logits_processors or ()),
         grammar=grammar,
         thinking=make_thinking(input_processor, params, separates),

@@ -214,12 +214,14 @@ class RulesBatch:
         penalized = [(i, row.row, row.rules) for i, row in rows if has_penalties(row.rules)]
         self.penalties = Penalties(penalized, state.penalties) if penalized else None
         # 4. Log-probabilities.
-        reported = [(i, row.row, row.rules.logprobs) for i, row in rows]
-        self.reported = [(i, row, k) for i, row, k in reported if k is not None]
-        self.reported_index = send([i for i, *_ in self.reported])
-        self.num_logprobs = max((k for *_, k in self.reported), default=0)
+        self.reported = [(i, row) for i, row in rows if row.rules.logprobs is not None]
+        self.reported_index = send([i for i, _ in self.reported])
+        self.num_logprobs = max((row.rules.logprobs or 0 for _, row in self.reported), default=0)
+        ids = [row.rules.logprob_token_ids for _, row in self.reported]
+        named = [(i, token) for i, tokens in enumerate(ids) for token in tokens]
+        self.named = send(named).view(-1, 2).T.contiguous()  # [2, N]: index in `reported`, token
         self.processed_logprobs = state.processed_logprobs
-        used = [row.filters for _, row in rows if row.rules.logprobs is not None]
+        used = [row.filters for _, row in self.reported]
         self.filters = [  # that a row with log-probabilities uses
             name for i, name in enumerate(FILTERS) if any(x[i] != FILTERS[name] for x in used)
         ]
@@ -296,6 +298,7 @@ class RulesBatch:
             errors, self.errors = self.errors, {}
             completed, self.completed = self.completed, []
         logprobs: Callable[[], list[list[float]]] = list
+        named: list[Callable[[], list[list[float]]]] = []
         if self.reported:
             index, score = self.reported_index, backend.token_logprobs
             if self.processed_logprobs:
@@ -307,13 +310,22 @@ class RulesBatch:
                 some = replace(sampling, temperature=sampling.temperature[index], filters=filters)
                 logits = processed_logits(logits, some, tokens)
             logprobs = start_copy(score(logits, tokens, self.num_logprobs))
+            # In parts, because each token takes a copy of its row's logits.
+            pairs = self.named.split(64, dim=1) if self.named.numel() else ()
+            named = [start_copy(score(logits[i], ids, 0)) for i, ids in pairs]
 
         def add_to(done: StepOutput) -> None:
             done.errors |= errors
             for i in completed:
                 done.token_ids[i] = COMPLETE
-            for (i, row, k), packed in zip(self.reported, logprobs(), strict=True):
-                done.result(row).logprobs.append(unpack_logprobs(packed, done.token_ids[i], k))
+            of_named = (packed for part in named for packed in part())
+            for (i, row), packed in zip(self.reported, logprobs(), strict=True):
+                entry = unpack_logprobs(packed, done.token_ids[i], row.rules.logprobs or 0)
+                # The ids are the first argument, so that zip takes no result after the last id.
+                named_ids = zip(row.rules.logprob_token_ids, of_named, strict=False)
+                known = {token for token, *_ in entry}
+                entry += [(t, p, int(rank)) for t, (p, rank) in named_ids if t not in known]
+                done.result(row.row).logprobs.append(entry)
 
         output.results.append(add_to)
         return output

@@ -26,6 +26,8 @@ class RuledSampling(Sampling):
         """separates: whether thinking is separated from the text, as by `reasoning_parser`."""
         super().__init__(input_processor, params)
         self.separates = separates and params.detokenize
+        if params.logprob_token_ids and params.logprobs is None:
+            self.params.logprobs = 0
         self.rules = make_rules(self.params, input_processor, self.stop_token_ids, separates)
         self.num_prompt_logprobs = num_logprobs(
             input_processor, "prompt_logprobs", params.prompt_logprobs

@@ -1,0 +1,253 @@
+"""Scores equal the model card's code of Qwen3-Reranker with transformers, and cosines."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint, random_llm
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.cli.jobs.run_batch import BatchFiles, run_batch
+from nanovllm.loading.checkpoint import find_checkpoint
+
+QUERY = "What is the capital of China?"
+DOCUMENTS = ["The capital of China is Beijing.", "Gravity", "", "Grüße 你好 😀\n<think> yes", QUERY]
+TASK = "Find documents about cities"
+
+
+def add_tokenizer(path: Path, *words: str) -> Path:
+    """Give a checkpoint the tokenizer of the embedded model, with these words as tokens."""
+    source = find_checkpoint("qwen3-nano")
+    rules = json.loads((source / "tokenizer.json").read_text())
+    for word in words:
+        size = len(rules["model"]["vocab"]) + len(rules["added_tokens"])
+        token = rules["added_tokens"][-1] | {"id": size, "content": word}
+        rules["added_tokens"].append(token)
+    (path / "tokenizer.json").write_text(json.dumps(rules))
+    shutil.copy(source / "tokenizer_config.json", path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> tuple[LLM, torch.nn.Module]:
+    path = tmp_path_factory.mktemp("reranker")
+    model = make_checkpoint(path, tie=True, vocab_size=1100, max_position_embeddings=1024)
+    add_tokenizer(path, "yes", "no")
+    return random_llm(path, skip_tokenizer_init=False, num_kv_cache_blocks=400), model
+
+
+def model_card(tokenizer: Any, model: torch.nn.Module, query: str, doc: str, task: str) -> float:
+    """The steps of the model card: three parts of the prompt, and a softmax over "no" and "yes"."""
+    prefix = '<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    suffix = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    pair = f"<Instruct>: {task}\n<Query>: {query}\n<Document>: {doc}"
+    ids = tokenizer.encode(prefix, add_special_tokens=False)
+    ids += tokenizer(pair)["input_ids"]
+    ids += tokenizer.encode(suffix, add_special_tokens=False)
+    with torch.inference_mode():
+        last = model(torch.tensor([ids])).logits[0, -1]
+    both = [tokenizer.convert_tokens_to_ids(word) for word in ("no", "yes")]
+    return last[both].log_softmax(dim=0)[1].exp().item()
+
+
+@pytest.mark.parametrize("task", [None, TASK])
+def test_scores_equal_the_model_card(
+    reranker: tuple[LLM, torch.nn.Module], task: str | None
+) -> None:
+    llm, model = reranker
+    llm.reset_prefix_cache()
+    found = llm.score(QUERY, DOCUMENTS, use_tqdm=False, instruction=task)
+    text = task or "Given a web search query, retrieve relevant passages that answer the query"
+    tokenizer = llm.get_tokenizer()
+    wanted = [model_card(tokenizer, model, QUERY, doc, text) for doc in DOCUMENTS]
+    scores = [output.outputs.score for output in found]
+    assert scores == pytest.approx(wanted, abs=1e-4)
+    assert max(scores) - min(scores) > 0.1
+    assert len({output.request_id for output in found}) == len(found)
+    # What all prompts share is computed by the first one, except for its last partial block.
+    ids = [output.prompt_token_ids for output in found]
+    shared = next(i for i, tokens in enumerate(zip(*ids, strict=False)) if len(set(tokens)) > 1)
+    assert [o.num_cached_tokens for o in found] == [0, *[shared // 16 * 16] * 4]
+    assert shared > 64
+
+
+def test_pairs(reranker: tuple[LLM, torch.nn.Module]) -> None:
+    llm, _ = reranker
+    queries = [QUERY, "Gravity", "a", "b", "c"]
+    wanted = [llm.score(q, d, use_tqdm=False)[0] for q, d in zip(queries, DOCUMENTS, strict=True)]
+    found = llm.score(queries, DOCUMENTS, use_tqdm=False)
+    assert [x.prompt_token_ids for x in found] == [x.prompt_token_ids for x in wanted]
+    scores = [output.outputs.score for output in found]
+    assert scores == pytest.approx([output.outputs.score for output in wanted], abs=1e-5)
+    processed = random_llm(
+        llm.engine.checkpoint.directory,
+        **dict(skip_tokenizer_init=False, num_kv_cache_blocks=80),
+        logprobs_mode="processed_logprobs",
+    )
+    found = processed.score(queries, DOCUMENTS, use_tqdm=False)
+    assert [output.outputs.score for output in found] == pytest.approx(scores, abs=1e-5)
+
+
+def test_cosines_of_embeddings(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, tie=True, vocab_size=1100)
+    add_tokenizer(tmp_path)
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
+    kinds = {"": "Transformer", "1_Pooling": "Pooling"}  # embeddings are not normalized
+    modules = [{"path": p, "type": f"sentence_transformers.models.{k}"} for p, k in kinds.items()]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    llm = random_llm(tmp_path, skip_tokenizer_init=False)
+    texts = ["a", "What is 2 + 3?", "Spell garden"]
+    vectors = [torch.tensor(o.outputs.embedding) for o in llm.embed(texts, use_tqdm=False)]
+    wanted = [torch.cosine_similarity(vectors[0], v, dim=0).item() for v in vectors]
+    found = llm.score("a", texts, use_tqdm=False)
+    assert [o.outputs.score for o in found] == pytest.approx(wanted, abs=1e-5)
+    found = llm.score(texts, texts, use_tqdm=False)
+    assert [o.outputs.score for o in found] == pytest.approx([1, 1, 1], abs=1e-5)
+    one = llm.get_tokenizer().encode("a")
+    assert found[0].prompt_token_ids == one * 2
+    with pytest.raises(ValueError, match="instruction='x' is for rerankers"):
+        llm.score("a", texts, instruction="x", use_tqdm=False)
+
+
+WRONG: list[tuple[Any, Any, type[Exception], str]] = [
+    ("a", [], ValueError, "data_2 is empty"),
+    ([], "a", ValueError, "data_1 is empty"),
+    (["a", "b"], ["c"], ValueError, "data_1 has 2 texts and data_2 has 1"),
+    ("a", None, TypeError, "data_2 must be"),
+    ("a", [1], TypeError, "data_2 must be a string or a list of strings"),
+    ({"a": 1}, "b", TypeError, "data_1 must be a string or a list of strings"),
+    ("a", "\ud800", ValueError, "UTF-8"),
+    ("a", "word " * 2000, ValueError, "max_model_len"),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "kind", "message"), WRONG)
+def test_what_is_refused(
+    reranker: tuple[LLM, torch.nn.Module], first: Any, second: Any, kind: Any, message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        reranker[0].score(first, second, use_tqdm=False)
+
+
+def test_models_without_scores(embedded: LLM, path: Path) -> None:
+    with pytest.raises(ValueError, match="'yes' and 'no', or an embedding model"):
+        embedded.score("a", "b", use_tqdm=False)
+    with pytest.raises(ValueError, match="skip_tokenizer_init"):
+        random_llm(path).score("a", "b", use_tqdm=False)
+
+
+def test_nan_is_an_error(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, tie=True, vocab_size=1100)
+    torch.nn.init.constant_(model.model.norm.weight, float("nan"))
+    model.save_pretrained(tmp_path)
+    llm = random_llm(add_tokenizer(tmp_path, "yes", "no"), skip_tokenizer_init=False)
+    with pytest.raises(ArithmeticError, match="no score: the model computed NaN"):
+        llm.score("a", "b", use_tqdm=False)
+
+
+def test_a_file_of_requests(reranker: tuple[LLM, torch.nn.Module], tmp_path: Path) -> None:
+    llm, _ = reranker
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("score", {"data_1": QUERY, "data_2": DOCUMENTS}),
+        ("score", {"queries": QUERY, "documents": DOCUMENTS[0], "instruction": TASK}),
+        ("score", {"text_1": [QUERY] * 5, "text_2": DOCUMENTS}),
+        ("rerank", {"query": QUERY, "documents": DOCUMENTS}),
+        ("rerank", {"query": QUERY, "documents": DOCUMENTS, "top_n": 2, "instruction": TASK}),
+        ("score", {"data_1": QUERY}),
+        ("rerank", {"query": [QUERY], "documents": DOCUMENTS}),
+        ("rerank", {"query": QUERY, "documents": DOCUMENTS, "top_n": -1}),
+        ("rerank", {"query": QUERY, "document": DOCUMENTS}),
+        ("score", {"queries": QUERY, "documents": [3], "top_n": 1}),
+    ]
+    lines = [{"custom_id": str(i), "url": f"/v1/{u}", "body": b} for i, (u, b) in enumerate(bodies)]
+    (tmp_path / "in").write_text("\n".join(map(json.dumps, lines)))
+    run_batch(llm, BatchFiles(tmp_path / "in", tmp_path / "out"))
+    read = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    by_id = {int(result["custom_id"]): result for result in read}
+    done = [by_id[i]["response"]["body"] for i in range(5)]
+    plain = [o.outputs.score for o in llm.score(QUERY, DOCUMENTS, use_tqdm=False)]
+    asked = [o.outputs.score for o in llm.score(QUERY, DOCUMENTS, use_tqdm=False, instruction=TASK)]
+    for i in (0, 2):
+        assert [one["score"] for one in done[i]["data"]] == pytest.approx(plain, abs=1e-5)
+    assert done[1]["data"] == [
+        {"object": "score", "index": 0, "score": pytest.approx(asked[0], abs=1e-5)}
+    ]
+    assert done[0]["usage"]["prompt_tokens"] == done[0]["usage"]["total_tokens"] > 500
+    order = sorted(range(5), key=lambda i: -plain[i])
+    assert [one["index"] for one in done[3]["results"]] == order
+    best = max(range(5), key=lambda i: asked[i])
+    assert len(done[4]["results"]) == 2
+    assert done[4]["results"][0] == {
+        "index": best,
+        "document": {"text": DOCUMENTS[best]},
+        "relevance_score": pytest.approx(asked[best], abs=1e-5),
+    }
+    messages = [by_id[i]["error"]["error"]["message"] for i in range(5, 10)]
+    wanted = [
+        "data_2 must be a string",
+        "query must be a string",
+        "top_n must be at least 0",
+        "unknown field of /v1/rerank 'document'; did you mean 'documents'?",
+        "unknown field of /v1/score 'top_n'",
+    ]
+    for message, start in zip(messages, wanted, strict=True):
+        assert message.startswith(start)
+
+
+def test_named_log_probabilities(reranker: tuple[LLM, torch.nn.Module]) -> None:
+    """They are in the logprobs of every token, also of samples and with drafts."""
+    llm, model = reranker
+    ids = [3, 900, 3, 0]
+    fields = dict(temperature=1.2, seed=4, max_tokens=6, ignore_eos=True)
+    params = [
+        SamplingParams(n=2, logprob_token_ids=ids, **fields),
+        SamplingParams(logprobs=2, **fields),
+        SamplingParams(logprobs=1, logprob_token_ids=[7], presence_penalty=1.0, **fields),
+        SamplingParams(**fields),
+    ]
+    prompts = [[5, 6, 7], [5, 6, 8], [9], [10]]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    for prompt, p, output in zip(prompts, params, outputs, strict=True):
+        for sample in output.outputs:
+            if p.logprobs is None and p.logprob_token_ids is None:
+                assert sample.logprobs is None
+                continue
+            with torch.inference_mode():
+                logits = model(torch.tensor([prompt + sample.token_ids])).logits[0]
+            for i, entry in enumerate(sample.logprobs):
+                wanted = logits[len(prompt) + i - 1].log_softmax(dim=0)
+                top = wanted.topk(p.logprobs or 0).indices.tolist()
+                names = [sample.token_ids[i], *top, *(p.logprob_token_ids or [])]
+                assert list(entry) == list(dict.fromkeys(names))
+                for token, logprob in entry.items():
+                    assert logprob.logprob == pytest.approx(wanted[token].item(), abs=1e-4)
+                    assert logprob.rank == 1 + int((wanted > wanted[token]).sum())
+            total = sum(
+                e[t].logprob for t, e in zip(sample.token_ids, sample.logprobs, strict=True)
+            )
+            assert sample.cumulative_logprob == pytest.approx(total)
+    drafting = random_llm(
+        llm.engine.checkpoint.directory, speculative_config={"prompt_lookup_min": 1}
+    )
+    params[0] = SamplingParams(temperature=0, max_tokens=40, logprob_token_ids=ids, ignore_eos=True)
+    wanted, found = (
+        each.generate([[5, 6] * 9], params[0], use_tqdm=False)[0].outputs[0].logprobs
+        for each in (llm, drafting)
+    )
+    assert drafting.stats()["accepted_tokens"] > 5
+    assert [list(entry) for entry in found] == [list(entry) for entry in wanted]
+    for entry, other in zip(found, wanted, strict=True):
+        for token, logprob in entry.items():
+            assert logprob.logprob == pytest.approx(other[token].logprob, abs=1e-4)
+    for value, kind in (
+        ([-1], ValueError),
+        (["a"], TypeError),
+        (3, TypeError),
+        ([1100], ValueError),
+    ):
+        with pytest.raises(kind, match="logprob_token_ids"):
+            llm.generate([[1]], SamplingParams(logprob_token_ids=value), use_tqdm=False)
