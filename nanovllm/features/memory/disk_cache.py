@@ -217,11 +217,12 @@ def fingerprint(engine: LLMEngine, config: EngineConfig) -> dict[str, str]:
         weights = digest_of_files(engine.checkpoint.opened)
     # Other values are formats of checkpoints, which config.json names.
     quantization = config.quantization if config.quantization in ("int8", "int4") else "none"
-    config_json = engine.checkpoint.config.items()
+    config_json, adapter = engine.checkpoint.config.items(), engine.checkpoint.adapter
     return {
         "format": "2",
         "model": os.fspath(config.model),
         "weights": weights,
+        "adapter": str(adapter and (adapter.ranks, adapter.alphas, adapter.use_rslora)),
         "quantization": quantization,
         "dtype": str(runner.dtype),
         "dtype of the KV cache": str(runner.attention.cache.dtype),
