@@ -1,9 +1,10 @@
 """Elective beams: beams are forks.
 
 Greedy sampling takes the most likely token in each step, but the most likely output may begin with
-a less likely token. A beam search keeps the `beam_width` best beginnings, its beams. In each step
-every beam yields its most likely next tokens, its candidates, and the best of all candidates
-continue. A beam with two chosen candidates is forked, and one with none ends.
+a less likely token: 0.6 * 0.3 is less than 0.4 * 0.9. A beam search keeps the `beam_width` best
+beginnings, its beams. In each step every beam yields its most likely next tokens, its candidates,
+and the best of all candidates continue. A beam with two chosen candidates is forked, and one with
+none ends.
 
     step 1    step 2      step 3
     a  ---->  a b  --->   a b c     each line is a sequence with a block table

@@ -23,6 +23,7 @@ from typing import Any
 
 from lessons.lesson import ask, make_llm, shape_of
 from lessons.lesson04_roofline import decode_costs
+from lessons.pictures import show_lanes
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM, Trace
 from nanovllm.features.requests.ngram import Lookup, NgramSpeculation
@@ -37,7 +38,7 @@ OTHER = "What is prefix sharing?\n"
 
 def show_costs() -> None:
     """Print what steps with and without drafts cost, calculated for Qwen3-0.6B in bfloat16."""
-    table, config = [], shape_of("qwen3-0.6b")
+    table, lanes, config = [], list[Any](), shape_of("qwen3-0.6b")
     unit = decode_costs(config, 1, 1)["weight_bytes"]
     for rows in (1, 4, 16):
         for tokens in (1, 1 + DRAFTS):
@@ -46,8 +47,14 @@ def show_costs() -> None:
             least = max(read, compute)
             values = (read, compute, least, least / rows / tokens)
             table.append((rows, tokens, *(f"{value:.2f}" for value in values)))
+            if rows == 1:
+                name = "1 token" if tokens == 1 else f"{tokens} tokens"
+                kv = read - 1
+                lanes.append((f"{name}: reads", [(0, 1, "weights", 1), (1, kv, "", 2)]))
+                lanes.append((f"{name}: computes", [(0, compute, "", 3)]))
     head = ("reading", "computing", "the step", "each of its tokens")
     show_table(("rows", "tokens of each", *head), table)
+    show_lanes("A step of one row reads the same for 1 and for 6 tokens", lanes, "weights", KV=2)
 
 
 def follow(llm: LLM, prompt: str, **params: Any) -> tuple[Trace, list[int]]:

@@ -1,7 +1,8 @@
 """Elective experts: mixtures of experts.
 
-The MLP of a layer multiplies each token by all of its weights. A mixture of experts has many small
-MLPs instead, the experts, and a token uses a few of them (Shazeer et al. 2017, arXiv:1701.06538).
+The MLP of a layer multiplies each token by all of its weights, so a larger model is slower. A
+mixture of experts has many small MLPs instead, the experts, and a token uses a few of them (Shazeer
+et al. 2017, arXiv:1701.06538): Qwen3-30B-A3B has 30 billion weights, and a token uses 3 billion.
 The router, a small linear layer, scores the experts for each token. The token uses the k experts
 with the highest scores, and the result is the weighted sum of their results. The rows of a step,
 one for each token and each of its experts, are sorted by expert. The rows of an expert are then
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lessons.lesson import timed
-from lessons.pictures import show_plot
+from lessons.pictures import show_lanes, show_plot
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.features.models.moe.experts import Groups, expert_linear, expert_mlp
 from nanovllm.features.models.moe.moe_config import Experts, MoeConfig
@@ -67,6 +68,16 @@ def make_layer(num_experts: int, hidden_size: int, size: int = 1, used: int = US
 def hits(layer: SparseMLP, x: Tensor) -> int:
     """Return how many experts the tokens x [T, E] use."""
     return len(set(layer.route(x)[1].flatten().tolist()))
+
+
+def draw_hits(layer: SparseMLP) -> None:
+    """Draw which experts steps of TIMED tokens use, each a cell."""
+    lanes = []
+    for num in TIMED:
+        used = layer.route(torch.randn(num, HIDDEN))[1].flatten().tolist()
+        cells = [(expert, 1, "", int(expert in used)) for expert in range(NUMBER)]
+        lanes.append((f"{num} token{'s' * (num > 1)}: {len(set(used))} experts", cells))
+    show_lanes("The experts that a step reads", lanes, not_read=0, read=1)
 
 
 def by_token(layer: SparseMLP, x: Tensor) -> Tensor:
@@ -137,6 +148,7 @@ def run() -> None:
         reads all of them at every number of tokens. The mixture reads the experts that are
         used:""")
     show_table(("tokens", "experts used", "ms", "ms of one MLP"), time_rows())
+    draw_hits(make_layer(NUMBER, HIDDEN, SIZE))
     QUESTIONS.show(2)
     say(f"""How many experts a step uses depends on the router. If each token used any {USED} of X
         experts with equal probability, an expert would be left out by one token with the

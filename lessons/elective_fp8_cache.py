@@ -35,7 +35,9 @@ def show_rounding() -> float:
         int8 = min(127, round(value / step)) * step
         errors = (f"{abs(y / value - 1):.1%}" for y in (stored, int8))
         rows.append((f"{value:g}", f"{stored:g}", f"{scaled:g}", *errors))
-    show_table(("number", "fp8", "with a scale of 4", "error of fp8", "of int8"), rows)
+    show_table(
+        ("number", "fp8", "with a scale of 4", "error of fp8 (no scale)", "error of int8"), rows
+    )
     many = torch.linspace(2**-6, FP8_MAX, 100_001)
     return float((to_fp8(many, 1.0).float() / many - 1).abs().max())
 

@@ -1,8 +1,9 @@
 """Elective host_cache: a cache in host memory.
 
-When no block is free, the prefix cache evicts one, and its keys and values are lost (lesson 8).
-With swap_space (GiB) they are saved to host memory first, and loaded when a request needs them
-again: after a preemption, or in the next turn of a conversation. This is the swapping of
+When no block is free, the prefix cache evicts one, and its keys and values are lost (lesson 8). The
+next turn of a chat of 4,000 tokens then computes all 4,000 again, although the host has memory to
+spare. With swap_space (GiB) blocks are saved to host memory first, and loaded when a request needs
+them again: after a preemption, or in the next turn of a conversation. This is the swapping of
 PagedAttention (Kwon et al. 2023, arXiv:2309.06180, section 4.5), block by block.
 
     device   owned --release--> cached --eviction--> holds other tokens

@@ -125,11 +125,11 @@ def run() -> None:
     prefix = [*range(12)]
     prompts = {str(i): prefix + [100 * i + j for j in range(5)] for i in (1, 2, 3)}
     prompts["1 again"] = prompts["1"]
+    QUESTIONS.show(1)
     say("""The picture in numbers. Blocks have 4 slots. The prompts of requests 1, 2 and 3 begin
         with the same 12 tokens. All columns count tokens. The last one says after how many tokens
         the request made snapshots:""")
     head = ("request", "prompt", "has KV", "found", "computed", "new snapshots")
-    QUESTIONS.show(1)
     show_table(head, share(prompts))
     config = HybridConfig.from_json(QWEN3_5, Path("config.json"))
     ratio = config.state_bytes(2) / config.block_bytes(16, 2)
@@ -150,14 +150,14 @@ def run() -> None:
     say(f"""The next turn has {turn.num_prompt} tokens: the prompt, the output and 3 more.
         {turn.num_cached_tokens} of them are found.""")
 
-    say(f"""A slot is the place of a snapshot on the device. If no slot is free, the least recently
-        used snapshot is evicted. {CHATS} chats take turns. There are enough blocks for the KV of
-        all:""")
+    say(f"""A state slot is the place of a snapshot on the device. If none is free, the least
+        recently used snapshot is evicted. {CHATS} chats take turns. There are enough blocks for the
+        KV of all:""")
     rows = [(slots, *(f"{n:,}" for n in converse(slots))) for slots in SLOTS]
-    show_table(("slots", "prompt tokens", "computed", "snapshots made", "evicted"), rows)
-    say("""A turn makes three or four snapshots on average. With few slots the turns of the other
-        chats evict nearly all snapshots of a chat before its next turn. The whole prompt is then
-        computed again, although its KV is still cached. With 12 slots nothing is computed twice,
+    show_table(("state slots", "prompt tokens", "computed", "snapshots made", "evicted"), rows)
+    say("""A turn makes three or four snapshots on average. With few state slots the turns of the
+        other chats evict nearly all snapshots of a chat before its next turn. The whole prompt is
+        then computed again, although its KV is still cached. With 12 nothing is computed twice,
         although snapshots are evicted: of the snapshots of a chat, only the last is used.""")
 
     say("""Two requests with the same prompt arrive together. They could share KV in the same step

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lessons.lesson import shape_of, timed
-from lessons.pictures import show_formula, show_plot
+from lessons.pictures import show_formula, show_lanes, show_plot
 from lessons.show import Questions, faster, link, say, show_source, show_table
 from nanovllm.features.models.hybrid.delta_rule import CHUNK, advance, decode, solve
 from nanovllm.features.models.hybrid.hybrid_config import HybridConfig
@@ -46,7 +46,7 @@ QWEN3_5 = dict(
 )
 LENGTH, HEADS, DIM = 128, 16, 128  # of the comparison of steps with chunks
 CONTEXTS = (100, 1_000, 10_000, 40_000)
-KEYS = {"a": (1.0, 0.0), "b": (0.0, 1.0), "c": (0.6, 0.8)}  # c is similar to a and to b
+KEYS = {"a": (1.0, 0.0), "b": (0.0, 1.0), "c": (0.6, 0.8)}
 # Tokens: key, value, beta, e^g.
 TOKENS = (
     ("a", 4, 1, 1),
@@ -111,6 +111,23 @@ def corrections() -> list[tuple[str, ...]]:
     return rows
 
 
+def draw_matrix() -> Tensor:
+    """Draw a token's correction of a state of 4 rows and 4 columns -> the state after it."""
+    before = torch.zeros(1, 4, 4)
+    write(before, torch.eye(4)[:3], torch.tensor([[4.0, 0, 0, 0], [0, 6, 0, 0], [1, 1, 1, 1]]))
+    after = before.clone()
+    write(after, torch.tensor([[0.6, 0.8, 0, 0]]), torch.tensor([[5.0, 5, 0, 0]]))
+    lanes = []
+    for row, name in enumerate(("k = 0.6", "k = 0.8", "k = 0", "k = 0")):
+        cells = []
+        for place, matrix in enumerate((before, after - before, after)):
+            values = matrix[0, row].tolist()
+            cells += [(5 * place + i, 1, f"{v:.3g}", place) for i, v in enumerate(values)]
+        lanes.append((name, cells))
+    show_lanes("S, the correction k d^T, and their sum", lanes, S=0, correction=1, sum=2)
+    return after[0]
+
+
 def errors(number: int) -> tuple[float, float]:
     """Write pairs with random keys -> the error of the last value, and of all, relative."""
     generator = torch.Generator().manual_seed(0)
@@ -144,13 +161,17 @@ def run() -> None:
     )
     QUESTIONS.show(1)
     say("""A small S whose values are single numbers: a = 4 is a token with the key a and the value
-        4. The keys a and b are orthogonal, and c is similar to both. The fifth token has beta = 0,
-        so S only forgets. The last column is the value of a if each token adds beta k v^T, without
+        4. The keys a and b are orthogonal, and c = 0.6 a + 0.8 b. The fifth token has beta = 0, so
+        S only forgets. The last column is the value of a if each token adds beta k v^T, without
         a correction:""")
     head = ("token", "beta", "e^g", "value of a", "value of b", "a, only added")
     show_table(head, corrections())
     say("""A second value replaces the first, as an assignment does, and beta = 0.5 goes half of the
         way. The last token changes the values of a and b, because its key is similar to theirs.""")
+    say("""A larger S, whose values are vectors of 4 numbers. The key of the token is (0.6, 0.8, 0,
+        0) and its value (5, 5, 0, 0). Each row of S changes in proportion to its number of the key,
+        so two of four rows stay as they are:""")
+    draw_matrix()
     say(f"""If all keys are orthogonal, S holds as many pairs as it has rows. Here, pairs with
         random keys of {DIM} numbers, as in a head of Qwen3.5, are written with beta = 1 and then
         read. The error is the length of the difference between what is read and what was written,

@@ -1,9 +1,10 @@
 """Elective structured_outputs: a grammar masks tokens while the device computes.
 
-A program that reads an answer needs it in a format, such as JSON. A grammar says which texts are
-valid. After each output token it gives a mask with one bit for each token of the vocabulary: 1 if
-some valid text continues with it (Willard and Louf 2023, arXiv:2307.09702). The sampler gives
-masked tokens the logit -inf. The output is then always valid, also of a weak model.
+A program that reads an answer needs it in a format, such as JSON, and one wrong comma is an error.
+A grammar says which texts are valid. After each output token it gives a mask with one bit for each
+token of the vocabulary: 1 if some valid text continues with it (Willard and Louf 2023,
+arXiv:2307.09702). The sampler gives masked tokens the logit -inf. The output is then always valid,
+also of a weak model.
 
     output    {"answer":            so far
     mask      digits and - : 1      letters, { and } : 0

@@ -2,17 +2,19 @@
 
 A model that is too large or too slow for one device is divided: each rank, a process with a device,
 has a part of every layer and of the KV cache (Megatron-LM, Shoeybi et al. 2019, arXiv:1909.08053).
-Two products follow each other in a layer. The first weight is divided by rows: a rank computes some
-of the outputs. The second is divided by columns: a rank needs only the outputs that it has
-computed.
+Two products follow each other in a layer, here with 8 numbers in between. The first weight is
+column-parallel: a rank computes 4 of its 8 outputs. The second is row-parallel: a rank multiplies
+these 4 outputs only, and has a part of each sum:
 
-                  first weight    second weight
-    rank 0   x -> [ rows 0-3 ] -> [ columns 0-3 ] -> y0 --.
-                                                           >--> y0 + y1
-    rank 1   x -> [ rows 4-7 ] -> [ columns 4-7 ] -> y1 --'     on both
+                 column-parallel    row-parallel
+    rank 0   x -> outputs 0 to 3 --> inputs 0 to 3 --> y0 --.
+                                                             >--> y0 + y1
+    rank 1   x -> outputs 4 to 7 --> inputs 4 to 7 --> y1 --'     on both
 
 Only the sum needs the other rank. It is called an all-reduce. A layer has two: one in the
-attention, where heads are divided, and one in the feed-forward network.
+attention, where heads are divided, and one in the feed-forward network. The names are those of
+Megatron and vLLM, which write x W with W [in, out]. Here weights are stored as in torch, [out, in],
+so a column-parallel weight is divided by rows, and a row-parallel one by columns.
 """
 
 import json
@@ -151,12 +153,13 @@ def run() -> None:
 
 
 QUESTIONS = Questions("""
-    The first of two weights is divided by rows, the second by columns. Why not both by rows?
+    The first of two weights is column-parallel, the second row-parallel. Why not both
+    column-parallel?
     (a) A rank would need all outputs of the first weight for its part of the second, so the ranks
     would have to exchange them in between.
     (b) The parts would have different sizes.
     (c) Each rank would have to store the whole second weight.
-    Answer: a. Divided by columns, the second weight needs only the outputs that its rank has. One
+    Answer: a. A row-parallel weight needs only the outputs that its rank has. One
     sum at the end is enough.
     Hint: A row of the second weight is multiplied with which outputs of the first?
 """)

@@ -1,8 +1,9 @@
 """Lesson 2: the model in one page.
 
-A transformer maps tokens to the logits of the next token. The class `Model` below is the
-complete Qwen3 in plain torch. It uses the weights of the embedded model. x [T, E] has one vector of
-E numbers for each of T tokens:
+In lesson 1 the model was a black box between a batch and its logits. What an engine may store,
+share and leave out depends on what is in the box: which results of a token depend on other tokens?
+The class `Model` below is the complete Qwen3 in plain torch, with the weights of the embedded
+model. x [T, E] has one vector of E numbers for each of T tokens:
 
     token ids --> rows of the embedding matrix: x
     each layer    x = x + o_proj(attention(RMSNorm(x)))    reads other tokens
@@ -125,6 +126,9 @@ def run() -> None:
     show_table(("position of q", "of k", "score"), [(i, j, f"{score(i, j):.3f}") for i, j in pairs])
     assert abs(score(3, 0) - score(100, 97)) < 1e-2
     show_source(link(DecoderLayer.__call__), link(SelfAttention.__call__), link(layers.rotate))
+    say("""What to do: write `attention` of this file again, with a loop over the query heads and
+        without repeating k and v. The lesson compares your logits with the engine's when you run
+        it. Lesson 3 lets the model generate.""")
 
 
 QUESTIONS = Questions("""

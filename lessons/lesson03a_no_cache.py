@@ -1,15 +1,13 @@
 """Lesson 3a: generate without a cache.
 
-A language model reads a text. For each token of its vocabulary it computes the probability that
-this token comes next. To generate text, run the model, choose a token, append it to the text, and
-run the model again. This lesson runs the model over the whole text for each new token, as the
-transformer is defined (Vaswani et al. 2017, arXiv:1706.03762), and counts the cost.
+The model of lesson 2 reads a text and gives the probability of each next token. That is one token
+and not an answer. The simplest way to an answer is a loop: run the model, choose a token, append it
+to the text, and run the model over the whole text again (Vaswani et al. 2017, arXiv:1706.03762).
+For a prompt of 4 tokens and an output of 3 it computes 15 tokens:
 
     step 1   x x x x         the prompt has 4 tokens; x: computed in this step
     step 2   x x x x x       the prompt and 1 output token
     step 3   x x x x x x     in all 4 + 5 + 6 = 15 tokens for an output of 3
-
-A token is a word, a part of a word or a character; the model's vocabulary lists them all.
 """
 
 import math

@@ -1,8 +1,9 @@
 """Lesson 3b: generate with a KV cache.
 
-In attention, a token reads the keys and values of the tokens before it, but not of later tokens.
-The keys and values (KV) of a token therefore do not change when the text grows. A KV cache stores
-them, and each step computes only the new token. Pope et al. 2022 (arXiv:2211.05102) describe the
+Without a cache, 160 output tokens after a prompt of 10 make the model compute 14,320 tokens, nearly
+all of them again. What has to be computed again? A token attends to the tokens before it, by their
+keys and values (KV), and nothing else of them is needed (lesson 2). A KV cache stores these, and
+each step computes only what is new: 169 tokens. Pope et al. 2022 (arXiv:2211.05102) describe the
 costs and savings. The cache takes memory for each token: lessons 5 to 9 are about this memory.
 
              without a cache    with a cache
@@ -110,6 +111,8 @@ def run() -> None:
         engine has no such phases: a sequence has known tokens and computed tokens, and a step
         computes some of the difference.""")
     show_source(link(PlainAttention.store), link(Scheduler.schedule, "decode_rows.append"))
+    say("""Build it: `python -m lessons build cache`. On the ladder (`python -m lessons ladder`) a
+        cache is the second rung.""")
 
 
 QUESTIONS = Questions("""

@@ -1,10 +1,11 @@
 """Lesson 5: blocks, block tables, slots.
 
-A slot is the place of one token's keys and values in the KV cache. The length of an answer is not
-known in advance. If each request had a contiguous part of the cache, the part would have to be as
-long as the longest answer. A paged cache is divided into blocks of a few slots, and a sequence
-takes a block when it needs one. Its block table says which block holds which of its tokens. Paging
-is from PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
+Lesson 3 reserved a slot, the place of one token's keys and values, for each token that a request
+may ever have. The length of an answer is not known in advance, so most slots stay empty: a request
+of 20 tokens that may have 256 wastes 236. A paged cache is divided into blocks of a few slots, and
+a sequence takes a block when it needs one. Its block table says which block holds which of its
+tokens. Paging is from PagedAttention (Kwon et al. 2023, arXiv:2309.06180). Here t9, at position 9,
+is in the logical block 9 // 4 = 2, at the offset 9 % 4 = 1:
 
     tokens        [ t0 t1 t2 t3 | t4 t5 t6 t7 | t8 t9       ]   logical blocks
     block table   [      1      |      3      |      5      ]   physical blocks
@@ -106,10 +107,11 @@ def run() -> None:
         max_running.append(running)
     show_table(("cache", "requests at once", "steps"), rows)
     say(f"""With 4 large blocks, {max_running[0]} requests run at once, and each has one block. With
-        small blocks, all {max_running[1]} run at once, and each has one or two. Admission also
-        leaves one block available for each running sequence, so that it can continue
-        (Scheduler.reserve). Together these are {2 * max_running[1]} of 64 blocks.""")
+        small blocks all {max_running[1]} run at once. At admission each takes one block for its
+        prompt, and one more must stay available for each that runs (Scheduler.reserve):
+        {2 * max_running[1]} of 64 blocks.""")
     show_source(link(BlockManager.append_block), link(Rows.slots), link(Scheduler.reserve))
+    say("Build it: `python -m lessons build slots`.")
 
 
 QUESTIONS = Questions("""

@@ -1,11 +1,11 @@
 """Lesson 6a: continuous batching.
 
-A decode step has a fixed cost: it reads all weights, whether it computes one token or many. An
-engine therefore computes the next tokens of several requests, a batch, in one step. Each request of
-the batch has a row, and max_num_seqs is the number of rows. A static batch runs until its last
-request has finished, and the rows of finished requests are idle. With continuous batching, a
-waiting request takes a row as soon as one is free. The engine decides this in every step, so the
-paper calls it iteration-level scheduling (Orca, Yu et al., OSDI 2022).
+Lesson 4 says that a step of 16 rows takes hardly longer than a step of one, and lesson 5 has the
+memory for them. So an engine computes the next tokens of several requests, a batch, in one step.
+Each request of the batch has a row, and max_num_seqs is the number of rows. But requests do not
+end together. A static batch runs until its last request has ended, and the rows of the others are
+idle. With continuous batching a waiting request takes a row as soon as one is free. This is decided
+in every step, so the paper calls it iteration-level scheduling (Orca, Yu et al., OSDI 2022).
 
              static batches    continuous batching
     row 0    A A . . C C C     A A C C C      a letter: a step; A takes 2
@@ -99,13 +99,17 @@ def run() -> None:
     show_source(
         link(Scheduler._admit, "self.max_num_seqs"), link(Scheduler.leave, "free_rows.append")
     )
+    say("""On the ladder this is two rungs: static batches, and continuous batching. What a step
+        computes of a long prompt is still missing for the plan that you will build: lesson
+        6b.""")
 
 
 QUESTIONS = Questions("""
     Four requests with 2, 9, 3 and 2 output tokens run in four rows, and a fifth one waits. When
     does it begin?
     (a) When the request with 9 tokens has ended, with both kinds of batching.
-    (b) With a static batch then, with continuous batching after two steps.
+    (b) With a static batch, when the request with 9 tokens has ended; with continuous batching,
+    after two steps.
     (c) After two steps, with both kinds of batching.
     Answer: b. A static batch runs until its longest request has ended, although two rows are idle
     from the third step on.

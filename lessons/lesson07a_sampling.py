@@ -1,11 +1,13 @@
 """Lesson 7a: sampling: from logits to a token.
 
-The model gives a logit for each token of the vocabulary, and the softmax makes probabilities of
-them. Greedy sampling takes the most likely token. Otherwise the logits are divided by a
-temperature, filters hide unlikely tokens, and one random number u in [0, 1) draws one of the rest:
+A step ends with logits, one for each token of the vocabulary. Until now the largest decided, which
+is called greedy. Then a model always gives the same answer, often repeats itself, and several
+samples of a prompt are equal. To draw a token, the softmax makes probabilities of the logits, which
+are divided by a temperature. Filters hide unlikely tokens, and one random number u in [0, 1) draws
+one of the rest. With the probabilities 0.4, 0.3, 0.2, 0.07 and 0.03:
 
-    probabilities   [ a a a a a a a | b b b b | c c c | d | e ]   from 0 to 1
-    u = 0.55        ------------------------^                     is in b's part
+    probabilities   [ a a a a a a a a | b b b b b b | c c c c | d | e ]  0 to 1
+    u = 0.55        ------------------------^      b: its part is 0.4 to 0.7
 
 u is a function of the request's seed and the position of the token, and of nothing else. The same
 request therefore draws the same tokens in any batch, and again after a preemption.
@@ -90,9 +92,10 @@ def run() -> None:
     filters = {f"{name}={value:g}": {name: value} for name, value in SETTINGS.items()}
     columns = {name: probabilities(logits, **setting) for name, setting in filters.items()}
     show_bars(llm, best, {"no filter": probabilities(logits), **columns})
-    say(f"""A draw at temperature 1, by hand and in the engine. Each token has a part of the
-        interval from 0 to 1, in the order of the vocabulary. u comes from the seed and position
-        {len(llm.get_tokenizer().encode(PROMPT))}:""")
+    say(f"""A draw at temperature 1. Each token has a part of the interval from 0 to 1, in the order
+        of the vocabulary. u comes from the seed and position
+        {len(llm.get_tokenizer().encode(PROMPT))}. Both a draw by hand and the engine give the token
+        of the last column:""")
     show_draws(llm, logits)
     QUESTIONS.show(2)
     show_source(
@@ -101,6 +104,7 @@ def run() -> None:
         link(uniform),
         link(sampler.draw, "cumulative > u"),
     )
+    say("Build it: `python -m lessons build filter`.")
 
 
 QUESTIONS = Questions("""

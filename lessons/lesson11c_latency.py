@@ -1,7 +1,8 @@
 """Lesson 11c: what a user waits for: latency under load.
 
-Tokens per second of an engine say nothing about one user, who waits for the first token and then
-reads along. Each request has the times of its events (RequestMetrics):
+All lessons so far make more tokens per second. But a user does not see tokens per second. A user
+waits for the first token, and then reads along. Each request has the times of its events
+(RequestMetrics):
 
     arrival      first scheduled     first token              finished
        |--- queue ---|---- prompt -------|- t -|- t -|- t -|- t -|
@@ -75,11 +76,12 @@ def run() -> None:
     limits = Latency(5 * one.first, 3 * one.between)
     say(f"""A request that is alone has its first token after {one.first * 1e3:.0f} ms and another
         every {one.between * 1e3:.1f} ms. If all {REQUESTS} requests arrive at once, the engine
-        serves {capacity:.1f} requests per second, 8 at a time. Let the limits be
+        serves {capacity:.1f} requests per second, 8 at a time (max_num_seqs=8). Let the limits be
         {limits.first * 1e3:.0f} ms to the first token, five times as long, and
         {limits.between * 1e3:.1f} ms between tokens, three times as long. The same requests arrive
         at random (a Poisson process). Load is the arrival rate divided by the capacity, and 5 % of
         the requests wait longer than p95:""")
+    QUESTIONS.show(1)
     rows = []
     for load in LOADS:
         rng, now, arrivals = random.Random(0), 0.0, list[float]()
@@ -98,7 +100,7 @@ def run() -> None:
     columns = [[(float(row[0]), float(row[i])) for row in rows] for i in (-2, -1)]
     lines = dict(zip(("served", "goodput"), columns, strict=True))
     show_plot("Throughput and goodput", "load", "requests/s", lines)
-    QUESTIONS.show(1)
+    QUESTIONS.show(2)
     say("""Up to a load of about 1 the engine serves what arrives. Above, the queue grows with each
         request, so its wait has no limit, and more requests in a test make the table worse.
         A smaller token budget trades the time to the first token for the time between tokens
@@ -106,9 +108,20 @@ def run() -> None:
     show_source(
         link(RequestMetrics, "first_token_time"), link(Scheduler._admit, "self.max_num_seqs")
     )
+    say("""What to do: say what 4 and 16 rows would do to both times of the table at a load of 0.9.
+        Then change max_num_seqs in this file, and run it again.""")
 
 
 QUESTIONS = Questions("""
+    Requests arrive three times as fast as the engine can serve them. It works all the time. What
+    happens to its goodput?
+    (a) It is as large as the number of requests that it serves per second.
+    (b) It is lower: most requests have waited too long when their first token comes.
+    (c) It is three times as large.
+    Answer: b. The engine serves as many requests as it can, but each has waited longer than the one
+    before. Only the first ones meet the limits.
+    Hint: How long does the last request of the test wait before it is admitted?
+
     An engine has twice as many rows. Its tokens per second grow by a third. What happens to the
     time between tokens at full load?
     (a) It falls, because the engine computes more tokens per second.

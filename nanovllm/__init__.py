@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     )
     from nanovllm.features.requests.embeddings.pooling import PoolingParams as PoolingParams
     from nanovllm.features.requests.loglikelihood import LoglikelihoodOutput as LoglikelihoodOutput
+    from nanovllm.features.requests.repetition import (
+        RepetitionDetectionParams as RepetitionDetectionParams,
+    )
     from nanovllm.features.requests.rerank import ScoringOutput as ScoringOutput
     from nanovllm.features.requests.rerank import ScoringRequestOutput as ScoringRequestOutput
     from nanovllm.features.requests.tool_calls import parse_tool_calls as parse_tool_calls
@@ -50,6 +53,7 @@ MODULES = {
     "Logprob": "nanovllm.outputs",
     "LoglikelihoodOutput": "nanovllm.features.requests.loglikelihood",
     "PoolingParams": "nanovllm.features.requests.embeddings.pooling",
+    "RepetitionDetectionParams": "nanovllm.features.requests.repetition",
     "RequestMetrics": "nanovllm.outputs",
     "RequestOutput": "nanovllm.outputs",
     "SamplingParams": "nanovllm.sampling_params",

@@ -27,7 +27,7 @@ class CompletionOutput:
     index: int  # among the samples of the prompt
     text: str  # without the stop token or string; "" without a tokenizer or detokenize=False
     token_ids: list[int]  # including the stop token, if one ended the output
-    finish_reason: str | None  # "stop", "length", "abort" or "error"
+    finish_reason: str | None  # "stop", "length", "repetition", "abort" or "error"
     stop_reason: int | str | None = None  # a string or token id; None for an end-of-sequence token
     logprobs: list[dict[int, Logprob]] | None = None  # one dict per output token, if requested
     cumulative_logprob: float | None = None  # sum over output tokens, if logprobs were requested

@@ -2,9 +2,9 @@
 
 A weight W [O, I] is approximated by values * scale. `values` are whole numbers from -8 to 7, and
 each group of 32 inputs of an output has one `scale` in float16, so a weight takes 4.5 bits. As in
-backends/int8.py, a GPU multiplies in the dtype of x (`weight_only`), and a CPU quantizes x to int8
-(`dynamic`). The sum of a group is an exact integer. The head is in int8: in int4 it costs more than
-all layers together (docs/measurements.md).
+backends/int8.py, a GPU multiplies in the dtype of x (`int8.weight_only`), and a CPU quantizes x to
+int8 (`dynamic`). The sum of a group is an exact integer. The head is in int8: in int4 it costs more
+than all layers together (docs/measurements.md).
 
 16 bytes store a group: the low halves have inputs 0 to 15 plus 8, the high halves inputs 16 to 31
 plus 8. llama.cpp's Q4_0 has the same layout; `quantize` chooses better scales.
@@ -122,11 +122,6 @@ class Int4Weight:
         return torch.cat(parts)
 
 
-def weight_only(x: Tensor, module: Linear) -> Tensor:
-    """Return x W^T [T, O] of x [T, I], with W dequantized to the dtype of x."""
-    return F.linear(x, module.weight.dequantized(), module.bias)
-
-
 def dynamic(x: Tensor, module: Linear) -> Tensor:
     """Quantize x [T, I] to int8. Returns x W^T [T, O], summed in float32."""
     weight = module.weight
@@ -157,7 +152,6 @@ class Int4Backend(int8.Int8Backend):
         return Int4Weight.empty(self.empty, outputs, inputs)
 
     def linear(self, x: Tensor, module: Linear) -> Tensor:
-        if not isinstance(module.weight, Int4Weight):
-            return super().linear(x, module)
-        product = dynamic if self.device.type == "cpu" else weight_only
-        return product(x, module)
+        if self.rounds_inputs and isinstance(module.weight, Int4Weight):
+            return dynamic(x, module)
+        return super().linear(x, module)

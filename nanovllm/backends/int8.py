@@ -95,7 +95,7 @@ class Int8Weight:
 
 
 def weight_only(x: Tensor, module: Linear) -> Tensor:
-    """Return x W^T [T, O] of x [T, I], with W dequantized to the dtype of x."""
+    """Return x W^T [T, O] of x [T, I], with W in int8 or int4 dequantized to the dtype of x."""
     return F.linear(x, module.weight.dequantized(), module.bias)
 
 
@@ -134,10 +134,10 @@ class Int8Backend(Backend):
                 "set dtype='bfloat16'"
             )
         super().__init__(device, dtype)
+        self.rounds_inputs = device.type == "cpu"  # as its kernels do
 
     def make_weight(self, outputs: int, inputs: int, names: list[str]) -> Any:
         return Int8Weight.empty(self.empty, outputs, inputs)
 
     def linear(self, x: Tensor, module: Linear) -> Tensor:
-        product = dynamic if self.device.type == "cpu" else weight_only
-        return product(x, module)
+        return (dynamic if self.rounds_inputs else weight_only)(x, module)

@@ -6,7 +6,8 @@
 
 "error" is the largest relative error of a row of a result. "rate" is what a kernel reads and
 writes, or multiplies and adds, in a second. "of peak" compares it with torch's copy or sum, or its
-matrix product, on this machine. Other programs that run meanwhile lower rates and change no result.
+matrix product, which take turns with the kernel. It is "busy" if other programs use the machine, so
+that these rates do not agree; a new run without them has the share. They change no other result.
 
 The kernels run in another process. If it crashes, or a row takes longer than --limit, the other
 rows run in a new process. The exit status is 1 if a kernel is wrong or fails.
@@ -17,6 +18,7 @@ import json
 import os
 import platform
 import queue
+import re
 import shutil
 import subprocess
 import tempfile
@@ -66,8 +68,7 @@ def about() -> list[str]:
         with suppress(PackageNotFoundError):
             installed.append(f"{name} {version(name)}")
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    names = re.findall("model name.*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
     processor = (names or [platform.processor() or platform.machine()])[0]
     compilers = filter(None, [os.environ.get("CC"), "gcc", "clang", "cc"])  # as Triton finds one
     compiler = next(filter(None, map(shutil.which, compilers)), "none")
@@ -148,5 +149,6 @@ def columns(message: dict[str, Any]) -> str:
     text = f"{message['result']:7} {error:>7}"
     if seconds := message.get("seconds"):
         unit, rate = message["unit"], message["rate"] / SCALES[message["unit"]]
-        text += f" {1e6 * seconds:7,.0f} us {rate:6.4g} {unit:7} {message['share']:7.0%}"
+        share = "busy" if message["share"] is None else f"{message['share']:.0%}"
+        text += f" {1e6 * seconds:7,.0f} us {rate:6.4g} {unit:7} {share:>7}"
     return f"{text}\n    {message['why']}" if "why" in message else text.rstrip()

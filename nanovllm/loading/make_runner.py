@@ -203,22 +203,29 @@ def make_fast_steps(config: EngineConfig, ranks: Ranks | None, runner: ModelRunn
     # Fused layers have no all-reduce.
     fused = backend.fuse_layers(model, runner.attention) if ranks is None else None
     runner.fused_model = fused or model
+    runner.fused_step = backend.fuse_step(runner.fused_model, runner.attention, runner.rows)
     # A capture runs steps, in which ranks wait for each other: all of them capture, or none does.
-    if config.enforce_eager or not smallest(int(backend.captures), ranks):
+    of_ranks = partial(smallest, ranks=ranks)
+    if config.enforce_eager or not of_ranks(int(backend.captures)):
         return
     with torch.inference_mode():
-        graphs = backend.capture_decode(runner.decode, runner.rows.positions)
+        graphs = backend.capture_decode(runner.decode, runner.rows.positions, of_ranks)
+        if not graphs.replays:
+            return
+        problem: object = None
         try:
-            if not graphs.replays:
-                return
             if config.check_kernels:
                 check.check(check.replay(runner, graphs, config.token_budget), backend.dtype)
         except (ArithmeticError, RuntimeError) as error:
             check_device(backend.device)  # raises an error that no later step survives
+            if ranks is not None and isinstance(error, RuntimeError):
+                raise  # other ranks wait in this step
+            problem = error
+        if not of_ranks(int(problem is None)):
             logger.warning(
-                f"decodes run without CUDA graphs, which is slower, because {error}, on "
-                f"{check.system(backend.device)}. Please report it with the output of the command "
-                "`nanovllm check`"
+                "decodes run without CUDA graphs, which is slower, because "
+                f"{problem or 'they fail on another rank'}, on {check.system(backend.device)}. "
+                "Please report it with the output of the command `nanovllm check`"
             )
             return
         runner.graphs = graphs

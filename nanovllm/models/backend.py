@@ -23,6 +23,7 @@ from nanovllm.models.layers import Linear
 if TYPE_CHECKING:
     from nanovllm.backends.gpu.graphs import DecodeGraphs
     from nanovllm.models.qwen3 import Qwen3
+    from nanovllm.runner.rows import Rows
 
 
 class FusedModel(Protocol):
@@ -124,13 +125,26 @@ class Backend:
         """Return a faster object that computes the same as `model`, or None."""
         return None
 
+    def fuse_step(
+        self, layers: FusedModel, attention: Any, rows: Rows
+    ) -> Callable[[list[int]], np.ndarray | None]:
+        """Return a function that samples tokens [R] for rows [R], or returns None if it cannot.
+
+        `layers` is the result of `fuse_layers`.
+        """
+        return lambda decode_rows: None
+
     def capture_decode(
-        self, decode: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], positions: np.ndarray
+        self,
+        decode: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        positions: np.ndarray,
+        smallest: Callable[[int], int],
     ) -> DecodeGraphs:
         """Capture a decode step for as many sizes as possible. See backends/gpu/graphs.py.
 
         `decode` takes rows [S] and their order [S], and returns hidden states [S, E] and tokens
-        [S]. `positions` [N + 1] belong to N rows and padding, on the host.
+        [S]. `positions` [N + 1] belong to N rows and padding, on the host. `smallest` returns the
+        minimum of a number over all ranks.
         """
         raise NotImplementedError
 

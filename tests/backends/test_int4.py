@@ -21,7 +21,6 @@ from nanovllm.backends.int4 import (
     quantize,
     quantized,
     unpack,
-    weight_only,
 )
 from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.loading.memory import weight_bytes
@@ -89,7 +88,7 @@ def test_references_are_near_the_product_of_the_weights(dtype: torch.dtype) -> N
         layer = module(weight, dtype, bias)
         wanted = x.float() @ layer.weight.dequantized().float().T
         wanted += layer.bias.float() if bias else 0
-        for product, limit in ((weight_only, 0.005), (dynamic, 0.012)):
+        for product, limit in ((int8.weight_only, 0.005), (dynamic, 0.012)):
             found = product(x, layer)
             assert found.dtype == dtype
             assert (found.float() - wanted).norm() / wanted.norm() < limit

@@ -12,7 +12,6 @@ import psutil
 import pytest
 import torch
 
-from nanovllm.backends import int4, int8
 from nanovllm.cli import check
 from nanovllm.utils.child import python
 
@@ -96,9 +95,6 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], dict[str, Any]]:
 
     def find(interpreter: bool) -> dict[str, Any]:
         monkeypatch.setattr(check_cases, "IN_INTERPRETER", interpreter)
-        if interpreter:
-            for module in (int8, int4):  # as on a GPU
-                monkeypatch.setattr(module, "dynamic", module.weight_only)
         monkeypatch.setattr(check_cases, "large", lambda device: 64)
         monkeypatch.setattr(check_cases, "seconds", lambda call: (call(), 1e-3)[1])
         return {f"{k} {name}": (row, dtype) for k, name, dtype, row in check_cases.cases(CPU)}
@@ -155,6 +151,26 @@ def test_a_wrong_kernel_is_reported(
     [message] = results({"": all_rows["silu_and_mul float32"]}).values()
     assert message["result"] == result
     assert "relative error" in message["why"] or "no shared memory" in message["why"]
+
+
+@pytest.mark.parametrize(
+    ("times", "share"),
+    [
+        ([5, 4, 4, 4.5, 9, 4], 0.5),  # the shortest times, 4 and 4
+        ([4, 4, 4, 4, 4, 8], None),  # torch's differ
+        ([1, 4, 1, 4, 1, 4], None),  # faster than torch's product, which cannot be
+    ],
+)
+def test_shares_on_a_busy_machine(
+    times: list[float], share: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel and torch's product take turns."""
+    turns, half = iter(times), check_cases.Timed(list, 1024.0**3, "TFLOP/s")
+    monkeypatch.setattr(check_cases, "seconds", lambda call: next(turns))
+    found = check_cases.timed(half, CPU, torch.float32)
+    assert found["share"] == share
+    text = check.columns({"result": "right", "error": 0.0} | found)
+    assert text.endswith("busy" if share is None else "50%")
 
 
 def test_a_timing_that_needs_too_much_memory_is_left_out() -> None:

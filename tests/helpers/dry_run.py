@@ -524,7 +524,7 @@ def chunk_rule(a: Any) -> None:
 REFERENCES: dict[str, Callable[[Any], Any]] = {
     # The last launch of a layer's delta rule computes all of it.
     **dict.fromkeys(
-        ("_convolve_decode", "_convolve", "_solve", "_shift", "_chunk_rule"),
+        ("_convolve_decode", "_convolve", "_solve", "_chunk_rule"),
         lambda a: DELTA.update(vars(a)),
     ),
     "_decode_rule": decode_rule,
@@ -622,7 +622,8 @@ def quantized(directory: str, quantization: str) -> Any:
     """Quantized weights. The CPU takes the products of a GPU, so that the answers are the same."""
     with contextlib.ExitStack() as stack:
         for module in (nanovllm.backends.int8, nanovllm.backends.int4):
-            stack.enter_context(patch.object(module, "dynamic", module.weight_only))
+            product = nanovllm.backends.int8.weight_only
+            stack.enter_context(patch.object(module, "dynamic", product))
         return serve(directory, quantization=quantization)
 
 

@@ -13,12 +13,14 @@ from nanovllm.loading.select_backend import pick_backend
 from nanovllm.models.backend import Backend
 
 
-def stand_in(decode: Callable, positions: np.ndarray) -> DecodeGraphs:
+def stand_in(
+    decode: Callable, positions: np.ndarray, smallest: Callable[[int], int]
+) -> DecodeGraphs:
     def capture(function: Callable[[], None]) -> Callable[[], None]:
         function()  # as CudaCapture does, to warm up
         return function
 
-    return DecodeGraphs(decode, positions, torch.device("cpu"), lambda: capture)
+    return DecodeGraphs(decode, positions, torch.device("cpu"), lambda: capture, smallest)
 
 
 def capture_with(patch: pytest.MonkeyPatch, capture_decode: Callable) -> None:

@@ -146,6 +146,40 @@ def with_graphs(path: str) -> dict[str, Any]:
     return everything(path, async_scheduling=True, max_model_len=64)
 
 
+def with_a_fault(path: str, fault: str) -> dict[str, Any]:
+    """As with_graphs, with a fault on the last rank: it cannot "capture", or its replay differs."""
+    from graphs import capture_with, stand_in
+
+    def faulty(decode: Any, positions: Any, smallest: Any) -> Any:
+        sizes: list[int] = []
+
+        def decode_once(rows: torch.Tensor, order: torch.Tensor) -> Any:
+            results = decode(rows, order)
+            sizes.append(len(rows))
+            if fault == "capture" and len(sizes) == 3:
+                raise RuntimeError("no graph")
+            return results
+
+        if os.environ["RANK"] == "0":
+            return stand_in(decode, positions, smallest)
+        graphs = stand_in(decode_once, positions, smallest)
+        if fault == "replay":
+            replay = graphs.replay
+
+            def other_tokens(rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+                hidden, tokens = replay(rows)
+                return hidden, tokens * 0
+
+            graphs.replay = other_tokens  # type: ignore[method-assign]
+        return graphs
+
+    capture_with(pytest.MonkeyPatch(), faulty)
+    llm = make(path, async_scheduling=True, max_model_len=64)
+    tokens = tokens_of(llm.generate(some_prompts(3), GREEDY, use_tqdm=False))
+    graphs = llm.engine.runner.runner.graphs  # type: ignore[attr-defined]
+    return {"tokens": tokens, "sizes": graphs and [*graphs.replays]}
+
+
 def text(with_drafts: bool = False, **options: Any) -> list[tuple[str, str | None]]:
     """The embedded model, with its tokenizer and stop strings."""
     options["speculative_config"] = {"prompt_lookup_min": 1} if with_drafts else None

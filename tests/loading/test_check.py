@@ -16,6 +16,7 @@ from wrong_kernels import WRONG
 
 from nanovllm.backends import int4, int8
 from nanovllm.loading import check
+from nanovllm.loading import comparisons as compare
 from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.loading.select_backend import pick_backend
 from nanovllm.models.backend import Backend
@@ -37,6 +38,13 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: path / name for name in ("dense", "hybrid experts")}
 
 
+def make_backends(weights: str, dtype: torch.dtype) -> Any:
+    kernels, plain = pick_backend("triton", CPU, dtype, 0), Backend(CPU, dtype)
+    kernels, plain = (QUANTIZED[weights](backend) for backend in (kernels, plain))
+    vars(plain).update(rounds_inputs=False)  # as the kernels of a GPU
+    return kernels, plain
+
+
 @needs_interpreter
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -53,12 +61,8 @@ def test_right_kernels_pass(
     model: str,
     weights: str,
     dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (int8, int4):  # the product of a GPU
-        monkeypatch.setattr(module, "dynamic", module.weight_only)
-    backends: Any = pick_backend("triton", CPU, dtype, 0), Backend(CPU, dtype)
-    backends = tuple(QUANTIZED[weights](backend) for backend in backends)
+    backends = make_backends(weights, dtype)
     config = Checkpoint(paths[model]).model_config
     on_meta = config.model_class().on_meta(config)
     names = []
@@ -93,24 +97,21 @@ def test_wrong_kernels_are_caught(
     copy = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(copy)
     monkeypatch.setattr(module, kernel, getattr(copy, kernel))
-    for quantized in (int8, int4):
-        monkeypatch.setattr(quantized, "dynamic", quantized.weight_only)
     weights = name if name in QUANTIZED else "int8" if name == "experts" else ""
     dtype = torch.float32 if weights else torch.float16
-    backends: Any = pick_backend("triton", CPU, dtype, 0), Backend(CPU, dtype)
-    backends = tuple(QUANTIZED[weights](backend) for backend in backends)
+    backends = make_backends(weights, dtype)
     heads = (4, 2, 32), dtype, 16, False
     comparisons = {
         "pointwise": lambda: itertools.chain(
-            check.add_rms_norm(backends, 64, dtype), check.silu_and_mul(backends, 96)
+            compare.add_rms_norm(backends, 64, dtype), compare.silu_and_mul(backends, 96)
         ),
-        "store": lambda: check.norm_rope_store(backends, *heads),
-        "attention": lambda: check.attend(backends, *heads),
-        "sampler": lambda: check.sample(backends, 2500),
-        "int8": lambda: check.linear(backends, "q_proj", 96, 100),
-        "int4": lambda: check.linear(backends, "q_proj", 96, 100),
-        "experts": lambda: check.expert_mlp(backends, 5, 48, 40),
-        "delta_rule": lambda: check.delta_rule(backends, (2, 4, 16, 24)),
+        "store": lambda: compare.norm_rope_store(backends, *heads),
+        "attention": lambda: compare.attend(backends, *heads),
+        "sampler": lambda: compare.sample(backends, 2500),
+        "int8": lambda: compare.linear(backends, "q_proj", 96, 100),
+        "int4": lambda: compare.linear(backends, "q_proj", 96, 100),
+        "experts": lambda: compare.expert_mlp(backends, 5, 48, 40),
+        "delta_rule": lambda: compare.delta_rule(backends, (2, 4, 16, 24)),
     }
     with filled_memory(), pytest.raises(ArithmeticError, match="has a relative error of"):
         check.check(comparisons[name](), dtype)

@@ -22,8 +22,10 @@ kernels/int4.py           Linear layers with weights in int4.
 kernels/experts.py        All that follows the routing of a mixture of experts, in one call.
 kernels/sampler.py        Filters, draws and log-probabilities of tokens.
 kernels/fused_decode.py   All layers of a decode step in one call.
+kernels/fused_step.py     The kernels of a whole decode step, from rows to tokens.
 compile.py                Compiles the kernels above once.
 attention.py              NumbaAttention: who computes which tokens of a step.
+fused_step.py             A whole decode step in one call.
 kernels/delta_rule.py     Linear attention of hybrid models.
 kernels/delta_layers.py   All layers of a hybrid model's decode step in one call.
 backend.py                Joins all of it into a Backend.

@@ -13,6 +13,7 @@ from torch import Tensor
 from nanovllm.backends.cpu import jit, linear
 from nanovllm.backends.cpu.attention import NumbaAttention
 from nanovllm.backends.cpu.compile import compile_now
+from nanovllm.backends.cpu.fused_step import fuse_step
 from nanovllm.backends.cpu.kernel_files import marker
 from nanovllm.backends.cpu.kernels import (
     delta_layers,
@@ -91,6 +92,12 @@ class CpuBackend(Backend):
         has_experts = getattr(model.config, "experts", None) is not None
         kind = None if has_experts else kinds.get(type(model).__name__)
         return fused_decode.fuse_layers(model, attention, kind)
+
+    def fuse_step(self, layers: Any, attention: Any, rows: Any) -> Any:
+        step = None
+        if type(layers) is fused_decode.FusedLayers:
+            step = fuse_step(layers, attention, rows)
+        return step or super().fuse_step(layers, attention, rows)
 
     def step_context(self) -> AbstractContextManager[object]:
         return jit.guard()

@@ -17,6 +17,7 @@ from nanovllm.backends.cpu.jit import Kernel
 from nanovllm.backends.cpu.kernel_files import DIRECTORY, compilation_lock, marker
 from nanovllm.backends.cpu.kernels import (
     fused_decode,
+    fused_step,
     int4,
     int8,
     parallel,
@@ -39,11 +40,12 @@ def kernels_in_parts(unit: Unit, dtype: torch.dtype) -> list[Kernel]:
         pointwise.add_rms_norm_rows,
         pointwise.silu_and_mul_rows,
         pointwise.norm_rope_store_rows,
-        sampler._draw_rows,
+        sampler.draw_rows,
         sampler._logprobs_of_rows,
         product.quantize_rows,
         int8.product_blocks,
         int4.int4_blocks,
+        fused_step.group_blocks,
     ]
 
 
@@ -65,7 +67,10 @@ def calls(dtype: torch.dtype, unit: Unit, cache_dtype: torch.dtype) -> list[tupl
     ]
     if dtype is cache_dtype:
         layers = fused_decode.Code(0, 0, 0, 0, none), step, np.empty((0, 0), np.int64)
+        host, head = fused_step.example_host(), fused_step.Head._make((none, *[0] * 7, 1, True))
+        rows = np.empty(0, np.int64)
         callers.append((fused_decode.decode_layers, layers))
+        callers.append((fused_step.decode_rows, (*layers, host, head, rows, rows)))
     called = [(kernel, (*arguments, 0, 0)) for kernel, arguments in in_parts]
     return [(kernel, tuple(map(typeof, arguments))) for kernel, arguments in called + callers]
 

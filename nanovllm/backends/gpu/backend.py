@@ -5,25 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.backends.gpu.attention import (
-    PlainStoreAttention,
-    TritonAttention,
-    check_capability,
-)
+from nanovllm.backends.gpu.attention import PlainStoreAttention, TritonAttention, check_capability
 from nanovllm.backends.gpu.chunk_graphs import ChunkGraphs
 from nanovllm.backends.gpu.graphs import CudaCapture, DecodeGraphs
-from nanovllm.backends.gpu.kernels import (
-    delta_rule,
-    linear,
-    pointwise,
-    sampler,
-)
+from nanovllm.backends.gpu.kernels import delta_rule, linear, pointwise, sampler
 from nanovllm.backends.int4 import HEAD, Int4Weight
 from nanovllm.backends.int8 import Int8Weight
 from nanovllm.models.backend import Backend
@@ -85,16 +76,17 @@ class GpuBackend(Backend):
         return backends[weights](self.device, self.dtype)
 
     def capture_decode(
-        self, decode: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], positions: np.ndarray
+        self,
+        decode: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        positions: np.ndarray,
+        smallest: Callable[[int], int],
     ) -> DecodeGraphs:
-        return DecodeGraphs(decode, positions, self.device, CudaCapture)
+        return DecodeGraphs(decode, positions, self.device, CudaCapture, smallest)
 
     def capture_chunks(
         self, model: Any, attention: Any, graphs: DecodeGraphs, max_tokens: int
     ) -> Any:
-        # The pool of the decode graphs has memory for these, because one graph runs at a time.
-        capture = cast(CudaCapture, graphs.capture)
-        chunks = ChunkGraphs(model, attention, capture, max_tokens)
+        chunks = ChunkGraphs(model, attention, graphs, max_tokens)
         return chunks if chunks.steps else None
 
 

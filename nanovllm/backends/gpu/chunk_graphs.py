@@ -10,14 +10,14 @@ piecewise graphs are, and attention is launched between two replays:
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nanovllm.backends.gpu.attention import SHARED_TOKENS, TritonAttention
-from nanovllm.backends.gpu.graphs import CudaCapture, capture_sizes
+from nanovllm.backends.gpu.graphs import CudaCapture, DecodeGraphs, capture_sizes
 from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.qwen3 import Qwen3
 
@@ -45,16 +45,18 @@ class ChunkGraphs:
     """Takes the place of a model. Steps without chunks and long steps are the model's."""
 
     def __init__(
-        self, model: Qwen3, attention: TritonAttention, capture: CudaCapture, max_tokens: int
+        self, model: Qwen3, attention: TritonAttention, graphs: DecodeGraphs, max_tokens: int
     ) -> None:
-        self.model, self.logits, self.capture = model, model.logits, capture
+        self.model, self.logits = model, model.logits
+        # The pool of the decode graphs has memory for these, because one graph runs at a time.
+        self.capture = cast(CudaCapture, graphs.capture)
         sizes = token_sizes(max_tokens)
         # [3, tokens] int64: the ids, positions and slots of a step. Padding is in the null block.
         device = attention.cache.device
         self.inputs = torch.zeros((3, sizes[-1]), dtype=torch.int64, device=device)
         # Number of tokens -> replays of the pieces, layers of the attentions, hidden states.
         self.steps: dict[int, tuple[list[Callable[[], None]], list[int], Tensor]] = capture_sizes(
-            "chunks", sizes, device, lambda size: self._capture(size, attention)
+            "chunks", sizes, device, graphs.smallest, lambda size: self._capture(size, attention)
         )
 
     def _capture(self, size: int, attention: TritonAttention) -> Any:

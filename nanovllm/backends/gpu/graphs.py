@@ -96,36 +96,48 @@ def without_collector() -> Iterator[None]:
 
 
 def capture_sizes(
-    what: str, sizes: list[int], device: torch.device, capture: Callable[[int], Graph]
+    what: str,
+    sizes: list[int],
+    device: torch.device,
+    smallest: Callable[[int], int],
+    capture: Callable[[int], Graph],
 ) -> dict[int, Graph]:
     """Return `capture(size)` of each size, while captures succeed and memory lasts.
 
     The largest size comes first: its memory in the pool is enough for all others, and any step can
-    be padded to it.
+    be padded to it. `smallest` returns the minimum of a number over all ranks. The steps of ranks
+    wait for each other, so all ranks capture the same sizes.
     """
     graphs: dict[int, Graph] = {}
-    problem, start = "", time.perf_counter()
+    start = time.perf_counter()
+
+    def warn(problem: str) -> None:
+        logger.warning(
+            f"CUDA graphs hold {what} for {len(graphs)} of {len(sizes)} sizes, and others take "
+            f"longer: {problem}"
+        )
+
     with without_collector():
         for size in progress_bar(f"Capturing {what}", "size", sorted(sizes, reverse=True)):
             is_cuda = device.type == "cuda"  # not in tests
-            if is_cuda and torch.cuda.mem_get_info(device)[0] < MIN_FREE_BYTES:
-                problem = "the memory of the GPU is nearly full"
-                break
+            is_full = is_cuda and torch.cuda.mem_get_info(device)[0] < MIN_FREE_BYTES
+            if not smallest(int(not is_full)):
+                warn(f"the memory of {'the' if is_full else 'another'} GPU is nearly full")
+                return graphs
             try:
-                graphs[size] = capture(size)
+                graph = capture(size)
             except Exception as error:  # of torch, CUDA or a library
                 if is_cuda:
                     torch.cuda.synchronize(device)  # raises an error that no later step survives
-                problem = f"{error!r:.300}"
-                break
-    num, seconds = len(graphs), time.perf_counter() - start
-    if problem:
-        logger.warning(
-            f"CUDA graphs hold {what} for {num} of {len(sizes)} sizes, and others take longer: "
-            f"{problem}"
-        )
-    else:
-        logger.info(f"captured {what} for {num} sizes up to {max(sizes)} in {seconds:.1f} s")
+                warn(f"{error!r:.300}")
+                smallest(0)
+                return graphs
+            if not smallest(1):
+                warn("the next size failed on another rank")
+                return graphs
+            graphs[size] = graph
+    seconds = time.perf_counter() - start
+    logger.info(f"captured {what} for {len(graphs)} sizes up to {max(sizes)} in {seconds:.1f} s")
     return graphs
 
 
@@ -136,10 +148,12 @@ class DecodeGraphs:
         positions: np.ndarray,
         device: torch.device,
         capture: Callable[[], Capture],
+        smallest: Callable[[int], int] = int,
     ) -> None:
         """Capture decode: (rows [S], order [S]) -> (hidden [S, E], tokens [S]).
 
-        `positions` [N + 1] of the rows are on the host. Row N is padding, at position 0.
+        `positions` [N + 1] of the rows are on the host. Row N is padding, at position 0. `smallest`
+        is the function of `capture_sizes`.
         """
         num_rows = len(positions) - 1
         self.padding_row, self.positions = num_rows, positions
@@ -150,6 +164,7 @@ class DecodeGraphs:
         self.decode_rows: list[int] | None = None
         self.size = 0
         self.capture = capture()  # kept with the graphs, because it owns their stream
+        self.smallest = smallest
         # The results of each size are kept: other graphs of the pool must not use their memory.
         self.results: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -157,9 +172,8 @@ class DecodeGraphs:
             self.results[size] = decode(*self.rows[:, :size])
 
         # Empty if no size could be captured.
-        self.replays = capture_sizes(
-            "decodes", batch_sizes(num_rows), device, lambda size: self.capture(partial(step, size))
-        )
+        sizes, capture_size = batch_sizes(num_rows), lambda size: self.capture(partial(step, size))
+        self.replays = capture_sizes("decodes", sizes, device, smallest, capture_size)
 
     def replay(self, decode_rows: list[int]) -> tuple[Tensor, Tensor]:
         """Decode rows. Returns hidden states [S, E], tokens [S], valid until the next replay."""

@@ -41,7 +41,7 @@ def sleep(engine: LLMEngine, level: int) -> None:
         refusal.makers, refusal.saved = makers_of(runner, level), []
         if level == 1 and "model" in refusal.makers:
             refusal.saved = [tensor.cpu() for tensor in tensors_of(runner.model)]
-        for name in (*refusal.makers, "graphs", "fused_model"):
+        for name in (*refusal.makers, "graphs", "fused_model", "fused_step"):
             setattr(runner, name, None)
     gc.collect()  # captured steps and their closures refer to one another
     return_freed_memory()

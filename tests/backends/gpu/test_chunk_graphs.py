@@ -42,7 +42,7 @@ def test_some_sizes_can_be_captured(
         captured.append(size)
         return size
 
-    found = capture_sizes("chunks", token_sizes(100), torch.device("cuda", 0), capture)
+    found = capture_sizes("chunks", token_sizes(100), torch.device("cuda", 0), int, capture)
     assert [*found] == token_sizes(100)[::-1][:num]
     (record,) = caplog.records
     assert f"for {num} of 7 sizes" in record.getMessage()
@@ -53,6 +53,7 @@ def test_steps_larger_than_all_graphs_are_eager(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(ChunkGraphs, "_capture", lambda self, size, attention: size)
     model: Any = SimpleNamespace(logits=None, forward=lambda *args: "eager")
     attention: Any = SimpleNamespace(cache=torch.empty(0))
-    graphs = ChunkGraphs(model, attention, capture=None, max_tokens=100)  # type: ignore[arg-type]
+    decodes: Any = SimpleNamespace(capture=None, smallest=int)
+    graphs = ChunkGraphs(model, attention, decodes, max_tokens=100)
     batch: Any = SimpleNamespace(input_ids=range(101), num_decodes=0, context_lens=[1])
     assert graphs.forward(batch, attention) == "eager"

@@ -194,8 +194,8 @@ def test_an_engine_with_graphs_is_freed_at_once(
         function()
         return lambda: None  # like a CUDA graph, which does not keep the function that it captured
 
-    def record(decode: Callable, positions: np.ndarray) -> DecodeGraphs:
-        return DecodeGraphs(decode, positions, torch.device("cpu"), lambda: capture)
+    def record(decode: Callable, positions: np.ndarray, smallest: Callable) -> DecodeGraphs:
+        return DecodeGraphs(decode, positions, torch.device("cpu"), lambda: capture, smallest)
 
     config = EngineConfig(dtype="float32", device="cpu", max_num_seqs=2, num_kv_cache_blocks=4)
     model_config = Checkpoint(path).model_config

@@ -12,11 +12,13 @@ import faults
 import fresh
 import pytest
 import torch
+from adapters import lora, save_adapter
 from checkpoints import edited, make_checkpoint, random_llm
 from engines import is_idle, still_serves
 from host_cache_history import HostCacheHistory
 from hybrid_checkpoints import make_hybrid_checkpoint
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from lessons.oracle.disk import MUTANTS, DiskHistory
 from lessons.oracle.mutants import apply
@@ -291,6 +293,21 @@ def test_another_model(path: Path, saved: tuple[Path, Any], tmp_path: Path) -> N
     copy = random_llm(Path(shutil.copytree(path, tmp_path / "copy")))
     copy.load_prefix_cache(saved[0])
     assert tokens(run(copy)) == saved[1]
+
+
+def test_another_adapter(path: Path, tmp_path: Path) -> None:
+    """The same tensors with another scale."""
+    factors = lora(load_file(path / "model.safetensors"), "q_proj")
+    for alpha in (4, 8):
+        adapter = save_adapter(tmp_path / "adapter", factors, lora_alpha=alpha)
+        llm = random_llm(path, adapter=adapter)
+        if alpha == 8:
+            with pytest.raises(ValueError, match=r"adapter is .* 4.* in the file and .* 8.* here"):
+                llm.load_prefix_cache(tmp_path)
+        run(llm)
+        assert llm.save_prefix_cache(tmp_path) > 0
+        assert llm.reset_prefix_cache()
+        assert llm.load_prefix_cache(tmp_path) > 0
 
 
 def test_random_weights(path: Path, tmp_path: Path) -> None:

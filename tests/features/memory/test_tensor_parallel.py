@@ -141,6 +141,23 @@ def test_captured_decodes(ranks: Job, paths: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("fault", "sizes"), [("capture", [8, 4]), ("replay", None)])
+def test_ranks_capture_the_same_sizes(
+    ranks: Job, paths: dict[str, str], fault: str, sizes: list[int] | None
+) -> None:
+    """What fails on one rank is not captured on the other, and both say so."""
+    [wanted] = values(ranks("greedy", 1, path=paths["qwen3"]))
+    found = ranks("with_a_fault", 2, path=paths["qwen3"], fault=fault)
+    assert values(found) == [{"tokens": wanted, "sizes": sizes}] * 2
+    words = {
+        "capture": ("the next size failed on another rank", "RuntimeError('no graph')"),
+        "replay": ("because they fail on another rank", "the tokens of a CUDA graph has a"),
+    }
+    for result, text in zip(found, words[fault], strict=True):
+        assert text in result["log"]
+
+
+@pytest.mark.slow
 def test_text_and_stop_strings(ranks: Job) -> None:
     [one] = values(ranks("text", 1))
     assert {reason for _, reason in one} == {"stop"}

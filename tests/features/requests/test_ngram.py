@@ -125,12 +125,38 @@ def test_random_histories_with_drafts(seeds: range) -> None:
     assert preemptions > len(seeds)
 
 
+# Faults, besides the ones that are exercises.
+DRAFT_FAULTS = MUTANTS | {
+    "one token too many is accepted": Mutant(
+        ngram, "accept", "drawn[: A + 1]", "drawn[: num_accepted + 2]"
+    ),
+    "a draft is compared with the token before": Mutant(
+        ngram, "accept", "chunk.token_ids[A:]", "chunk.token_ids[-chunk.num_drafts - 1 : -1]"
+    ),
+    "the runner is asked for a token that it does not know": Mutant(
+        ngram, "_take_back", "seq.decoding = False", "pass"
+    ),
+    "a step with drafts stays in flight": Mutant(
+        ngram, "needs_results", "return True", "return False"
+    ),
+    "drafts are not in the budget": Mutant(ngram, "plan", "return 1 + len(A)", "return 1"),
+    "drafts are more than the budget": Mutant(ngram, "plan", "budget - 1", "budget"),
+    "drafts take blocks that are not available": Mutant(
+        ngram, "propose", "A + B > blocks.num_available", "False"
+    ),
+    "the blocks of drafts are not reported": Mutant(ngram, "plan", "A.new_blocks += B", "B"),
+    "drafts follow a token that is not known": Mutant(
+        ngram, "propose", "seq.num_computed != length - 1", "False"
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[SLOW] * (i % 4 > 0)) for i, name in enumerate(MUTANTS)]
+    "name", [pytest.param(name, marks=[SLOW] * (i % 4 > 0)) for i, name in enumerate(DRAFT_FAULTS)]
 )
 def test_fault_is_caught(name: str) -> None:
-    key = "ngrams" if MUTANTS[name].module is ngram else "schedulers"
-    faulty = apply(MUTANTS[name])
+    key = "ngrams" if DRAFT_FAULTS[name].module is ngram else "schedulers"
+    faulty = apply(DRAFT_FAULTS[name])
     with pytest.raises(AssertionError, match="fails"):
         for seed in range(200):
             run_history(seed, make=DraftHistory, **{key: faulty})
@@ -295,6 +321,46 @@ def test_streams_get_several_tokens_at_once(without: LLM) -> None:
             assert "".join(part.text for part in parts) == out.text
             assert [t for part in parts for t in part.token_ids] == out.token_ids
             assert parts[-1].finish_reason == out.finish_reason
+
+
+# Options, and how much log-probabilities may differ. Activations in bfloat16 have 8 bits.
+LOW_PRECISION: dict[str, tuple[dict[str, Any], float]] = {
+    "fp8 cache": (dict(dtype="bfloat16", kv_cache_dtype="fp8"), 0.1),
+    "bfloat16": (dict(dtype="bfloat16"), 0.1),
+    "int8": (dict(dtype="bfloat16", quantization="int8"), 0.1),
+    "int4": (dict(dtype="bfloat16", quantization="int4"), 0.1),
+    "int8 in float32": (dict(quantization="int8"), 1e-4),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[SLOW] * (i > 0)) for i, name in enumerate(LOW_PRECISION)]
+)
+def test_low_precision(name: str) -> None:
+    """Up to the first token that differs, log-probabilities are equal to rounding."""
+    options, tolerance = LOW_PRECISION[name]
+    params = [
+        SamplingParams(**GREEDY | dict(temperature=temperature, seed=1, logprobs=0))
+        for temperature in (0, 0.7)
+        for _ in TEXTS
+    ]
+    llms = [engine_of(speculative, **PLENTY, **options) for speculative in (False, True)]
+    pairs = zip(*(llm.generate([*TEXTS] * 2, params, use_tqdm=False) for llm in llms), strict=True)
+    num_compared = num_different = 0
+    for outputs in pairs:
+        a, b = (output.outputs[0] for output in outputs)
+        for token, other, *entries in zip(
+            a.token_ids, b.token_ids, a.logprobs, b.logprobs, strict=True
+        ):
+            num_compared += 1
+            if token != other:  # what follows has another context
+                num_different += 1
+                break
+            first, second = (entry[token].logprob for entry in entries)
+            assert first == pytest.approx(second, abs=tolerance)
+    assert num_compared > 200
+    assert num_different <= (num_compared // 200 if tolerance > 0.01 else 0)
+    assert llms[1].stats()["accepted_tokens"] > 50
 
 
 FAULTS = {

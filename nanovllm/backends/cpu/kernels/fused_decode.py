@@ -147,7 +147,7 @@ class FusedLayers:
     def __init__(
         self, model: Qwen3, attention: NumbaAttention, product: Product, find: Pointers
     ) -> None:
-        self.model, self.config = model, model.config
+        self.model, self.config, self.find = model, model.config, find
         dtype = model.backend.dtype
         dtypes, self.example = (dtype, dtype), DTYPE_EXAMPLE[dtype]
         self.weight_example = DTYPE_EXAMPLE[model.norm.dtype]
@@ -161,6 +161,13 @@ class FusedLayers:
         layers = [self.layer_addresses(layer, attention, find) for layer in model.layers]
         self.addresses = np.array(layers, np.int64)
         self.compile()
+
+    @property
+    def head(self) -> tuple[Product, int, int, int]:
+        """The product of the head, and the addresses of its weight, scale and bias."""
+        head = self.model.lm_head
+        is_plain = isinstance(head.weight, Tensor)
+        return self.code.product if is_plain else head.weight.product(), *self.find(head)
 
     def compile(self) -> None:
         """Compile the kernels that backends/cpu/compile.py does not compile for every model."""
@@ -191,25 +198,35 @@ class FusedLayers:
         if by_torch or len(batch.input_ids) > PACKED_FOR:
             return model.forward(batch, attention)
         x = model.embed_tokens[batch.input_ids]
+        inputs = x, torch.zeros_like(x), *model.rotary.at(batch.positions)
+        step, _buffers = self.make_step(inputs, plan.slot_mapping, plan.work, attention.shape)
+        self.decode(step, batch)
+        return pointwise.add_rms_norm(x, inputs[1], model.norm, config.rms_norm_eps)[0]
+
+    def make_step(
+        self,
+        inputs: tuple[Tensor, ...],
+        slot_mapping: np.ndarray,
+        work: AttentionWork,
+        shape: tuple[int, ...],
+    ) -> tuple[Step, list[Tensor]]:
+        """Return a step, and the buffers that it has addresses of.
+
+        inputs are x, residual [T, E], cos and sin [T, D]; `shape` is of the K cache.
+        """
+        x, config = inputs[0], self.config
         (rows, size), wide = x.shape, config.intermediate_size
         projected, mixed = self.buffer_sizes()
         row_bytes = self.code.product.row_bytes(max(size, mixed, wide))
-        buffers = [
-            torch.zeros_like(x),
-            *model.rotary.at(batch.positions),
-            *(x.new_empty(rows, number) for number in (projected, mixed, 2 * wide, wide)),
-            x.new_empty(rows * row_bytes, dtype=torch.uint8),
-        ]
+        buffers = [x.new_empty(rows, number) for number in (projected, mixed, 2 * wide, wide)]
+        buffers.append(x.new_empty(rows * row_bytes, dtype=torch.uint8))
         sizes = rows, size, wide, config.num_heads, self.row_heads
-        work = plan.slot_mapping, plan.work, self.example, self.weight_example
-        step = Step._make(
-            (
-                *(tensor.data_ptr() for tensor in (x, *buffers)),
-                *(*sizes, config.rms_norm_eps, attention.shape, *work, numba.get_num_threads()),
-            )
+        values = (
+            *(tensor.data_ptr() for tensor in (*inputs, *buffers)),
+            *(*sizes, config.rms_norm_eps, shape, slot_mapping, work),
+            *(self.example, self.weight_example, numba.get_num_threads()),
         )
-        self.decode(step, batch)
-        return pointwise.add_rms_norm(x, buffers[0], model.norm, config.rms_norm_eps)[0]
+        return Step._make(values), buffers
 
     def decode(self, step: Step, batch: ForwardBatch) -> None:
         decode_layers(self.code, step, self.addresses)

@@ -57,6 +57,28 @@ def quantized_bytes(inputs, group):
 
 
 @compiled(exact=True)
+def largest_magnitude(x):
+    """Return the largest magnitude of x [N], at least MIN_ABSMAX."""
+    # As integers, the bits of magnitudes are in the same order, and the bits of NaN last.
+    bits = f32(MIN_ABSMAX).view(np.int32)
+    for c in range(len(x)):
+        number = np.float32(to_float32(x[c])).view(np.int32)
+        bits = max(bits, int32(number & int32(0x7FFFFFFF)))
+    return int32(bits).view(np.float32)
+
+
+@compiled(exact=True)
+def round_values(x, inverse, values):
+    """Set values [N] to x [N] times `inverse`, rounded. Return their sum."""
+    total = int32(0)
+    for c in range(len(x)):
+        value = int32(np.rint(to_float32(x[c]) * inverse))
+        values[c] = np.int8(value)
+        total = int32(total + value)
+    return total
+
+
+@compiled(exact=True)
 def quantize_rows(x_ptr, out_ptr, rows, inputs, group, offset, example, start, stop):
     """Quantize rows [start, stop) of x [rows, inputs].
 
@@ -67,24 +89,18 @@ def quantize_rows(x_ptr, out_ptr, rows, inputs, group, offset, example, start, s
     group = group if group > 0 else size
     x = array(x_ptr, (rows, inputs), example)
     for i in range(start, stop):
-        values = array(out_ptr + i * stride, (size,), np.int8(0))
+        row, values = x[i], array(out_ptr + i * stride, (size,), np.int8(0))
         scale = array(out_ptr + i * stride + size, (1,), f32(0))
         starts = array(out_ptr + i * stride + size + 4, (size // group,), int32(0))
-        # As integers, the bits of magnitudes are in the same order, and the bits of NaN last.
-        bits = f32(MIN_ABSMAX).view(np.int32)
-        for c in range(inputs):
-            number = np.float32(to_float32(x[i, c])).view(np.int32)
-            bits = max(bits, int32(number & int32(0x7FFFFFFF)))
-        largest = int32(bits).view(np.float32)
+        largest = largest_magnitude(row)
         inverse = f32(INT8_MAX) / largest
         for g in range(len(starts)):
-            total = int32(0)
-            for c in range(g * group, min(inputs, (g + 1) * group)):
-                value = int32(np.rint(to_float32(x[i, c]) * inverse))
-                values[c] = np.int8(value)
-                total = int32(total + value)
+            first, last = g * group, min(inputs, (g + 1) * group)
+            # LLVM vectorizes loops over whole arrays, such as these slices: 10 times as fast.
+            total = round_values(row[first:last], inverse, values[first:last])
             starts[g] = int32(-offset * total)
-        values[inputs:] = 0
+        for c in range(inputs, size):
+            values[c] = 0
         scale[0] = largest * f32(1 / INT8_MAX)
 
 

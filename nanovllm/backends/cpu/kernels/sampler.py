@@ -46,7 +46,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     tokens = np.empty(rows, np.int64)
     source = logits.data_ptr(), logits.dtype is torch.bfloat16, size
     numbers = batch.temperature.numpy(), batch.seeds.numpy(), batch.positions.numpy()
-    run(_draw_rows, (*source, *numbers, filters, tokens), rows, rows * size)
+    run(draw_rows, (*source, *numbers, filters, tokens), rows, rows * size)
     return torch.from_numpy(tokens)
 
 
@@ -83,17 +83,21 @@ def _load(address, is_bf16, start, values, maxima):
 
 
 @compiled()
-def _most_likely(address, is_bf16, start, size, maxima):
-    """Return the maximum of a row and the first token that has it. The row is stored nowhere."""
+def load_maxima(address, is_bf16, start, size, maxima, first, stop):
+    """Set maxima [groups] of the groups [first, stop) of a row, which is stored nowhere."""
     values = np.empty(GROUP, f32)
-    for group in range(len(maxima)):
-        first = group * GROUP
-        part = values[: min(GROUP, size - first)]
-        _load(address, is_bf16, start + first, part, maxima[group : group + 1])
+    for group in range(first, stop):
+        part = values[: min(GROUP, size - group * GROUP)]
+        _load(address, is_bf16, start + group * GROUP, part, maxima[group : group + 1])
+
+
+@compiled()
+def most_likely(address, is_bf16, start, size, maxima):
+    """Return the first token with the maximum of a row, or -1 if the maximum is not finite."""
     first = np.argmax(maxima) * GROUP
-    part = values[: min(GROUP, size - first)]
-    _load(address, is_bf16, start + first, part, np.empty(1, f32))
-    return maximum(maxima), first + np.argmax(part)
+    part = np.empty(min(GROUP, size - first), f32)
+    top = _load(address, is_bf16, start + first, part, np.empty(1, f32))
+    return first + np.argmax(part) if -INFINITY < top < INFINITY else -1
 
 
 @compiled()
@@ -227,7 +231,7 @@ def _weigh(values, weights, top, temperature, filters):
 
 
 @compiled()
-def _draw_rows(address, is_bf16, size, temperatures, seeds, positions, filters, tokens,
+def draw_rows(address, is_bf16, size, temperatures, seeds, positions, filters, tokens,
                start, stop):
     """Set tokens [R]; filters [3, R] are top_k, top_p and min_p."""
     # Allocating them for each row would cost more than drawing the row.
@@ -236,8 +240,8 @@ def _draw_rows(address, is_bf16, size, temperatures, seeds, positions, filters, 
     maxima, sums = np.empty((2, (size + GROUP - 1) // GROUP), f32)
     for row in range(start, stop):
         if temperatures[row] == 0:
-            top, token = _most_likely(address, is_bf16, row * size, size, maxima)
-            tokens[row] = token if -INFINITY < top < INFINITY else -1
+            load_maxima(address, is_bf16, row * size, size, maxima, 0, len(maxima))
+            tokens[row] = most_likely(address, is_bf16, row * size, size, maxima)
             continue
         top = _load(address, is_bf16, row * size, values, maxima)
         if not -INFINITY < top < INFINITY:

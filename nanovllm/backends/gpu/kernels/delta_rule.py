@@ -12,14 +12,14 @@ cumulative decay a_i, the matrix of decays D_ij = e^(a_i - a_j) for j <= i, and 
     o = e^a Q S + P d                                          _chunk_rule
     S <- e^(a_last) S + (e^(a_last - a) K)^T d                 _chunk_rule
 
-`_convolve` comes first. `_shift` then updates the state of the convolution in its own launch,
-because programs of `_convolve` read what it overwrites. `_gated_norm` comes last. The products take
-q and k as they are, so that TF32 does not round them; factors of the results give them unit length.
+`_convolve` comes first, and also updates the state of the convolution. `_gated_norm` comes last.
+The products take q and k as they are, so that TF32 does not round them; factors of the results give
+them unit length.
 
 Two tables in int64 tell a program of `chunk` what to compute. A row of `segments` is one sequence:
 (row of the state, first token, end, 0 if it begins with a state of zeros and else 1, its first
 tile). A row of `tiles` is CHUNK tokens of one sequence: the same first four numbers, and the tile's
-first token.
+first token. A sequence without tokens has one tile.
 
 C, HK, HV, DK and DV are the sizes of the reference, and W is the number of columns of x: C channels
 of q, k and v, then z [HV DV], b [HV] and a [HV]. Products of float32 are in TF32 if the model is in
@@ -49,9 +49,10 @@ def _silu(x):
 
 
 @triton.jit
-def _unit(x):
-    """x [..., D] divided by its length."""
-    return x * tl.rsqrt(tl.sum(x * x, len(x.shape) - 1, keep_dims=True) + 1e-6)
+def _inverse_length(x):
+    """1 / the length of x [..., D], in float32."""
+    x = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, len(x.shape) - 1) + 1e-6)
 
 
 @triton.jit
@@ -78,19 +79,14 @@ def _convolve_decode(x, conv_weight, conv, rows, qkv, C: tl.constexpr, W: tl.con
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     mask = channel < C
     inputs = conv + tl.load(rows + seq) * (3 * C) + channel
-    first = tl.load(inputs, mask=mask, other=0.0)
-    second = tl.load(inputs + C, mask=mask, other=0.0)
-    third = tl.load(inputs + 2 * C, mask=mask, other=0.0)
-    new = tl.load(x + seq * W + channel, mask=mask, other=0.0)
-    taps = conv_weight + channel
-    acc = first.to(tl.float32) * tl.load(taps, mask=mask, other=0.0)
-    acc += second.to(tl.float32) * tl.load(taps + C, mask=mask, other=0.0)
-    acc += third.to(tl.float32) * tl.load(taps + 2 * C, mask=mask, other=0.0)
-    acc += new.to(tl.float32) * tl.load(taps + 3 * C, mask=mask, other=0.0)
+    acc = tl.zeros([CHANNELS], tl.float32)
+    for tap in tl.static_range(4):
+        ptrs = x + seq * W + channel if tap == 3 else inputs + tap * C
+        value = tl.load(ptrs, mask=mask, other=0.0)
+        acc += value.to(tl.float32) * tl.load(conv_weight + tap * C + channel, mask=mask, other=0.0)
+        if tap > 0:
+            tl.store(inputs + (tap - 1) * C, value, mask=mask)
     tl.store(qkv + seq * C + channel, _silu(acc).to(qkv.dtype.element_ty), mask=mask)
-    tl.store(inputs, second, mask=mask)
-    tl.store(inputs + C, third, mask=mask)
-    tl.store(inputs + 2 * C, new, mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows"])
@@ -111,8 +107,10 @@ def _decode_rule(
     state = tl.load(state_ptrs, mask=mask, other=0.0)
     heads = qkv + seq * C
     q_ptrs = heads + head // (HV // HK) * DK + dim
-    q = _unit(tl.load(q_ptrs, mask=is_dim, other=0.0).to(tl.float32)) * DK**-0.5
-    k = _unit(tl.load(q_ptrs + HK * DK, mask=is_dim, other=0.0).to(tl.float32))
+    q = tl.load(q_ptrs, mask=is_dim, other=0.0)
+    k = tl.load(q_ptrs + HK * DK, mask=is_dim, other=0.0)
+    q = q.to(tl.float32) * (_inverse_length(q) * DK**-0.5)
+    k = k.to(tl.float32) * _inverse_length(k)
     v_ptrs = heads + 2 * HK * DK + head * DV + column
     v = tl.load(v_ptrs, mask=is_column, other=0.0).to(tl.float32)
     gates = x + seq * W + C
@@ -156,11 +154,15 @@ def _input(x, conv, row, start, has_state, token, channel, mask, C: tl.constexpr
 
 @triton.jit(do_not_specialize_on_alignment=["tiles"])
 def _convolve(x, conv_weight, conv, tiles, qkv, C: tl.constexpr, W: tl.constexpr):
-    """One program computes TILE_CHANNELS channels of one tile."""
+    """One program computes TILE_CHANNELS channels of one tile.
+
+    The programs of a sequence's first tile also write its last three inputs to the state, because
+    no others read it.
+    """
     tile = tiles + tl.program_id(0) * 5
     row, start, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    has_state = tl.load(tile + 3)
-    token = (tl.load(tile + 4) + tl.arange(0, CHUNK))[:, None]
+    has_state, first = tl.load(tile + 3), tl.load(tile + 4)
+    token = (first + tl.arange(0, CHUNK))[:, None]
     channel = (tl.program_id(1) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS))[None, :]
     mask = (token < end) & (channel < C)
     acc = tl.zeros([CHUNK, TILE_CHANNELS], tl.float32)
@@ -169,21 +171,12 @@ def _convolve(x, conv_weight, conv, tiles, qkv, C: tl.constexpr, W: tl.constexpr
         scale = tl.load(conv_weight + tap * C + channel, mask=channel < C, other=0.0)
         acc += value.to(tl.float32) * scale.to(tl.float32)
     tl.store(qkv + token * C + channel, _silu(acc).to(qkv.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize_on_alignment=["segments"])
-def _shift(x, conv, segments, C: tl.constexpr, W: tl.constexpr):
-    """One program writes the last three inputs of CHANNELS channels of one sequence."""
-    segment = segments + tl.program_id(0) * 5
-    row, start, end = tl.load(segment), tl.load(segment + 1), tl.load(segment + 2)
-    has_state = tl.load(segment + 3)
-    channel = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
-    i = tl.arange(0, 4)[:, None]
-    mask = (i < 3) & (channel < C)
-    value = _input(x, conv, row, start, has_state, end - 3 + i, channel, mask, C, W)
-    # With fewer than three tokens, some of these inputs are read from where others are written.
-    tl.debug_barrier()
-    tl.store(conv + (row * 3 + i) * C + channel, value, mask=mask)
+    if first == start:
+        i = tl.arange(0, 4)[:, None]
+        is_last = (i < 3) & (channel < C)
+        last = _input(x, conv, row, start, has_state, end - 3 + i, channel, is_last, C, W)
+        tl.debug_barrier()  # all threads have read the state
+        tl.store(conv + (row * 3 + i) * C + channel, last, mask=is_last)
 
 
 @triton.jit
@@ -192,12 +185,6 @@ def _load_heads(ptrs, token, end, C: tl.constexpr, DK: tl.constexpr):
     dim = tl.arange(0, triton.next_power_of_2(DK))
     mask = (token < end)[:, None] & (dim < DK)[None, :]
     return tl.load(ptrs + token[:, None] * C + dim[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _inverse_lengths(x):
-    x = x.to(tl.float32)
-    return tl.rsqrt(tl.sum(x * x, 1) + 1e-6)
 
 
 @triton.jit(do_not_specialize_on_alignment=["tiles"])
@@ -225,7 +212,7 @@ def _solve(
     q_ptrs = qkv + head // (HV // HK) * DK
     q = _load_heads(q_ptrs, token, end, C, DK)
     k = _load_heads(q_ptrs + HK * DK, token, end, C, DK)
-    q_scale, k_scale = _inverse_lengths(q) * DK**-0.5, _inverse_lengths(k)
+    q_scale, k_scale = _inverse_length(q) * DK**-0.5, _inverse_length(k)
     gates = x + token * W + C + HV * DV
     beta, g = _gates(gates, head, a_log, dt_bias, token < end, HV)
     a, last = tl.cumsum(g, 0), tl.sum(g, 0)
@@ -320,7 +307,7 @@ def tables(segments: Any, device: torch.device) -> tuple[Tensor, Tensor]:
         has_state = np.logical_not(segments.is_first)
         columns = segments.rows, segments.starts, segments.ends, has_state, segments.starts
         table = np.array(columns, dtype=np.int64).T
-        counts = -(-(table[:, 2] - table[:, 1]) // CHUNK.value)
+        counts = np.maximum(1, -(-(table[:, 2] - table[:, 1]) // CHUNK.value))
         first_tile = counts.cumsum() - counts
         tiles = table.repeat(counts, axis=0)
         tiles[:, 4] += (np.arange(len(tiles)) - first_tile.repeat(counts)) * CHUNK.value
@@ -346,17 +333,13 @@ def chunk(
     factors = rule.new_empty((num, HV, 4, CHUNK.value))
     systems, scores = (rule.new_empty((num, HV, CHUNK.value, CHUNK.value)) for _ in range(2))
     exact = x.dtype == torch.float32  # products without matrix units, which need more registers
-    if num:
-        grid = (num, -(-C // TILE_CHANNELS.value), 1)
-        launch(_convolve, grid, (x, layer.conv1d, conv, tiles, qkv), inputs, num_warps=4)
-        solve = (x, qkv, layer.a_log, layer.dt_bias, tiles, factors, systems, scores)
-        launch(_solve, (num, HV, 1), solve, sizes, num_warps=16 if exact else 4)
-    grid = (num_segments, -(-C // CHANNELS.value), 1)
-    launch(_shift, grid, (x, conv, segment_table), inputs, num_warps=4)
+    grid = (num, -(-C // TILE_CHANNELS.value), 1)
+    launch(_convolve, grid, (x, layer.conv1d, conv, tiles, qkv), inputs, num_warps=4)
+    solve = (x, qkv, layer.a_log, layer.dt_bias, tiles, factors, systems, scores)
+    launch(_solve, (num, HV, 1), solve, sizes, num_warps=16 if exact else 4)
     columns = 16 if exact else 32
     args = (qkv, rule, segment_table, factors, systems, scores, out)
     grid, constants = (num_segments, HV, -(-DV // columns)), dict(sizes, COLUMNS=columns)
     launch(_chunk_rule, grid, args, constants, num_warps=8 if exact else 4)
-    if num:
-        norm = (x, layer.norm, tiles, out, layer.eps)
-        launch(_gated_norm, (num, HV, 1), norm, dict(C=C, HV=HV, DV=DV), num_warps=4)
+    norm = (x, layer.norm, tiles, out, layer.eps)
+    launch(_gated_norm, (num, HV, 1), norm, dict(C=C, HV=HV, DV=DV), num_warps=4)

@@ -6,7 +6,7 @@ output multiplies its float32 sum. In int4 a scale belongs to a group and multip
 The halves of a byte of int4 belong to different inputs of a group, so the low halves are multiplied
 by inputs 0 to 15 of the groups, and the high halves by inputs 16 to 31. For many rows the products
 take longer than the weights: torch then multiplies by parts of the weights in the dtype of x, which
-stay in the GPU's L2 cache. The references are `weight_only` in backends/int8.py and int4.py.
+stay in the GPU's L2 cache. The reference is `weight_only` in backends/int8.py.
 
 The rows of experts are sorted by expert and divided into tiles, and weights may also be in the
 dtype of x: `expert_linear` of features/models/moe/experts.py. How many tiles there are depends on
@@ -23,7 +23,6 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanovllm.backends.gpu.kernels.conversions import int8_to
 from nanovllm.backends.gpu.kernels.launch import launch
 from nanovllm.backends.int4 import GROUP, Int4Weight
 from nanovllm.backends.int8 import Int8Weight
@@ -147,10 +146,8 @@ def _linear(
             if IS_INT4:
                 value = ((stored >> 4) if high else (stored & 15)).to(tl.int32) - 8
                 w = (value.to(tl.float32) * s).to(dtype)
-            elif weight.dtype.element_ty == tl.int8:
-                w = int8_to(stored, dtype)
             else:
-                w = stored
+                w = stored.to(dtype)
             if high:
                 high_acc = tl.dot(w, inputs, high_acc, input_precision="ieee")
             else:

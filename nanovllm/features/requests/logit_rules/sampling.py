@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from nanovllm.engine.detokenizer import CONTEXT, Tokenizer
@@ -11,10 +11,17 @@ from nanovllm.engine.request import Request, Sample, TaskFactory
 from nanovllm.engine.sampling import Sampling
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.requests.logit_rules.params import make_rules, num_logprobs
+from nanovllm.features.requests.repetition import Repetition, as_params
 from nanovllm.features.requests.thinking import Splitter, check_markers, opened
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StreamOutput
 from nanovllm.plan import RowResult, TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class SampleState:
+    splitter: Splitter
+    repetition: Repetition | None = None
 
 
 class RuledSampling(Sampling):
@@ -26,6 +33,7 @@ class RuledSampling(Sampling):
         """separates: whether thinking is separated from the text, as by `reasoning_parser`."""
         super().__init__(input_processor, params)
         self.separates = separates and params.detokenize
+        self.repetition = as_params(params.repetition_detection)
         if params.logprob_token_ids and params.logprobs is None:
             self.params.logprobs = 0
         self.rules = make_rules(self.params, input_processor, self.stop_token_ids, separates)
@@ -41,11 +49,17 @@ class RuledSampling(Sampling):
             first.targets = first.token_ids[1:]
             first.num_logprobs = self.num_prompt_logprobs
             request.state = {}  # position -> entry; after a preemption, they are computed again
-        if self.separates:
-            tokenizer, prompt = self.input_processor.get_tokenizer(), request.seqs[0].token_ids
-            is_open = opened(tokenizer, prompt) is not None
+        if self.separates or self.repetition is not None:
+            request.is_watched = request.is_watched or self.repetition is not None
+            is_open = self.separates and self.opens_thinking(request.seqs[0])
             for sample in request.samples:
-                sample.state = Splitter(is_open)
+                sample.state = SampleState(Splitter(is_open))
+                if self.repetition is not None:
+                    sample.state.repetition = Repetition(self.repetition, sample.seq)
+
+    def opens_thinking(self, seq: Sequence) -> bool:
+        """Return whether the prompt of a new sequence opens a block of thinking."""
+        return opened(self.input_processor.get_tokenizer(), seq.token_ids) is not None
 
     def receive(self, request: Request, seq: Sequence, result: RowResult) -> None:
         sample = request.samples[seq.index]
@@ -55,8 +69,14 @@ class RuledSampling(Sampling):
             sample.logprobs.append(self.decode_logprobs(entry, seq, position))
         for i, entry in enumerate(result.prompt_logprobs, result.first_position):
             request.state[i] = self.decode_logprobs(entry, seq, i)
+        if self.repetition is not None:
+            length = sample.state.repetition.find(seq, self.params.min_tokens)
+            # As in vLLM, a stop token or the largest length takes precedence at the same token.
+            if length is not None and (length < seq.num_output or seq.finish_reason is None):
+                del seq.token_ids[seq.num_prompt + length :]  # with drafts, a step yields several
+                seq.finish_reason, seq.stop_reason = "repetition", "repetition_detected"
         super().receive(request, seq, result)
-        del sample.logprobs[seq.num_output :]  # of tokens after a stop string
+        del sample.logprobs[seq.num_output :]  # of tokens after a stop string or a repetition
 
     def decode_logprobs(
         self, entry: TokenLogprobs, seq: Sequence, position: int
@@ -80,7 +100,7 @@ class RuledSampling(Sampling):
     def completion(self, sample: Sample) -> CompletionOutput:
         completion = super().completion(sample)
         if self.separates:
-            splitter = Splitter(sample.state.is_open)
+            splitter = Splitter(sample.state.splitter.is_open)
             reasoning, text = splitter.add(completion.text, is_last=True)
             thought = reasoning if splitter.has_thought else None
             completion = replace(completion, text=text, reasoning=thought)
@@ -94,7 +114,9 @@ class RuledSampling(Sampling):
         start = sample.tokens_streamed
         new = super().read_sample(request, sample)
         if self.separates:
-            reasoning, text = sample.state.add(new.text, is_last=new.finish_reason is not None)
+            reasoning, text = sample.state.splitter.add(
+                new.text, is_last=new.finish_reason is not None
+            )
             new = replace(new, text=text, reasoning=reasoning)
         if self.params.logprobs is not None:
             new = replace(new, logprobs=sample.logprobs[start:])

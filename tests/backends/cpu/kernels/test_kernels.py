@@ -336,7 +336,7 @@ def test_fused_layers_are_the_models(tmp_path, family: str, tie: bool, dtype: to
 
     calls = []
     layers = fused_decode.decode_layers
-    runner.fused_model = Both
+    runner.fused_model, runner.fused_step = Both, lambda decode_rows: None
     params = [SamplingParams(temperature=0, max_tokens=2 + i, ignore_eos=True) for i in range(70)]
     prompts = [[3] * 300 + [i] for i in range(4)] + [[1 + i] * (i % 50 + 1) for i in range(66)]
     with pytest.MonkeyPatch.context() as patch:
@@ -376,7 +376,7 @@ def test_without_amx(tmp_path) -> None:
         "from nanovllm.backends.cpu.kernels import int4, int8, product, sampler\n"
         "from nanovllm.backends.cpu.kernels.units import amx, any, avx512\n"
         "from nanovllm.models import sampler as plain\n"
-        "same = [sampler._draw_rows, sampler._logprobs_of_rows]\n"
+        "same = [sampler.draw_rows, sampler._logprobs_of_rows]\n"
         "same += [product.quantize_rows, int8.product_blocks, int4.int4_blocks]\n"
         "every = compile.kernels_in_parts\n"
         "def other(*a): return [kernel for kernel in every(*a) if kernel not in same]\n"

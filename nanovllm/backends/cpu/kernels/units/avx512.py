@@ -115,6 +115,11 @@ def attend_groups(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_
     """
     _, num_kv_heads, block_size, dim = k_cache.shape
     q_per_kv, pairs, scale = out.shape[1] // num_kv_heads, dim // 2, f32(1) / np.sqrt(f32(dim))
+    if queries.shape[1] * q_per_kv < MIN_ROWS:
+        attend_small_groups(
+            qkv, out, lse, k_cache, v_cache, queries, context_lens, block_tables, is_prefix, start,
+            stop)
+        return
     max_rows = (queries.shape[1] * q_per_kv + ROWS - 1) // ROWS * ROWS
     max_keys = (block_tables.shape[1] * block_size + KEYS - 1) // KEYS * KEYS
     query = np.zeros((max_rows // ROWS, pairs, ROWS), np.uint32)

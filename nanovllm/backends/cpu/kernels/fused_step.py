@@ -1,0 +1,177 @@
+"""Computes a whole decode step in one call: from the rows of the runner to the sampled tokens.
+
+After a step has read the weights, the caches have nothing else: each of about forty operations of
+torch and NumPy then takes 10 to 40 us, together 1.3 ms of a step of 9 ms. Nothing is left to them
+but steps with rules, with chunks or with a prefix that is worth reading once for several sequences.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from nanovllm.backends.cpu.jit import compiled
+from nanovllm.backends.cpu.kernels.fused_decode import decode_layers, norm
+from nanovllm.backends.cpu.kernels.int8 import OUTPUTS
+from nanovllm.backends.cpu.kernels.parallel import call_at, code_at, in_parts
+from nanovllm.backends.cpu.kernels.primitives import array, f32, from_float32
+from nanovllm.backends.cpu.kernels.product import Product, quantized
+from nanovllm.backends.cpu.kernels.sampler import GROUP, load_maxima, most_likely
+
+
+class Host(NamedTuple):
+    """The arrays of runner/rows.py, and the tables that are read by token and by position."""
+
+    positions: np.ndarray  # [N + 1] int64
+    block_tables: np.ndarray  # [N + 1, B] int32
+    last_tokens: np.ndarray  # [N + 1] int64
+    params: np.ndarray  # [1 + filters, N + 1] float32
+    seeds: np.ndarray  # [N + 1] int64
+    embeddings: int  # the address of [V, E], or of the `values` of an int8.PackedWeight
+    scale: int  # the address of its `scale`, or 0
+    rotary: int  # the address of [2, max_len, D]
+    max_len: int
+    min_shared: int  # a prefix of so many tokens or more is read once for several sequences
+
+
+def example_host() -> Host:
+    """Return a Host with the types of every Host."""
+    numbers, tables = np.empty(0, np.int64), np.empty((0, 0), np.int32)
+    return Host(numbers, tables, numbers, tables.astype(np.float32), numbers, *[0] * 5)
+
+
+class Head(NamedTuple):
+    """The last norm, the head and the sampler. All but the product are addresses or sizes."""
+
+    product: Product
+    weight: int
+    scale: int
+    bias: int
+    norm: int
+    logits: int  # [rows, V]
+    group_blocks: int  # of `group_blocks`
+    draw: int  # of sampler.draw_rows
+    size: int  # V
+    is_bf16: bool
+
+
+@compiled()
+def group_blocks(blocks, width, x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, size,
+                 maxima_ptr, is_bf16, example, start, stop):
+    """Compute groups of GROUP logits of out [rows, V], and the maxima [rows, groups] of them.
+
+    `blocks` is the address of a kernel of blocks, each with `width` outputs.
+    """
+    arguments = (x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, size, example)
+    code, groups = code_at(blocks, arguments), (size + GROUP - 1) // GROUP
+    maxima = array(maxima_ptr, (rows, groups), f32(0))
+    for group in range(start, stop):
+        last = (min((group + 1) * GROUP, size) + width - 1) // width
+        call_at(code, (*arguments, np.int64(group * GROUP // width), np.int64(last)))
+        for row in range(rows):
+            load_maxima(out_ptr, is_bf16, row * size, size, maxima[row], group, group + 1)
+
+
+@compiled()
+def embed(host, token, x, example):
+    """Set x [E] to the embedding of a token."""
+    size = len(x)
+    if host.scale == 0:
+        row = array(host.embeddings, (token + 1, size), example)[token]
+        for c in range(size):  # the error message of `x[:] = row` would take seconds to compile
+            x[c] = row[c]
+        return
+    block, output, columns = token // OUTPUTS, token % OUTPUTS, (size + 3) // 4
+    values = array(host.embeddings, (block + 1, columns, OUTPUTS, 4), np.uint8(0))[block]
+    scale = array(host.scale, (token + 1,), f32(0))[token]
+    for c in range(size):
+        value = f32(np.int32(values[c // 4, output, c % 4]) - np.int32(128))
+        x[c] = from_float32(value * scale, example)
+
+
+@compiled()
+def balanced(sizes, parts):
+    """Return the order of `balanced` in backends/cpu/attention.py, for at most 64 sizes."""
+    part, order, count = np.empty(len(sizes), np.int64), np.empty(len(sizes), np.int64), 0
+    for i in range(len(sizes)):
+        smaller = 0
+        for j in range(len(sizes)):
+            smaller += np.int64(sizes[j] < sizes[i] or (sizes[j] == sizes[i] and j < i))
+        turn = smaller % (2 * parts)
+        part[i] = min(turn, 2 * parts - 1 - turn)
+    for p in range(parts):
+        for i in range(len(sizes)):
+            if part[i] == p:
+                order[count] = i
+                count += 1
+    return order
+
+
+@compiled()
+def look_up(host, step, rows):
+    """Set the inputs of the layers: x, residual, cos, sin, and the work of attention."""
+    (_, _, block_size, dim), example, rest = step.shape, step.example, step.attention.rest
+    x = array(step.x, (step.rows, step.size), example)
+    residual = array(step.residual, (step.rows, step.size), example)
+    cos = array(step.cos, (step.rows, dim), example)
+    sin = array(step.sin, (step.rows, dim), example)
+    rotary = array(host.rotary, (2, host.max_len, dim), example)
+    residual[:] = 0
+    order = balanced(host.positions[rows], step.parts)
+    for i in range(step.rows):
+        row = rows[i]
+        position = host.positions[row] - 1
+        embed(host, host.last_tokens[row], x[i], example)
+        for c in range(dim):
+            cos[i, c], sin[i, c] = rotary[0, position, c], rotary[1, position, c]
+        block = np.int64(host.block_tables[row, position // block_size])
+        step.slot_mapping[i] = block * block_size + position % block_size
+        row, rest.queries[i, 0] = rows[order[i]], order[i]
+        rest.context_lens[i, 0] = host.positions[row]
+        for b in range((host.positions[row] - 1) // block_size + 1):
+            rest.block_tables[i, b] = host.block_tables[row, b]
+
+
+@compiled()
+def shares_prefix(host, rows):
+    """Return whether two rows may have so many tokens in common that both are read at once."""
+    for i in range(len(rows)):
+        saved = (host.positions[rows[i]] - 1) * (len(rows) - 1)
+        for j in range(i if saved >= host.min_shared else 0):
+            if host.block_tables[rows[i], 0] == host.block_tables[rows[j], 0]:
+                return True
+    return False
+
+
+@compiled()
+def decode_rows(code, step, addresses, host, head, rows, tokens):
+    """Sample `tokens` [R] for rows [R], -1 if none can be, and set host.last_tokens.
+
+    Returns False, and computes nothing, if rows share a prefix that is worth reading at once.
+    """
+    if shares_prefix(host, rows):
+        return False
+    look_up(host, step, rows)
+    decode_layers(code, step, addresses)
+    norm(code, step, head.norm)
+    example, size, count = step.example, head.size, step.rows
+    groups, product = (size + GROUP - 1) // GROUP, head.product
+    maxima = np.empty((count, groups), f32)
+    x = quantized(product, step.x, count, step.size, step.work, example, step.parts)
+    arguments = (product.blocks, product.width, x, head.weight, head.scale, head.bias, head.logits,
+                 count, step.size, size, np.int64(maxima.ctypes.data), head.is_bf16, example)
+    in_parts(head.group_blocks, arguments, groups, step.parts)
+    temperatures = host.params[0][rows]
+    if np.any(temperatures > 0):
+        filters, positions = np.empty((len(host.params) - 1, count), f32), host.positions[rows]
+        for i in range(len(filters)):
+            for r in range(count):
+                filters[i, r] = host.params[1 + i, rows[r]]
+        sampled = (head.logits, head.is_bf16, size, temperatures, host.seeds[rows], positions,
+                   filters, tokens)
+        in_parts(head.draw, sampled, count, min(count, step.parts))
+    else:
+        for i in range(count):
+            tokens[i] = most_likely(head.logits, head.is_bf16, i * size, size, maxima[i])
+    for i in range(count):
+        host.last_tokens[rows[i]] = max(tokens[i], 0)
+    return True

@@ -1,0 +1,82 @@
+"""Detection of outputs that repeat a pattern of tokens without end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from nanovllm.engine.sequence import Sequence
+from nanovllm.utils.checks import KnownFields, check_scalars, located
+
+
+@dataclass(frozen=True)
+class RepetitionDetectionParams(KnownFields):
+    """When an output counts as repetitive, with the names of vLLM.
+
+    It ends if its last tokens are a pattern `min_count` times in a row. Raises TypeError for a
+    wrong type or an unknown field, ValueError for a wrong value.
+    """
+
+    max_pattern_size: Annotated[int, 0, math.inf] = 0  # tokens; 0: nothing is detected
+    min_pattern_size: Annotated[int, 0, math.inf] = 0  # 0 is the same as 1
+    min_count: Annotated[int, 0, math.inf] = 0
+
+    def __post_init__(self) -> None:
+        check_scalars(self)
+        if self.min_pattern_size > self.max_pattern_size:
+            raise ValueError(
+                f"min_pattern_size={self.min_pattern_size} must be at most max_pattern_size="
+                f"{self.max_pattern_size}"
+            )
+        if self.max_pattern_size and self.min_count < 2:
+            raise ValueError(
+                f"min_count must be at least 2, not {self.min_count}, unless max_pattern_size=0"
+            )
+
+
+def as_params(value: Any) -> RepetitionDetectionParams | None:
+    """Return the field `repetition_detection`, which may be a dict, or None if it is disabled."""
+    if isinstance(value, Mapping):
+        with located("repetition_detection: "):
+            value = RepetitionDetectionParams(**value)
+    if not isinstance(value, RepetitionDetectionParams | None):
+        raise TypeError(
+            "repetition_detection must be a RepetitionDetectionParams or a dict of its fields, not "
+            f"{value!r:.80}"
+        )
+    return value if value and value.max_pattern_size else None
+
+
+class Repetition:
+    """Follows one output. Its time for a token does not depend on the length of the output."""
+
+    def __init__(self, params: RepetitionDetectionParams, seq: Sequence) -> None:
+        """seq: before its first output token."""
+        max_output = seq.max_length - seq.num_prompt
+        most = min(params.max_pattern_size, max_output // params.min_count)
+        # A pattern occurs `min_count` times if so many tokens equal the ones a pattern before.
+        sizes = range(params.min_pattern_size or 1, most + 1)
+        self.needed = {size: size * (params.min_count - 1) for size in sizes}
+        self.reset()
+
+    def reset(self) -> None:
+        self.num_read = 0  # output tokens
+        self.runs = dict.fromkeys(self.needed, 0)  # size -> equal tokens up to the last one
+
+    def find(self, seq: Sequence, min_tokens: int) -> int | None:
+        """Read the new tokens. Return the length at which the output first ends, or None."""
+        if self.num_read > seq.num_output:
+            self.reset()  # a failed step has removed tokens
+        ids, first = seq.token_ids, seq.num_prompt
+        for at in range(first + self.num_read, len(ids)):
+            self.num_read += 1
+            is_found = False
+            for size, needed in self.needed.items():
+                is_equal = at - size >= first and ids[at] == ids[at - size]
+                self.runs[size] = self.runs[size] + 1 if is_equal else 0
+                is_found |= self.runs[size] >= needed
+            if is_found and self.num_read >= min_tokens:
+                return self.num_read
+        return None
