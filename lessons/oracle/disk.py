@@ -16,13 +16,10 @@ DISK = disk_cache
 
 MUTANTS = {
     "a block is loaded with the KV of another one": Mutant(
-        DISK,
-        "restore",
-        "places.append((free[len(places)], i))",
-        "places.append((free[len(places)], len(places)))",
+        DISK, "restore", "write(A)", "write([(block, n) for n, (block, _) in enumerate(A)])"
     ),
     "a loaded block is found after any beginning": Mutant(
-        DISK, "restore", "blocks.hash_block(parent_hash, A)", "blocks.hash_block(b'', A)"
+        DISK, "restore", "blocks.hash_block(A, B)", "blocks.hash_block(b'', B)"
     ),
     "the block before a cached one is saved": Mutant(
         DISK, "cached_blocks", "blocks.blocks[A]", "blocks.blocks[block_id - 1]"

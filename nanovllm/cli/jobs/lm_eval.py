@@ -45,6 +45,9 @@ class NanoVLLM(TemplateLM):
         max_batch_size: int | None = None,
         device: str | None = None,
         max_gen_toks: int = 256,
+        enable_thinking: bool | None = None,
+        think_end_token: str | int | None = None,
+        chat_template_args: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         """Load a model.
@@ -53,10 +56,22 @@ class NanoVLLM(TemplateLM):
         batch_size, max_batch_size: ignored, because the engine forms batches itself.
         device: as in LLM(). The default of `lm_eval` is "cuda:0", also on a machine without a GPU,
             where it means the CPU.
+        enable_thinking, think_end_token, chat_template_args: as in lm_eval's models: the variable
+            of the chat template, the text or id of the token after which the answer begins, and
+            further variables.
         """
         import torch  # not for an error in the arguments
 
         super().__init__()
+        if enable_thinking and think_end_token is None:
+            raise ValueError(
+                "enable_thinking=True needs think_end_token, such as '</think>', after which the "
+                "answer begins"
+            )
+        self.chat_template_args = dict(chat_template_args or {})
+        if enable_thinking is not None:
+            self.chat_template_args["enable_thinking"] = enable_thinking
+        self.enable_thinking = enable_thinking
         if device == "cuda:0" and not torch.cuda.is_available():
             logger.warning("torch finds no GPU for cuda:0, lm_eval's default: the CPU computes")
         elif device is not None:
@@ -65,6 +80,9 @@ class NanoVLLM(TemplateLM):
         self.tokenizer: Any = self.llm.get_tokenizer()
         self.max_length = self.llm.engine.input_processor.max_model_len
         self.max_gen_toks = max_gen_toks
+        self.think_end_token = think_end_token
+        if str(think_end_token).isdigit():
+            self.think_end_token = str(self.tokenizer.decode(int(str(think_end_token))))
 
     @property
     def eot_token_id(self) -> int:
@@ -93,11 +111,17 @@ class NanoVLLM(TemplateLM):
     ) -> str:
         options = {"continue_final_message": not add_generation_prompt, "tokenize": False}
         options["add_generation_prompt"] = add_generation_prompt
+        options |= self.chat_template_args
         return str(self.tokenizer.apply_chat_template(chat_history, **options))
 
     def _loglikelihood_tokens(
         self, requests: list[Pair], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
+        if self.enable_thinking:
+            raise ValueError(
+                "enable_thinking=True is for tasks that generate text; leave it out for tasks with "
+                "log-likelihoods"
+            )
         # The last token is scored and not computed. A prompt that is too long is cut on the left.
         prompts = [self._cut(ids, len(end), self.max_length + 1) for _, ids, end in requests]
         continuations = [end for *_, end in requests]
@@ -136,13 +160,16 @@ class NanoVLLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        prompts, params = [], []
+        prompts, params, until = [], [], []
         eos = self.tokenizer.decode(self.eot_token_id)
         for context, settings in (request.args for request in requests):
             fields = dict(normalize_gen_kwargs(settings, self.max_gen_toks))
             do_sample = fields.pop("do_sample")
             fields.setdefault("temperature", 1.0 if do_sample else 0.0)
             stop = handle_stop_sequences(fields.pop("until"), eos)
+            until.append(stop)
+            if self.think_end_token:  # the thinking may have the other ones
+                stop = [eos]
             length = fields.pop("max_gen_toks")
             prompts.append(self._cut(self.tok_encode(context), length, self.max_length))
             params.append(
@@ -150,8 +177,9 @@ class NanoVLLM(TemplateLM):
             )
         outputs = self.llm.generate(prompts, params, not disable_tqdm)
         results = []
-        for request, output, p in zip(requests, outputs, params, strict=True):
-            results.append(postprocess_generated_text(output.outputs[0].text, p.stop, None))
+        for request, output, stop in zip(requests, outputs, until, strict=True):
+            text = output.outputs[0].text
+            results.append(postprocess_generated_text(text, stop, self.think_end_token))
             self.cache_hook.add_partial("generate_until", request.args, results[-1])
         return results
 

@@ -18,7 +18,6 @@ import json
 import os
 from collections.abc import Callable
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -123,56 +122,47 @@ def restore(
     """
     host = blocks if isinstance(blocks, HostCacheBlockManager) else None
     free = [blocks.blocks[block_id] for block_id in reversed(blocks.free)]
-    if host is not None:
-        free += [HostBlock(block_id) for block_id in reversed(host.host_free)]
-    places: list[tuple[Block, int]] = []
-    contents: list[tuple[bytes, list[int], bytes]] = []
-    for i, (parent, token_ids) in enumerate(saved):
-        parent_hash = bytes.fromhex(parent)
-        block_hash = blocks.hash_block(parent_hash, token_ids)
-        if len(places) < len(free) and blocks.find(block_hash) is None:
-            places.append((free[len(places)], i))
-            contents.append((block_hash, token_ids, parent_hash))
+    free += [HostBlock(block_id) for block_id in reversed(host.host_free)] if host else []
+    pairs = [(bytes.fromhex(parent), token_ids) for parent, token_ids in saved]
+    hashes = [blocks.hash_block(parent_hash, token_ids) for parent_hash, token_ids in pairs]
+    missing = [i for i, block_hash in enumerate(hashes) if blocks.find(block_hash) is None]
+    places = list(zip(free, missing, strict=False))  # as many as fit
     write(places)
     with hold_interrupt():
-        for (block, _), content in zip(places, contents, strict=True):
-            # What this process has used is evicted last, and before that the first blocks.
+        # What this process has used is evicted last, and before that the first blocks.
+        for block, i in places:
+            parent_hash, token_ids = pairs[i]
             if host is not None and isinstance(block, HostBlock):
                 host.host_free.pop()
-                block.block_hash, block.token_ids, block.parent_block_hash = content
-                host.hash_to_host_block[block.block_hash] = block
-                host.hash_to_host_block.move_to_end(block.block_hash, last=False)
+                host_block = HostBlock(block.block_id, 0, hashes[i], token_ids, parent_hash)
+                host.hash_to_host_block[hashes[i]] = host_block
+                host.hash_to_host_block.move_to_end(hashes[i], last=False)
             else:
                 blocks.free.pop()
-                blocks.cache(block, *content)
+                blocks.cache(block, hashes[i], token_ids, parent_hash)
                 blocks.evictable[block.block_id] = None
                 blocks.evictable.move_to_end(block.block_id, last=False)
     return len(places)
 
 
 def write_kv(runner: Any, kv: Tensor, places: list[tuple[Block, int]]) -> None:
-    """Copy rows of `kv` [n, layers, 2, K, B, D] to blocks, up to 64 rows at once.
+    """Copy rows of `kv` [n, layers, 2, K, B, D] to blocks, those in host memory last.
 
-    A copy of one block takes little longer to execute than to distribute to threads. More rows
-    would take more memory on a GPU.
+    64 blocks are copied at once, because starting the threads of a copy can take 1 ms. More would
+    take more memory on a GPU.
     """
     import torch
 
-    def run_of(item: tuple[int, tuple[Block, int]]) -> tuple[bool, int, int]:
-        i, (block, row) = item
-        return isinstance(block, HostBlock), row - i, i // 64
-
     cache: Tensor = runner.attention.cache.view(torch.int16)  # fp8 has no index_copy_
-    for _, group in groupby(enumerate(places), run_of):
-        blocks, rows = zip(*(place for _, place in group), strict=True)
-        part = kv[rows[0] : rows[-1] + 1]
-        if isinstance(blocks[0], HostBlock):
-            for block, content in zip(blocks, part, strict=True):
-                kv_of(runner, block).copy_(content)
-        else:
-            index = torch.tensor([block.block_id for block in blocks], device=cache.device)
-            part = part.to(cache.device).view(torch.int16).movedim(0, 2)
-            cache.index_copy_(2, index, part)
+    on_device = [(b.block_id, row) for b, row in places if not isinstance(b, HostBlock)]
+    for start in range(0, len(on_device), 64):
+        block_ids, rows = zip(*on_device[start : start + 64], strict=True)
+        are_consecutive = rows[-1] - rows[0] < len(rows)
+        part = kv[rows[0] : rows[-1] + 1] if are_consecutive else kv[list(rows)]
+        part = part.to(cache.device).view(torch.int16).movedim(0, 2)
+        cache.index_copy_(2, torch.tensor(block_ids, device=cache.device), part)
+    for block, row in places[len(on_device) :]:
+        kv_of(runner, block).copy_(kv[row])
 
 
 def kv_of(runner: Any, block: Block) -> Tensor:

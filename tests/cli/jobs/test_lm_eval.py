@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanovllm import SamplingParams
 from tools.training.data import graded_samples
 
 TASKS = {
@@ -77,6 +78,43 @@ def test_a_continuation_that_leaves_no_room_for_its_prompt() -> None:
     for length in (9, 10):
         with pytest.raises(ValueError, match=f"^{length} tokens after a prompt leave no"):
             model._loglikelihood_tokens([(None, ids, ids[:length])], True)
+
+
+def test_thinking() -> None:
+    """The answer begins after the marker; only there, `until` ends it. As in lm_eval's models."""
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.utils import postprocess_generated_text
+
+    from nanovllm.cli.jobs.lm_eval import NanoVLLM
+
+    options = dict(num_kv_cache_blocks=32, dtype="float32", attention_backend="sdpa")
+    with pytest.raises(ValueError, match="enable_thinking=True needs think_end_token"):
+        NanoVLLM(enable_thinking=True, **options)
+    chat = [{"role": "user", "content": "What is 2 + 3?"}]
+    off = NanoVLLM(enable_thinking=False, **options)
+    assert off.apply_chat_template(chat).endswith("<think>\n\n</think>\n\n")
+    named = NanoVLLM(chat_template_args={"enable_thinking": False}, **options)
+    assert named.apply_chat_template(chat) == off.apply_chat_template(chat)
+    settings = {
+        "until": ["\n"],
+        "max_gen_toks": 16,
+        "logit_bias": {1037: 8},
+        "repetition_penalty": 9,
+    }
+    request = Instance("generate_until", {}, ("What is 2 + 3?\n", settings), 0)
+    for marker in ("</think>", "1037", 1037):
+        model = NanoVLLM(enable_thinking=True, think_end_token=marker, **options)
+        assert not model.apply_chat_template(chat).endswith("</think>\n\n")
+        with pytest.raises(ValueError, match="is for tasks that generate text"):
+            model._loglikelihood_tokens([(None, [5], [6])], True)
+        params = SamplingParams(
+            temperature=0, max_tokens=16, logit_bias={1037: 8}, repetition_penalty=9
+        )
+        whole = model.llm.generate("What is 2 + 3?\n", params, use_tqdm=False)[0].outputs[0].text
+        assert "</think>" in whole
+        wanted = postprocess_generated_text(whole, ["\n"], "</think>")
+        assert model.generate_until([request], True) == [wanted] != [whole]
 
 
 @pytest.mark.slow
