@@ -3,7 +3,7 @@
 PYTHONPATH=. python .ci/lesson_pages.py             runs all lessons and writes their pages
 PYTHONPATH=. python .ci/lesson_pages.py 5 11b       runs lesson 5 and the second part of lesson 11
 PYTHONPATH=. python .ci/lesson_pages.py --lines     corrects links to lines and other pages, and runs no lesson
-PYTHONPATH=. python .ci/lesson_pages.py --measure   also replaces figures that differ in what was measured only
+PYTHONPATH=. python .ci/lesson_pages.py --measure   runs each lesson three times, and writes measured figures as ranges
 
 It also links the rows of docs/lessons.md to the pages. Without --measure a page keeps its figures
 and their date, so a busy machine does not change them. Everything else comes from the run. Figures
@@ -34,6 +34,7 @@ UNITS = re.compile(
     re.I,
 )
 NUMBER = re.compile(r"[\w.]+ times as (?:fast|slow)|about as fast|\d[\d,.%:-]*\b%?(?: \(noisy\))?")
+RANGE = re.compile(rf"({NUMBER.pattern}) to ({NUMBER.pattern})")  # as `combine` writes it
 LINK = re.compile(r"^\| \[`\S+`\]\(\.\./\.\./(\S+)#L\d+\) \| `(.+?)` \| `` (.*) `` \|$", re.M)
 
 
@@ -89,6 +90,7 @@ def mask(block: str) -> str:
     """
     if block.startswith("Figures: "):
         return "Figures: #"
+    block = RANGE.sub(r"\2", block) if UNITS.search(block) else block
     if block.startswith("<svg") and UNITS.search(block):
         return block.partition("<title>")[2].partition("</title>")[0]
     if not block.startswith("|"):
@@ -119,6 +121,37 @@ def keep_figures(new: Mapping[str, str], old: Mapping[str, str]) -> dict[str, st
         for name, text in new.items()
     }
     return {name: text.rstrip("\n") + "\n" for name, text in kept.items()}
+
+
+def combine(runs: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return the files of one lesson, with ranges where the figures of its runs differ.
+
+    Pictures are those of the first run.
+    """
+    files = dict(runs[0])
+    for name in files:
+        if name.endswith(".md"):
+            same = zip(*(blocks(name, run[name]) for run in runs), strict=True)
+            files[name] = "\n\n".join(map(combine_blocks, same)) + "\n"
+    return files
+
+
+def combine_blocks(versions: Sequence[str]) -> str:
+    if versions[0].startswith("Figures: "):
+        return versions[0] + f" Ranges are of {len(versions)} runs." * (len(versions) > 1)
+    texts, numbers = NUMBER.split(versions[0]), [*map(NUMBER.findall, versions)]
+    values = [range_of(found) for found in zip(*numbers, strict=True)]
+    return "".join(part for pair in zip(texts, [*values, ""], strict=True) for part in pair)
+
+
+def range_of(values: Sequence[str]) -> str:
+    """Return "1.2 to 1.5 times as fast" of "1.2 times as fast" and "1.5 times as fast"."""
+    if len(set(values)) == 1:
+        return values[0]
+    numbers = [value.replace("about as fast", "1.0 times as fast") for value in values]
+    by_size = sorted(numbers, key=lambda number: float(re.sub(r"[^\d.]", "", number)))
+    low, high = by_size[0], by_size[-1]
+    return f"{low.removesuffix(high.lstrip('0123456789.,'))} to {high}"
 
 
 def measured(files: Mapping[str, str]) -> set[str]:
@@ -199,7 +232,7 @@ def main() -> None:
             files[f"{stem}.md"] = "\n\n".join(parts) + "\n"
         else:
             since = machine.cpu_seconds()
-            files = run(number, Page(stem))
+            files = combine([run(number, Page(stem)) for _ in range(3 if args.measure else 1)])
             load = machine.other_load(since)
             files = files if args.measure else keep_figures(files, old)
             if load > command.BUSY and not measured(files) <= measured(old):

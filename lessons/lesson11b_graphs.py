@@ -11,8 +11,8 @@ records all launches of a step once, and then one call repeats them:
                device          | k 1 | k 2 | k 3 | ...
 
 A replay repeats exactly what was recorded: the same kernels, addresses, sizes and grids. This
-lesson shows what follows from that. A CPU takes the place of the GPU: a mode of torch counts the
-operators that the host runs, records them, and replays them by one call.
+lesson shows what follows from that. A CPU takes the place of the GPU: lessons/device.py counts what
+the host launches, records it, and replays it by one call.
 """
 
 from collections.abc import Callable
@@ -25,6 +25,7 @@ from torch import Tensor
 # torch describes such modes in its documentation, although the module has a private name.
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lessons.device import Device
 from lessons.lesson import decode_plan, embedded_config, make_llm, optional, prompt_plan, runner_of
 from lessons.pictures import show_lanes
 from lessons.show import Questions, link, say, show_source, show_table
@@ -35,59 +36,53 @@ LAUNCH, KERNEL = 5, 2  # microseconds, of a launch on the host, and of a kernel 
 KV_HEADS, RESIDENT = 8, 264  # of a model, and programs that a GPU runs at a time
 
 
-class Device(TorchDispatchMode):
-    """Counts the operators that the host launches while it is entered, and records them."""
+class Operators(TorchDispatchMode):
+    """Counts the operators that torch runs while it is entered, each at least one launch."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.launches: int = 0
-        self.recording: list[tuple[Any, ...]] | None = None
-        self.replaying = False
+        self.number: int = 0
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = op(*args, **(kwargs or {}))
-        if not op.is_view and not self.replaying:  # a view computes nothing
-            self.launches += 1
-            if self.recording is not None:
-                self.recording.append((op, args, kwargs or {}, result))
-        return result
+        self.number += not op.is_view  # a view computes nothing
+        return op(*args, **(kwargs or {}))
 
-    def capture(self, function: Callable[[], object]) -> Callable[[], None]:
-        """Run a function twice, and record the second time -> the function that replays it."""
-        function()  # to warm up: kernels are compiled, and libraries are initialized
-        recording: list[tuple[Any, ...]] = []
-        self.recording = recording
-        function()
-        self.recording = None
 
-        def replay() -> None:
-            self.launches += 1
-            self.replaying = True
-            for op, args, kwargs, result in recording:
-                result.copy_(op(*args, **kwargs))  # to the same address as in the recording
-            self.replaying = False
+def embed(x: Tensor, rows: Tensor, last_tokens: Tensor, embedding: Tensor) -> None:
+    x[:] = embedding[last_tokens[rows]]
 
-        return replay
+
+def layer(x: Tensor, weight: Tensor) -> None:
+    x += torch.relu(x @ weight)
+
+
+def sample(tokens: Tensor, x: Tensor, embedding: Tensor) -> None:
+    tokens[:] = (x @ embedding.T).argmax(dim=1)
+
+
+def record(last_tokens: Tensor, positions: Tensor, rows: Tensor, tokens: Tensor) -> None:
+    last_tokens[rows] = tokens
+    positions[rows] += 1
 
 
 class Model:
-    """A small model whose rows are on the device, as in runner/device_rows.py."""
+    """A small model on a device, where the last tokens and positions of all rows stay."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device) -> None:
         generator = torch.Generator().manual_seed(0)
         self.embedding, *self.weights = torch.randn(5, 8, 8, generator=generator)
         self.last_tokens, self.positions = torch.zeros(2, ROWS + 1, dtype=torch.int64)
-        self.sizes = list[int]()  # the number of rows of each call
+        self.device, self.sizes = device, list[int]()  # the number of rows of each call
 
     def decode(self, rows: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the last tokens of rows [S] -> hidden states [S, E], next tokens [S]."""
         self.sizes.append(len(rows))
-        x = self.embedding[self.last_tokens[rows]]
+        x, tokens, launch = torch.empty(len(rows), 8), torch.empty_like(rows), self.device.launch
+        launch(embed, x, rows, self.last_tokens, self.embedding)
         for weight in self.weights:
-            x = x + torch.relu(x @ weight)
-        tokens = (x @ self.embedding.T).argmax(dim=1)
-        self.last_tokens[rows] = tokens
-        self.positions[rows] = self.positions[rows] + 1
+            launch(layer, x, weight)
+        launch(sample, tokens, x, self.embedding)
+        launch(record, self.last_tokens, self.positions, rows, tokens)
         return x, tokens
 
 
@@ -95,42 +90,57 @@ def count_launches() -> int:
     """Return the operators of a decode of the embedded model in plain torch."""
     runner = runner_of(make_llm(attention_backend="sdpa", num_kv_cache_blocks=4))
     runner.run(prompt_plan([[1, 2, 3]], [[1]]))()
-    device = Device()
-    with device:
+    operators = Operators()
+    with operators:
         runner.run(decode_plan(1))()
-    return device.launches
+    return operators.number
 
 
-def positions_after_replays(device: Device, model: Model) -> list[tuple[str, str]]:
+def capture_without_warm_up() -> str:
+    """Return the error of a capture whose kernels have never run."""
+    model, rows = Model(Device()), torch.tensor([0])
+    try:
+        model.device.capture(lambda: model.decode(rows, rows))
+    except RuntimeError as error:
+        return str(error)
+    raise AssertionError("a capture has compiled a kernel")
+
+
+def positions_after_replays(model: Model) -> list[tuple[str, str]]:
     """Replay a recording with other rows in two ways -> the positions of all rows after each."""
     rows, table = torch.tensor([3, 0, 5]), list[tuple[str, str]]()
-    replay = device.capture(lambda: model.decode(rows, rows))
-    other = torch.tensor([1, 2, 4])
+    replay = model.device.capture(lambda: model.decode(rows, rows))
+    model.positions.zero_()
 
     def show(what: str) -> None:
         replay()
         table.append((what, " ".join(map(str, model.positions[:ROWS].tolist()))))
 
-    model.positions.zero_()
     show("replay; the recording has rows 3, 0 and 5")
+    other = torch.tensor([1, 2, 4])
     show("make a new tensor of the rows 1, 2 and 4, and replay")
     rows.copy_(other)
     show("copy these rows into the old tensor, and replay")
     return table
 
 
-def show_padding(device: Device) -> tuple[int, list[int]]:
-    """Decode by the engine's DecodeGraphs -> the launches of a decode, the sizes it captured."""
-    model, positions = Model(), np.zeros(ROWS + 1, np.int64)
-    graphs = DecodeGraphs(model.decode, positions, torch.device("cpu"), lambda: device.capture)
-    captured, table = list(model.sizes), []
-    for decode_rows in ([2], [2, 4], [3, 0, 5], [3, 0, 5], [7, 3, 0, 5, 1]):
-        before = device.launches
+def show_padding(model: Model) -> None:
+    """Decode several steps by the engine's DecodeGraphs, and print what they compute."""
+
+    def capture(function: Callable[[], None]) -> Callable[[], None]:
+        function()  # to warm up, as CudaCapture does
+        return model.device.capture(function)
+
+    positions = np.zeros(ROWS + 1, np.int64)
+    graphs = DecodeGraphs(model.decode, positions, torch.device("cpu"), lambda: capture)
+    table = []
+    for decode_rows in ([2], [2, 4], [3, 0, 5], [7, 3, 0, 5, 1]):
+        before = model.device.launches
         _, tokens = graphs.replay(decode_rows)
         computed = graphs.rows[0, : graphs.size].tolist()
-        table.append((str(decode_rows), str(computed), len(tokens), device.launches - before))
+        launches = model.device.launches - before
+        table.append((str(decode_rows), str(computed), len(tokens), launches))
     show_table(("decode_rows", "rows in the graph", "tokens returned", "launches"), table)
-    return table[-2][-1], captured
 
 
 def run() -> None:
@@ -150,34 +160,30 @@ def run() -> None:
         ("device", [(LAUNCH + i * KERNEL, KERNEL, f"{i + 1}", 2) for i in range(6)]),
     ]
     show_lanes("Six kernels, launched one by one and as a graph", lanes, "microseconds")
-    device, model = Device(), Model()
-    with device:
-        rows = torch.arange(3)
-        device.launches = 0
-        model.decode(rows, rows)
-        eager = device.launches
-        table = positions_after_replays(device, model)
-        QUESTIONS.show(2)
-        say(f"""Now the recording. A small model has its last tokens and positions on the device, in
-            tensors with an entry for each row. A decode of it is {eager} launches, and a replay is
-            1. Each decode adds 1 to the positions of its rows. Fixed addresses: the recording
-            reads the tensor of the rows that it has seen. The positions of rows 0 to 7 after
-            three replays:""")
-        show_table(("what the host does", "positions"), table)
-        say("""The second replay has computed rows 3, 0 and 5 again: it knows nothing of the new
-            tensor. So an engine keeps its inputs in tensors that it never replaces, and copies the
-            rows of each step into them. Positions, last tokens and block tables of all rows stay on
-            the device, and the kernels read them there.""")
-        say(f"""Sizes: a recording has a fixed number of rows. With max_num_seqs={ROWS} the engine
-            captures {", ".join(map(str, batch_sizes(ROWS)))} rows, and fills a step up to the next
-            size with the padding row, {ROWS} here, whose block table has only the null block. The
-            engine's DecodeGraphs with the small model:""")
-        graph_launches, captured = show_padding(device)
-    say(f"""{eager} launches have become {graph_launches} if the rows are those of the step before.
-        Otherwise the rows are copied first. Warm-up: DecodeGraphs called the model with
-        {", ".join(map(str, captured))} rows. Each size runs once before it is recorded, because
-        a recording must not compile kernels or initialize libraries. The largest size comes first,
-        so that the smaller ones can use its memory again.""")
+    model, rows = Model(Device()), torch.arange(3)
+    model.decode(rows, rows)
+    eager = model.device.launches
+    QUESTIONS.show(2)
+    say(f"""Now a recording. A small model has its last tokens and positions on a device, in tensors
+        with an entry for each row. A decode of it is {eager} launches, and a replay is 1. Each
+        decode adds 1 to the positions of its rows. Fixed addresses: the positions of rows 0 to 7
+        after three replays:""")
+    show_table(("what the host does", "positions"), positions_after_replays(model))
+    say("""The second replay has computed rows 3, 0 and 5 again: it knows nothing of the new tensor.
+        So an engine keeps its inputs in tensors that it never replaces, and copies the rows of each
+        step into them. Positions, last tokens and block tables of all rows stay on the device, and
+        the kernels read them there.""")
+    say(f"""Sizes: a recording has a fixed number of rows. With max_num_seqs={ROWS} the engine
+        captures {", ".join(map(str, batch_sizes(ROWS)))} rows, and fills a step up to the next size
+        with the padding row, {ROWS} here, whose block table has only the null block. The engine's
+        DecodeGraphs with the small model:""")
+    model = Model(Device())
+    show_padding(model)
+    say(f"""{eager} launches have become 1. Warm-up: DecodeGraphs called the model with
+        {", ".join(map(str, model.sizes))} rows. Each size runs once before it is recorded, because
+        a recording must not compile kernels or initialize libraries. Without this, the model of the
+        device says: {capture_without_warm_up()!r}. The largest size comes first, so that the
+        smaller ones can use its memory again.""")
     QUESTIONS.show(3)
     kernels: Any = optional("nanovllm.backends.gpu.kernels.attention")
     if kernels is not None:

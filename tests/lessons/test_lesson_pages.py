@@ -14,6 +14,7 @@ import pytest
 from lesson_pages import (
     PAGES,
     STEMS,
+    combine,
     correct_lines,
     files_of,
     find_line,
@@ -157,6 +158,22 @@ def test_figures_are_kept_if_nothing_else_has_changed() -> None:
     assert keep_figures(with_text, old)["1.md"].strip() == old["1.md"] + "\n\nA new text."
     assert measured(keep_figures(with_text, old)) == measured(old)
     assert measured(new) == {"It takes 9 ms.", TABLE.format(2, 5).strip()} != measured(old)
+
+
+def test_figures_of_several_runs_are_ranges() -> None:
+    runs = [
+        {"1.md": f"It takes {a} ms, {b}.\n\n" + TABLE.format(c, 5), "1-1.svg": b}
+        for a, b, c in (
+            ("1,200", "2.0 times as fast", "7"),
+            ("900", "about as fast", "7"),
+            ("950.5", "1.5 times as fast", "6.5"),
+        )
+    ]
+    combined = combine(runs)
+    text = "It takes 900 to 1,200 ms, 1.0 to 2.0 times as fast.\n\n" + TABLE.format("6.5 to 7", 5)
+    assert combined == {"1.md": text + "\n", "1-1.svg": runs[0]["1-1.svg"]}
+    compare(runs[1], combined)  # a run does not differ from the ranges
+    assert combine(runs[:1])["1.md"].strip() == runs[0]["1.md"]
 
 
 def test_only_what_was_measured_may_differ() -> None:
