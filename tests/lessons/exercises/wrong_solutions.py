@@ -246,7 +246,7 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
             "for seq in running:",
             "for seq in sorted(running, key=lambda s: s.known - s.computed):",
             "test_the_plan",
-            "compute, waiting ones []. The expected plan is [4], and 0 wait then, but it is [1, 3],",
+            "The plan has the sequences in the order [1, 0].",
         ),
         (
             "if tokens > 0:",
