@@ -230,4 +230,5 @@ def run(lesson: str | None = None) -> None:
         return
     say("""A cache, batches, prefix sharing and kernels are about speed, blocks about memory (the
         slots), and a small token budget about the longest step. Async scheduling is for a GPU; a
-        CPU does not compute while the host plans. The defaults run all requests at once, with 8,192 tokens a step.""")
+        CPU does not compute while the host plans. The defaults run all requests at once, with 8,192
+        tokens a step.""")
