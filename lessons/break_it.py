@@ -24,23 +24,11 @@ from nanovllm.engine.policies import shortest_job_first
 SEEDS = 300  # histories to try
 FAILURES = 3  # failing histories that are shortened; the shortest is shown
 VARIATIONS = 20  # other requests in place of one, and other engines, that are tried
-STATE_FAULTS = (
-    "a match does not copy the state",
-    "a snapshot is one block early",
-    "a slot that is freed is still named",
-    "a match uses a state of the plan",
-)
-DRAFT_FAULTS = (
-    "a token after a wrong draft is accepted",
-    "a wrong draft counts as computed, and a block that ends with it is cached",
-)
 DISK_FAULTS = (
     "a block is loaded with the KV of another one",
     "a loaded block is found after any beginning",
 )
-FAULTS = dict(MUTANTS)
-FAULTS |= {name: states.MUTANTS[name] for name in STATE_FAULTS}
-FAULTS |= {name: drafts.MUTANTS[name] for name in DRAFT_FAULTS}
+FAULTS = MUTANTS | states.MUTANTS | drafts.MUTANTS
 FAULTS |= {name: disk.MUTANTS[name] for name in DISK_FAULTS}
 NAMES = list(FAULTS)
 
@@ -68,12 +56,12 @@ THEMES = (
     Theme("rows and ends", (19, 20, 21, 23), ("answers", "budget", "progress", "returned")),
     Theme(
         "states of linear attention (elective `state_cache`)",
-        tuple(NAMES.index(name) + 1 for name in STATE_FAULTS),
+        tuple(NAMES.index(name) + 1 for name in states.MUTANTS),
         ("answers", "context", "cached", "states", "snapshots", "state slots", "no error"),
     ),
     Theme(
         "drafts (elective `drafts`)",
-        tuple(NAMES.index(name) + 1 for name in DRAFT_FAULTS),
+        tuple(NAMES.index(name) + 1 for name in drafts.MUTANTS),
         ("answers", "context", "cached", "budget", "progress", "no error"),
     ),
     Theme(

@@ -7,7 +7,8 @@ python -m lessons beams             runs an elective
 python -m lessons 5 --answers 17 b  compares your answers to its questions
 python -m lessons 5 --answers       shows the answers
 python -m lessons ladder            runs the same requests with one idea after another
-python -m lessons puzzle            lists Triton kernels with one line to fill in
+python -m lessons ladder 6          measures what lesson 6 has added
+python -m lessons puzzle            lists Triton kernels to complete
 python -m lessons break             lists faults of scheduler and block managers to find
 python -m lessons build             lists parts of the engine to write yourself
 """
@@ -45,7 +46,7 @@ LESSONS = {
 }
 MODULES = {
     "ladder": "ladder",
-    "puzzle": "lesson10a_puzzles",
+    "puzzle": "puzzle_it",
     "break": "break_it",
     "build": "build_it",
 }
@@ -79,6 +80,9 @@ def run_lesson(what: str, answers: list[str] | None) -> None:
         say(str(lesson.__doc__))
         lesson.run()
     show_command(questions, f"python -m lessons {what} --answers")
+    number = what.rstrip("abcd")
+    if what in (number, parts(number)[-1]) and load("ladder").has_rung(number):
+        print(f"What it adds to the ladder, measured: python -m lessons ladder {number}")
     if (others := machine.other_load(since)) > BUSY:
         say(f"""The machine is busy: other programs took {others:.0%} of its processors' time. Times
             and speeds in this lesson mean little.""")
@@ -100,7 +104,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--answers", nargs="*", metavar="YOURS", help="show the answers, or compare yours with them"
     )
-    parser.add_argument("--check", metavar="FILE", help="check your solution of a task of `build`")
+    parser.add_argument("--check", metavar="FILE", help="check your solution of a task or a puzzle")
     parser.add_argument(
         "-h", "--help", action="store_true", help="show this text, or the text of a lesson"
     )
@@ -116,16 +120,16 @@ def main(argv: list[str] | None = None) -> None:
         elif parts(args.what or "") and args.which is None and args.check is None:
             run_lesson(args.what, args.answers)
         elif args.what == "puzzle":
-            load(args.what).run_puzzle(args.which, args.answers)
+            load(args.what).run(args.which, args.answers, args.check)
         elif args.what == "break":
             load(args.what).run(args.which, args.answers)
         elif args.check is not None and args.what != "build":
-            raise ValueError("only build takes --check")
+            raise ValueError("only build and puzzle take --check")
         elif args.what == "build" and args.answers is None:
             build = load(args.what)
             build.write(args.which) if args.check is None else build.check(args.which, args.check)
-        elif args.what == "ladder" and args.which is None and args.answers is None:
-            load(args.what).run()
+        elif args.what == "ladder" and args.answers is None:
+            load(args.what).run(args.which)
         elif args.what is None and args.answers is None:
             for name in LESSONS:
                 needs = f" It needs {ELECTIVES[name]}." if name in ELECTIVES else ""

@@ -1,7 +1,8 @@
 """The ladder: the same 16 requests on every rung, from no cache to the defaults of LLM().
 
 Each rung adds one idea to the previous rung and gives the same tokens. The table shows the gains.
-It takes about a minute, and 15 to 30 s more if the CPU's kernels have to be compiled first. Timings
+`python -m lessons ladder 6` measures the rungs of lesson 6, and the one before them. All of them
+take about a minute, and 15 to 30 s more if the CPU's kernels have to be compiled first. Timings
 mean little while other programs run.
 """
 
@@ -114,11 +115,13 @@ class Rung(NamedTuple):
     run: Callable[[LLM, list[Request]], Run]
 
 
-SHARING = dict(attention_backend="sdpa", num_kv_cache_blocks=256, max_num_seqs=ROWS)
-PLAIN = SHARING | {"enable_prefix_caching": False}
-CHUNKS = SHARING | {"max_num_batched_tokens": BUDGET}
-KERNELS = CHUNKS | {"attention_backend": "numba"}
+PLAIN: dict[str, Any] = dict(attention_backend="sdpa", num_kv_cache_blocks=256, max_num_seqs=ROWS)
+PLAIN |= {"enable_prefix_caching": False}
+CHUNKS = PLAIN | {"max_num_batched_tokens": BUDGET}
+SHARING = CHUNKS | {"enable_prefix_caching": True}
+KERNELS = SHARING | {"attention_backend": "numba"}
 ASYNC = KERNELS | {"async_scheduling": True}
+KERNEL_LESSON = 10
 static, continuous = partial(by_engine, group=ROWS), partial(by_engine, group=sys.maxsize)
 
 RUNGS = [
@@ -127,11 +130,11 @@ RUNGS = [
     Rung(5, "blocks", PLAIN, partial(by_engine, group=1)),
     Rung(6, f"static batches of {ROWS}", PLAIN, static),
     Rung(6, "continuous batching", PLAIN, continuous),
+    Rung(6, f"a token budget of {BUDGET}", CHUNKS, continuous),
     Rung(8, "prefix sharing", SHARING, continuous),
-    Rung(9, f"a token budget of {BUDGET}", CHUNKS, continuous),
-    Rung(10, "kernels (Numba)", KERNELS, continuous),
+    Rung(KERNEL_LESSON, "kernels (Numba)", KERNELS, continuous),
     Rung(11, "async scheduling", ASYNC, continuous),
-    Rung(11, "the defaults of LLM()", {}, continuous),
+    Rung(12, "the defaults of LLM()", {}, continuous),
 ]
 
 
@@ -193,7 +196,23 @@ def show(results: list[tuple[Rung, list[Run]]]) -> None:
     show_table(names, rows)
 
 
-def run() -> None:
+def has_rung(lesson: str) -> bool:
+    return any(str(rung.lesson) == lesson for rung in RUNGS)
+
+
+def rungs_of(lesson: str | None) -> list[Rung]:
+    """Return the rungs of a lesson after the one before them, or all. Raises ValueError."""
+    if lesson is None:
+        return RUNGS
+    if not has_rung(lesson):
+        names = ", ".join(dict.fromkeys(str(rung.lesson) for rung in RUNGS))
+        raise ValueError(f"lesson {lesson} has no rung of the ladder; these have: {names}")
+    numbers = [i for i, rung in enumerate(RUNGS) if str(rung.lesson) == lesson]
+    return RUNGS[max(0, numbers[0] - 1) : numbers[-1] + 1]
+
+
+def run(lesson: str | None = None) -> None:
+    rungs = rungs_of(lesson)
     say(str(__doc__))
     say(f"""The requests begin with the same conversation and have {min(LENGTHS)} to {max(LENGTHS)}
         output tokens, in float32. Timings are from the median of 3 runs after one to warm up.
@@ -202,12 +221,13 @@ def run() -> None:
         ratio of the three turns; "about 1" if the ratios are on both sides of 1. computed: tokens
         in all steps. slots: the most slots of the KV cache that were reserved. first: mean time
         from the start to a request's first token. step: the longest step.""")
-    rungs = RUNGS
-    if not has_numba():
+    if any(rung.lesson >= KERNEL_LESSON for rung in rungs) and not has_numba():
         say("Without Numba, the rung of its kernels is left out; later ones run in plain torch.")
         plain = {"attention_backend": "sdpa"}
-        rungs = [r._replace(options=r.options | plain) for r in RUNGS if r.lesson != 10]
+        rungs = [r._replace(options=r.options | plain) for r in rungs if r.lesson != KERNEL_LESSON]
     show(climb(rungs, NUM_REQUESTS, repeats=3))
+    if lesson is not None:
+        return
     say("""Lessons 3, 6, 8 and 10 are about speed, blocks about memory (the slots), and a small
         token budget about the longest step. Async scheduling is for a GPU; a CPU does not compute
         while the host plans. The defaults run all requests at once, with 8,192 tokens a step.""")

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from lessons import break_it, command
+from lessons.oracle import states
 from lessons.oracle.mutants import MUTANTS, apply
 from lessons.oracle.oracle import INVARIANTS, random_actions
 from nanovllm.engine import block_manager
@@ -34,7 +35,7 @@ def test_exercise_asks(
     assert name not in " ".join(asked.split())
     assert max(map(len, asked.splitlines())) <= 101
     assert "must get" in asked
-    assert ("has consumed" in asked) == (name in break_it.STATE_FAULTS)  # the table of states
+    assert ("has consumed" in asked) == (name in states.MUTANTS)  # the table of states
     # A sample has the name that it has in the trace: 0.0, not 0.
     names = re.findall(r"^([\d.]+) .* (?:running|waiting|finished|new)$", asked, re.MULTILINE)
     assert not {name.split(".")[0] for name in names if "." in name} & set(names)
@@ -121,7 +122,7 @@ def test_shorter_histories_fail_too() -> None:
         (["99"], "invalid choice: '99'"),
         (["3", "4"], "takes no '4'"),
         (["--answers"], "takes no --answers"),
-        (["ladder", "3"], "ladder takes no '3'"),
+        (["ladder", "2"], "lesson 2 has no rung of the ladder; these have: 3, 5, 6, 8, 10, 11, 12"),
         (["puzzle", "6"], "a number from 1 to 5, not '6'"),
     ],
 )

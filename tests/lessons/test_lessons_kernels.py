@@ -9,7 +9,6 @@ from lessons import elective_host_cache as host_cache
 from lessons import elective_int8 as int8
 from lessons import elective_state_cache as state_cache
 from lessons import elective_states as states
-from lessons import lesson10a_puzzles as puzzles
 from lessons import lesson10b_paged_attention as paged
 from lessons import lesson11a_overlap as overlap
 from lessons import lesson11b_graphs as graphs
@@ -23,122 +22,6 @@ def table(printed: str, head: str) -> list[list[str]]:
     """The cells of the printed table whose first line begins with `head`."""
     lines = printed[printed.index(f"\n{head}  ") + 1 :].split("\n\n")[0].splitlines()
     return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines[1:]]
-
-
-RIGHT = (
-    "tl.store(out + program * SIZE + tl.arange(0, SIZE), b + a, i < n)",
-    "weights = tl.exp(scores) / tl.exp(tl.max(scores, 0)) if False else "
-    "tl.exp(scores - 99 - tl.max(scores - 99, 0))",
-    "b = tl.load(y + (k * columns)[:, None] + j)",
-    "factor = 1 / tl.exp(new_m - m)",
-    "slot = position % BLOCK + BLOCK * tl.load(table + start // BLOCK)",
-)
-# Of each puzzle, the first with its message.
-WRONG = (
-    (
-        ("tl.store(out + i, a + b)", "4 of 42 numbers are wrong. The first is at [19]: "),
-        "tl.store(out, a + b, mask=i < n)",
-        "tl.store(out + i, a * b, mask=i < n)",
-        "tl.store(x + i, a + b, mask=i < n)",
-        "tl.store(out + tl.arange(0, SIZE), a + b, mask=i < n)",
-        "tl.store(out + i, a + b, mask=i <= n)",
-        "tl.store(out + i, a + b, mask=i < 19)",
-        "tl.store(out + i, a + b, mask=tl.arange(0, SIZE) < n)",
-        "tl.store(out + program + tl.arange(0, SIZE), a + b, mask=i < n)",
-        "out = a + b",
-    ),
-    (
-        ("weights = tl.exp(scores)", "The first is at [0, 0]: nan came out"),
-        "weights = tl.exp(scores - 100)",
-        "weights = tl.exp(scores - 1000)",
-        "weights = tl.exp(scores - tl.min(scores, 0))",
-        "weights = tl.exp(scores - tl.sum(scores, 0))",
-        "weights = tl.exp(scores / tl.max(scores, 0))",
-        "weights = tl.exp(tl.max(scores, 0) - scores)",
-        "weights = tl.exp2(scores - tl.max(scores, 0))",
-        "weights = scores - tl.max(scores, 0)",
-        "weights = tl.exp(scores - tl.max(scores, 0)) / n + 1",
-    ),
-    (
-        ("b = tl.load(y + k[:, None] * columns * inner + j[None, :])", "nan came out"),
-        "b = tl.load(y + k[:, None] * inner + j[None, :])",
-        "b = tl.load(y + k[None, :] * columns + j[:, None])",
-        "b = tl.load(y + j[:, None] * columns + k[None, :])",
-        "b = tl.load(x + k[:, None] * columns + j[None, :])",
-        "b = tl.load(y + i[:, None] * columns + j[None, :])",
-        "b = tl.load(y + k[:, None] + j[None, :] * inner)",
-        "b = tl.load(y + k * columns + j)",
-        "b = tl.load(y + tl.arange(0, SIZE)[:, None] * columns + j[None, :])",
-    ),
-    (
-        ("factor = 1.0", "numbers are wrong"),
-        "factor = 0.0",
-        "factor = tl.exp(new_m - m)",
-        "factor = tl.exp(m - tl.max(s, 0))",
-        "factor = m - new_m",
-        "factor = tl.exp(-new_m)",
-        "factor = tl.exp2(m - new_m)",
-        "factor = tl.where(new_m > m, 0.0, 1.0)",
-        "factor = m / new_m",
-    ),
-    (
-        ("slot = tl.load(table + position) * BLOCK", "nan came out"),  # reads behind the table
-        "slot = position",
-        "slot = tl.load(table + position // BLOCK) + position % BLOCK",
-        "slot = tl.load(table + position // BLOCK) * BLOCK",
-        "slot = tl.load(table + start) * BLOCK + position % BLOCK",
-        "slot = tl.load(table + position % BLOCK) * BLOCK + position // BLOCK",
-        "slot = position // BLOCK * BLOCK + position % BLOCK",
-        "slot = tl.load(table + position // D) * D + position % D",
-        "slot = tl.load(table) * BLOCK + position",
-    ),
-)
-
-
-@pytest.mark.parametrize("number", range(1, 6))
-def test_puzzles(
-    number: int, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
-) -> None:
-    """The line is hidden. Its text, another right one, a wrong one and nonsense are told apart."""
-    pytest.importorskip("triton")
-
-    def answer(*lines: str) -> str:
-        puzzles.run_puzzle(str(number), list(lines))
-        return " ".join(capsys.readouterr().out.split())
-
-    line = answer()
-    puzzles.run_puzzle(str(number), None)
-    shown = capsys.readouterr().out
-    assert line not in shown
-    assert "...  # the missing line" in shown
-    assert max(map(len, shown.splitlines())) <= 100
-    for right in (line, RIGHT[number - 1]):
-        assert answer(right) == "That is right: the kernel computes what torch does."
-    (wrong, message), *_ = WRONG[number - 1]
-    said = answer(wrong)
-    assert message in said
-    assert f"Hint: {puzzles.PUZZLES[number - 1].hint}" in said
-    assert "It raises NameError" in answer("out = nonsense")
-    assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]  # NumPy's, of NaN
-
-
-@pytest.mark.parametrize("number", range(1, 6))
-def test_wrong_lines_are_refused(number: int) -> None:
-    kernels, puzzle = pytest.importorskip("lessons.puzzles"), puzzles.PUZZLES[number - 1]
-    _, *lines = WRONG[number - 1]
-    assert len(lines) >= 8
-    assert [line for line in lines if not puzzles.compare(kernels, puzzle, line)] == []
-
-
-def test_a_line_that_does_not_end_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("on a GPU the line runs in this process")
-    monkeypatch.setattr(puzzles, "MAX_SECONDS", 1)
-    puzzles.run_puzzle("1", ["while True: pass"])
-    assert "It does not end within 1 seconds." in " ".join(capsys.readouterr().out.split())
 
 
 def test_lesson_10a() -> None:

@@ -39,6 +39,7 @@ def plan(running: list[int], waiting: list[int], budget: int, most: int) -> tupl
         ([1, 1, 1], [], 2, 4, [1, 1], 0),
         ([1], [9, 1], 4, 4, [1, 3], 1),
         ([], [], 4, 4, [], 0),
+        ([6, 1], [], 4, 4, [4], 0),
     ],
 )
 def test_the_plan(

@@ -243,6 +243,12 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
     ],
     "step": [
         (
+            "for seq in running:",
+            "for seq in sorted(running, key=lambda s: s.known - s.computed):",
+            "test_the_plan",
+            "compute, waiting ones []. The expected plan is [4], and 0 wait then, but it is [1, 3],",
+        ),
+        (
             "if tokens > 0:",
             "if True:",
             "test_the_plan",

@@ -1,0 +1,176 @@
+"""The puzzles: hidden lines, right and wrong ones, and what the programs load and store."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from lessons import puzzle_it
+
+LINES = (
+    "tl.store(out + program * SIZE + tl.arange(0, SIZE), b + a, i < n)",
+    "weights = tl.exp(scores) / tl.exp(tl.max(scores, 0)) if False else "
+    "tl.exp(scores - 99 - tl.max(scores - 99, 0))",
+)
+# Of the puzzles of one line, the first with its message.
+WRONG = (
+    (
+        ("tl.store(out + i, a + b)", "4 of 42 numbers are wrong. The first is at [19]: "),
+        "tl.store(out, a + b, mask=i < n)",
+        "tl.store(out + i, a * b, mask=i < n)",
+        "tl.store(x + i, a + b, mask=i < n)",
+        "tl.store(out + tl.arange(0, SIZE), a + b, mask=i < n)",
+        "tl.store(out + i, a + b, mask=i <= n)",
+        "tl.store(out + i, a + b, mask=i < 19)",
+        "tl.store(out + i, a + b, mask=tl.arange(0, SIZE) < n)",
+        "tl.store(out + program + tl.arange(0, SIZE), a + b, mask=i < n)",
+        "out = a + b",
+    ),
+    (
+        ("weights = tl.exp(scores)", "The first is at [0, 0]: nan came out"),
+        "weights = tl.exp(scores - 100)",
+        "weights = tl.exp(scores - 1000)",
+        "weights = tl.exp(scores - tl.min(scores, 0))",
+        "weights = tl.exp(scores - tl.sum(scores, 0))",
+        "weights = tl.exp(scores / tl.max(scores, 0))",
+        "weights = tl.exp(tl.max(scores, 0) - scores)",
+        "weights = tl.exp2(scores - tl.max(scores, 0))",
+        "weights = scores - tl.max(scores, 0)",
+        "weights = tl.exp(scores - tl.max(scores, 0)) / n + 1",
+    ),
+)
+# Of the others: a piece of the right lines, what replaces it, and a part of the message.
+CHANGES = {
+    3: (
+        ("columns + j", "inner + j", "y[0:12, 0:64] (a part)"),
+        ("tile +=", "tile =", "numbers are wrong"),
+        ("range(0, inner, SIZE)", "range(0, columns, SIZE)", "x["),
+        ("range(0, inner, SIZE)", "range(0, SIZE, SIZE)", "y[0:16, 0:16], -> out"),
+        ("range(0, inner, SIZE)", "range(SIZE, inner, SIZE)", "numbers are wrong"),
+        ("range(0, inner, SIZE)", "range(0, inner - SIZE, SIZE)", "numbers are wrong"),
+        ("k[:, None] * columns + j[None, :]", "k[None, :] * columns + j[:, None]", "wrong"),
+        ("inner + k[None", "columns + k[None", "(a part)"),
+        ("k = start +", "k =", "x[0:16, 0:16], y[0:16, 0:16], x[0:16, 0:16], y[0:16, 0:16]"),
+        ("range(0, inner, SIZE)", "range(0, inner)", "numbers are wrong"),
+    ),
+    4: (
+        ("tl.exp(m - new_m)", "1.0", "numbers are wrong"),
+        ("tl.exp(m - new_m)", "tl.exp(new_m - m)", "nan came out"),
+        ("acc * factor", "acc", "numbers are wrong"),
+        ("total * factor", "total", "numbers are wrong"),
+        ("    m = new_m\n", "", "numbers are wrong"),
+        ('float("-inf")', "0.0", "numbers are wrong"),
+        ("tl.maximum(m, tl.max(s, 0))", "tl.max(s, 0)", "nan came out"),
+        ("tl.exp(s - new_m)", "tl.exp(s)", "numbers are wrong"),
+        (", mask=(i < n)[:, None], other=0.0", "", "values[16:20, 0:4] and beyond"),
+        ("range(0, n, SIZE)", "range(0, n - SIZE, SIZE)", "values[8:16, 0:4], -> out"),
+        ("i = start +", "i =", "scores[0:8], values[0:8, 0:4], scores[0:8], values[0:8, 0:4]"),
+    ),
+    5: (
+        ("tables + s * BLOCKS", "tables", "program 1, 3: q[1, 3, 0:8], lengths[1], tables[0, 0]"),
+        ("h // HEADS) * D", "h) * D", "keys[5:9, 1, 0:8]"),
+        ("(heads // HEADS)", "heads", "wrong"),
+        ("* BLOCK + position % BLOCK", "* BLOCK + position", "keys[12:16, 0, 0:8]"),
+        ("(s * heads + h)", "(h * 2 + s)", "-> out["),
+        ("tl.load(lengths + s)", "tl.load(lengths)", "lengths[0], tables[1, 0]"),
+        ("tl.where(position < n,", "tl.where(position < n + 1,", "numbers are wrong"),
+        ("mask = (position < n)", "mask = (position >= 0)", "nan came out"),
+        ("+ start // BLOCK", "+ start", "tables[0, 0], keys"),
+        ("BLOCKS + start // BLOCK) * BLOCK", "BLOCKS + start // BLOCK)", "keys[5:9, 0, 0:8]"),
+        ("range(0, n, BLOCK)", "range(0, n - BLOCK + 1, BLOCK)", "values[8:12, 0, 0:8], -> out"),
+        ("tl.load(lengths + s)", "8", "values[8:12, 0, 0:8], -> out"),
+        ("heads = tl.num_programs(1)", "heads = HEADS", "q[0, "),
+    ),
+}
+
+
+def said_by(capsys: pytest.CaptureFixture[str], *args: object) -> str:
+    puzzle_it.run(*args)
+    return " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_missing_line(
+    number: int, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    """The line is hidden. Its text, another right one, a wrong one and nonsense are told apart."""
+    pytest.importorskip("triton")
+
+    def answer(*lines: str) -> str:
+        return said_by(capsys, str(number), list(lines), None)
+
+    line = answer()
+    puzzle_it.run(str(number), None, None)
+    shown = capsys.readouterr().out
+    assert line not in shown
+    assert "...  # your code" in shown
+    assert max(map(len, shown.splitlines())) <= 100
+    for right in (line, LINES[number - 1]):
+        assert answer(right) == "That is right: the kernel computes what torch does."
+    (wrong, message), *_ = WRONG[number - 1]
+    said = answer(wrong)
+    assert message in said
+    assert f"Hint: {puzzle_it.PUZZLES[number - 1].hint}" in said
+    assert "It raises NameError" in answer("out = nonsense")
+    assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]  # NumPy's, of NaN
+
+
+def refused(tmp_path: Path, number: int, lines: str) -> str:
+    """The fault of a kernel with these lines, "" if it is right."""
+    kernels, puzzle = pytest.importorskip("lessons.puzzles"), puzzle_it.PUZZLES[number - 1]
+    file = tmp_path / f"{abs(hash(lines))}.py"  # Triton reads the source of each from its file
+    file.write_text(puzzle_it.template(kernels, puzzle, lines))
+    return puzzle_it.compare(kernels, puzzle, file)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_wrong_lines_are_refused(number: int, tmp_path: Path) -> None:
+    _, *lines = WRONG[number - 1]
+    assert len(lines) >= 8
+    assert [line for line in lines if not refused(tmp_path, number, line)] == []
+
+
+@pytest.mark.parametrize("number", CHANGES)
+def test_wrong_loops_and_kernels_are_refused(number: int, tmp_path: Path) -> None:
+    kernels = pytest.importorskip("lessons.puzzles")
+    right = textwrap.dedent(puzzle_it.parts(kernels, puzzle_it.PUZZLES[number - 1])[1])
+    assert not refused(tmp_path, number, right)
+    for piece, replacement, message in CHANGES[number]:
+        assert piece in right
+        said = " ".join(refused(tmp_path, number, right.replace(piece, replacement)).split())
+        assert message in said, (piece, replacement, said)
+
+
+@pytest.mark.parametrize("number", [3, 5])
+def test_a_kernel_in_a_file(
+    number: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It is written, is not overwritten, and shows what its programs load and store."""
+    kernels, puzzle = pytest.importorskip("lessons.puzzles"), puzzle_it.PUZZLES[number - 1]
+    monkeypatch.chdir(tmp_path)
+    shown = said_by(capsys, str(number), None, None)
+    if not torch.cuda.is_available():
+        assert ("-> out[16:32, 48:64]" if number == 3 else "-> out[1, 3, 0:8]") in shown
+    (file,) = tmp_path.glob("*.py")
+    assert file.name == f"{puzzle.kernel}.py"
+    assert f"python -m lessons puzzle {number} --check {file}" in shown
+    assert "That is not right." in said_by(capsys, str(number), None, str(file))
+    lines = textwrap.dedent(puzzle_it.parts(kernels, puzzle)[1])
+    file.write_text(text := puzzle_it.template(kernels, puzzle, lines))
+    assert "That is right" in said_by(capsys, str(number), None, str(file))
+    said_by(capsys, str(number), None, None)
+    assert file.read_text() == text
+
+
+def test_a_line_that_does_not_end_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("on a GPU the line runs in this process")
+    monkeypatch.setattr(puzzle_it, "MAX_SECONDS", 1)
+    assert "It does not end within 1 seconds." in said_by(capsys, "1", ["while True: pass"], None)
