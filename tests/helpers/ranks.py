@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast  # noqa: F401 (imported once)
 
 from nanovllm import LLM, SamplingParams, Trace
@@ -103,6 +104,34 @@ def everything(path: str, **options: Any) -> dict[str, Any]:
         "stats": {k: v for k, v in llm.stats().items() if "rate" not in k},
         "steps": str(trace).count("\n"),
     }
+
+
+def hand_overs(path: str, new: str, backend: str) -> list[list[list[int]]]:
+    """The tokens of the old weights, then of the new ones from each source and after sleep."""
+    llm = make(path, attention_backend=backend)
+
+    def answer() -> list[list[int]]:
+        return tokens_of(llm.generate(some_prompts(4), GREEDY, use_tqdm=False))
+
+    found = [answer()]
+    weights = load_file(Path(new, "model.safetensors"))
+    for source in (weights, iter(weights.items()), new):
+        llm.load_weights(source)
+        found.append(answer())
+        llm.load_weights(path)
+        assert answer() == found[0]
+    for level in (1, 2):
+        llm.load_weights(new)
+        llm.sleep(level)
+        llm.wake_up()
+        if level == 2:
+            llm.load_weights(new)
+        found.append(answer())
+    failed = outcome(lambda: llm.load_weights(iter([*weights.items()][1:])))
+    assert "missing: " in failed
+    assert "incomplete" in outcome(answer)
+    llm.load_weights(weights)
+    return [*found, answer()]
 
 
 def greedy(path: str, **options: Any) -> list[list[int]]:

@@ -18,8 +18,10 @@ follows, it stays there until a later call has loaded all weights.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
@@ -147,6 +149,18 @@ class Unpacked:
             if isinstance(self.weight, Tensor) and not self.weight.is_mkldnn:
                 self.linear.backend.after_load(self.linear)
             self.weight = None
+            return_freed_memory()
+
+
+def return_freed_memory() -> None:
+    """Return to Linux what glibc's malloc keeps of freed blocks below 32 MiB.
+
+    Without this, hand-overs of 456 MiB of float32 weights took up to 440 MiB more for the time
+    being, instead of 240, and an engine that slept at level 2 kept 395 MiB, instead of 16.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:  # musl has none
+        trim(0)
 
 
 def unpacked(weight: Any) -> Tensor:

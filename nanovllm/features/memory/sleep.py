@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.features.memory.new_weights import INCOMPLETE, Refusal, runner_of
+from nanovllm.features.memory.new_weights import INCOMPLETE, Refusal, return_freed_memory, runner_of
 from nanovllm.models.backend import Backend
 from nanovllm.models.fp8 import FP8
 
@@ -44,6 +44,7 @@ def sleep(engine: LLMEngine, level: int) -> None:
         for name in (*refusal.makers, "graphs", "fused_model", "fused_step"):
             setattr(runner, name, None)
     gc.collect()  # captured steps and their closures refer to one another
+    return_freed_memory()
     if runner.device.type == "cuda":
         torch.cuda.empty_cache()
 

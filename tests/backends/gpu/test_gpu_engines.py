@@ -79,6 +79,42 @@ def test_quantized_tokens_are_the_same_captured_and_eager(
     assert answers[2] == answers[0]
 
 
+@pytest.mark.parametrize("kind", ["plain", "int4", "hybrid"])
+def test_new_weights_and_sleep(tmp_path: Path, kind: str) -> None:
+    """Captured steps read new weights where the old ones were, and are captured after sleep."""
+    make = make_hybrid_checkpoint if kind == "hybrid" else make_checkpoint
+    models = [make(tmp_path / str(seed), seed=seed) for seed in range(2)]
+    prompts = [[i + 1] * (3 * i + 1) for i in range(6)]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    options = dict(dtype="float32", device=DEVICE, skip_tokenizer_init=True, max_num_seqs=8)
+    options["quantization"] = "int4" if kind == "int4" else None
+
+    def engine(seed: int, eager: bool) -> LLM:
+        path = str(tmp_path / str(seed))
+        return LLM(path, num_kv_cache_blocks=100, enforce_eager=eager, **options)
+
+    def answer(llm: LLM) -> list[list[int]]:
+        return [[*o.outputs[0].token_ids] for o in llm.generate(prompts, params, use_tqdm=False)]
+
+    wanted = [answer(engine(seed, True)) for seed in range(2)]
+    assert wanted[0] != wanted[1]
+    llm = engine(0, False)
+    assert answer(llm) == wanted[0]
+    graphs = llm.engine.runner.graphs
+    for seed in (1, 0):
+        llm.load_weights(models[seed].state_dict())
+        assert answer(llm) == wanted[seed]
+    assert llm.engine.runner.graphs is graphs
+    del graphs
+    for level in (1, 2):
+        llm.sleep(level)
+        llm.wake_up()
+        if level == 2:
+            llm.load_weights(models[1].named_parameters())
+        assert llm.engine.runner.graphs is not None
+        assert answer(llm) == wanted[level - 1]
+
+
 def test_what_graphs_read_is_not_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as torch sees it: tests/helpers/dry_run.py checks what Triton's kernels read."""
     graph = torch.cuda.graph

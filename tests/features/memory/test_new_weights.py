@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fresh
 import numpy as np
 import pytest
 import torch
@@ -218,3 +219,41 @@ def test_the_prefix_cache_on_disk(models: Callable[[str], Pair], tmp_path: Path)
         llm.load_prefix_cache(tmp_path)
     llm.load_weights(path)
     assert llm.load_prefix_cache(tmp_path) > 0
+
+
+MEMORY = """
+from pathlib import Path
+import torch
+from safetensors import safe_open
+from nanovllm import LLM, SamplingParams
+options = dict(device="cpu", dtype="float32", skip_tokenizer_init=True, num_kv_cache_blocks=20)
+llm, shapes = LLM({path!r}, **options), {{}}
+for file in Path({path!r}).glob("*.safetensors"):
+    with safe_open(file, "pt") as open_file:
+        shapes |= {{name: open_file.get_slice(name).get_shape() for name in open_file.keys()}}
+def memory(kind):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
+resident, more = [], []
+for i in range(50):
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
+    before = memory("VmRSS")
+    llm.load_weights(
+        (name, torch.full(shape, i / 50, dtype=torch.bfloat16)) for name, shape in shapes.items()
+    )
+    resident.append(memory("VmRSS"))
+    more.append(memory("VmHWM") - before)
+    llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
+size = sum(torch.Size(shape).numel() * 4 for shape in shapes.values())
+print((max(resident[40:]) - max(resident[:10])) / size, max(more) / size)
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow(large: Path) -> None:
+    """In 50 hand-overs. Each takes some more for a time: two copies of the largest weight."""
+    done = fresh.run(MEMORY.format(path=str(large)))
+    assert done.returncode == 0, done.stderr
+    growth, more = map(float, done.stdout.split())
+    assert growth < 0.1
+    assert more < 0.8

@@ -67,6 +67,9 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     make_moe_checkpoint(path / "moe", mlp_only_layers=[1])
     # An expert of each of two ranks has as many units as a block of int8 weights.
     make_moe_checkpoint(path / "moe-128", moe_intermediate_size=128, num_experts=4)
+    make_checkpoint(path / "qwen3-new", seed=1)
+    make_checkpoint(path / "qwen2-new", family="qwen2", tie=True, seed=1)
+    make_moe_checkpoint(path / "moe-new", 1, mlp_only_layers=[1])
     make_hybrid_checkpoint(path / "hybrid")
     make_moe_checkpoint(path / "hybrid-moe", hybrid=True)
     return {path.name: str(path) for path in path.iterdir()}
@@ -88,6 +91,19 @@ CASES = [
     ("biased", 4, {"async_scheduling": True, "swap_space": 2**-9}),
     ("moe", 2, {}),  # each expert is divided
 ]
+
+
+@pytest.mark.parametrize(
+    ("model", "backend"),
+    [("qwen3", "sdpa"), ("qwen2", "sdpa"), ("qwen2", "numba"), ("moe", "numba")],
+)
+def test_new_weights_and_sleep(ranks: Job, paths: dict[str, str], model: str, backend: str) -> None:
+    """With a tied head, with packed weights, and with experts."""
+    arguments = dict(path=paths[model], new=paths[f"{model}-new"], backend=backend)
+    [[old, wanted, *_]] = values(ranks("hand_overs", 1, **arguments))
+    assert old != wanted
+    for found in values(ranks("hand_overs", 2, **arguments)):
+        assert found == [old] + [wanted] * 6
 
 
 @pytest.mark.parametrize(
