@@ -59,7 +59,7 @@ class SpeculativeConfig(KnownFields):
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
                 f"prompt_lookup_min={self.prompt_lookup_min} must be at most prompt_lookup_max="
-                f"{self.prompt_lookup_max}"
+                f"{self.prompt_lookup_max}; set both"
             )
 
 

@@ -145,10 +145,7 @@ class Scheduler:
         return step
 
     def plan_chunk(self, step: InFlightStep, seq: Sequence, budget: int) -> int:
-        """Plan at most `budget` known tokens of a running sequence. Returns their number.
-
-        It is 0 if `seq` is preempted because there are no blocks for them.
-        """
+        """Plan at most `budget` known tokens of a running sequence. Returns their number."""
         tokens = min(len(seq.token_ids) - seq.num_computed, budget)
         # `tokens` is 0 while a result is in flight, and until the next token of a beam is chosen.
         if tokens == 0 or not self._make_room(seq, tokens):

@@ -19,6 +19,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ UNUSED = """
 """
 # With other values of init_lora_weights, PEFT also changes the weights of the base model.
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
+Factors = dict[str, tuple[str, str, float]]  # name in the base model -> A, B and scale
 FACTOR = re.compile(r"(.+)\.lora_([AB])\.weight")
 
 
@@ -102,7 +104,7 @@ class Adapter:
         found = {name: adapter.get_slice(name).get_shape() for name in adapter.keys()}  # noqa: SIM118
         expected = dict[str, list[int] | None]()  # shapes by name in the adapter
         replaced = dict[str, str]()  # name in the base model -> name in the adapter
-        factors = dict[str, tuple[str, str, float]]()  # name in the base model -> A, B, scale
+        factors: Factors = {}
         for stored in found:
             name = stored.removeprefix("base_model.model.").replace(".base_layer.", ".")
             factor = FACTOR.fullmatch(name)
@@ -144,21 +146,14 @@ class Adapter:
         return views
 
 
+@dataclass(frozen=True)
 class MergedFile:
     """A view of some tensors of an open safetensors file, with products added to them."""
 
-    def __init__(
-        self,
-        file: Any,
-        names: dict[str, str],
-        adapter: Any,
-        factors: dict[str, tuple[str, str, float]],
-    ) -> None:
-        """`names` maps names in the view to names in the file.
-
-        `factors` has A, B and the scale of each changed tensor, with the names in `adapter`.
-        """
-        self.file, self.names, self.adapter, self.factors = file, names, adapter, factors
+    file: Any
+    names: dict[str, str]  # in the view -> in the file
+    adapter: Any  # the open file of the factors
+    factors: Factors
 
     def keys(self) -> list[str]:
         return [*self.names]

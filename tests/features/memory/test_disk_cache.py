@@ -107,6 +107,7 @@ def test_fault_is_caught(name: str) -> None:
         {"dtype": "bfloat16"},
         {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
         {"attention_backend": "sdpa", "block_size": 5},
+        {"attention_backend": "sdpa", "block_size": 1, "num_kv_cache_blocks": 500},
         {"quantization": "int8"},
         {"swap_space": 0.01},
     ],

@@ -347,7 +347,7 @@ def processed_logits(logits: Tensor, batch: SamplingBatch, tokens: Tensor) -> Te
     """Return the logits [Q, V] float32 of the distributions from which `tokens` [Q] were drawn.
 
     `logits` [Q, V] are those after the rules. Filtered tokens are MASKED. As in vLLM, temperature
-    and filters do not apply to greedy rows.
+    and filters do not apply to greedy rows. The filter top-k waits for the device.
     """
     scaled = filtered_logits(logits, replace(batch, filters={}), {})
     filtered = filtered_logits(logits, batch, FILTER_FUNCTIONS)
