@@ -7,7 +7,11 @@
   python -m tools.gpu fast --small           the same commands at sizes for a CPU, to try them
 
 A run is a list of commands, each with a limit in seconds, after which it is killed. What they print
-appears at once, and is added to OUT/right.txt, so that nothing is lost if the run is cut.
+appears at once, and is added to OUT/right.txt, so that nothing is lost if the run is cut. How each
+command has ended is printed last, also after Ctrl-C. With --small the limits are ten times as long,
+and the tests for a GPU are skipped, or run on the model of one:
+
+  PYTHONPATH=tests/helpers:.ci PYTEST_ADDOPTS="-p dry_run_plugin" python -m tools.gpu right --small
 """
 
 import argparse
@@ -110,7 +114,7 @@ def starts(*shapes: str) -> None:
                 free, total = torch.cuda.mem_get_info()
                 outside.append(total - free - torch.cuda.memory_reserved())
                 text += f", {outside[-1] >> 20} MiB outside torch's allocator, {free >> 20} free"
-            print(text, flush=True)
+            print(text, end="", flush=True)
             del llm
 
 
@@ -160,19 +164,30 @@ def main(argv: list[str] | None = None) -> int:
     steps = [step for step in RUNS[args.run] if step.name in (args.only or step.name)]
     args.out.mkdir(parents=True, exist_ok=True)
     log, ends = args.out / f"{args.run}.txt", []
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        run_steps(steps, args.small, log, ends)
+    except KeyboardInterrupt:
+        ends.append("interrupted")
+    text = "\n" + "\n".join(ends) + "\n"
+    with log.open("a") as output:
+        output.write(text)
+    print(text, end="", flush=True)
+    return 0 if all(" status 0," in end for end in ends) else 1
+
+
+def run_steps(steps: list[Step], small: bool, log: Path, ends: list[str]) -> None:
+    """Run commands, and add to `ends` how each has ended."""
     for step in steps:
         arguments = step.arguments
-        if args.small and "--kernels" not in arguments:
+        if small and "--kernels" not in arguments:
             arguments += SMALL if arguments[0] == "bench.py" else ()
             arguments = tuple(x.replace("qwen3-0.6b', 'qwen3-8b", "cpu-small") for x in arguments)
+        step = step._replace(limit=step.limit * (10 if small else 1))
         print(f"\n== {step.name}: {step.decides}\npython {shlex.join(arguments)}\n", flush=True)
         with log.open("a") as output:
             output.write(f"\n== python {shlex.join(arguments)}\n")
         ends.append(run_step(step, arguments, log))
-    print("\n" + "\n".join(ends))
-    with log.open("a") as output:
-        output.write("\n" + "\n".join(ends) + "\n")
-    return 0 if all(" status 0," in end for end in ends) else 1
 
 
 if __name__ == "__main__":

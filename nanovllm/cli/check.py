@@ -39,16 +39,14 @@ HEADER = f"{'kernel':16} {'format':17} {'result':7} {'error':>7} {'time':>10} {'
 SCALES = {"GB/s": 1e9, "TFLOP/s": 1e12}
 
 
-def make_parser() -> argparse.ArgumentParser:
+def main(argv: list[str] | None = None) -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("nanovllm check", description=__doc__, formatter_class=raw)
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="see above")
     parser.add_argument("--limit", type=float, default=300, metavar="N", help="seconds (300)")
-    return parser
-
-
-def main(argv: list[str] | None = None) -> int:
-    args = make_parser().parse_args(argv)
+    args = parser.parse_args(argv)
+    if not args.limit > 0:
+        parser.error(f"argument --limit: {args.limit:g} is not more than 0")
 
     def command(start: int) -> list[str]:
         return python(f"from nanovllm.cli.check_cases import main; main({start}, {args.only!r})")
@@ -70,13 +68,13 @@ def about() -> list[str]:
     cpuinfo = Path("/proc/cpuinfo")
     names = re.findall("model name.*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
     processor = (names or [platform.processor() or platform.machine()])[0]
-    compilers = filter(None, [os.environ.get("CC"), "gcc", "clang", "cc"])  # as Triton finds one
-    compiler = next(filter(None, map(shutil.which, compilers)), "none")
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "gcc"
+    found = "" if shutil.which(compiler) else " (not found)"  # Triton searches as the line above
     return [
         f"nanovllm {__version__}, Python {platform.python_version()}, {platform.platform()}",
         ", ".join(installed),
         f"CPU {processor}, {len(available_cores())} cores, load {psutil.getloadavg()[0]:.1f}; "
-        f"C compiler {compiler}",
+        f"C compiler {compiler}{found}",
     ]
 
 
@@ -137,9 +135,11 @@ def run_table(command: Callable[[int], list[str]], limit: float) -> int:
             print(f"FAILED\n    {problem}", flush=True)
             bad.append(row)
         done |= start == first
-    print(f"\n{right} rows are right, and {len(bad)} are wrong or have failed")
+    print(f"\nrows that are right: {right}; rows that are wrong or have failed: {len(bad)}")
     if bad:
         print(f"({'; '.join(bad)}).\nPlease report this with all of the output above.")
+    elif not right:
+        print("No row has all words of --only in its kernel or format.")
     return 1 if bad or not right else 0
 
 

@@ -80,7 +80,6 @@ class ModelRunner:
         self.thread_limit = thread_limit
         self.fused_model: FusedModel = model  # or an object that computes the same in fewer calls
         self.graphs: DecodeGraphs | None = None  # captured decode steps, if any
-        # The result of Backend.fuse_step.
         self.fused_step: Callable[[list[int]], np.ndarray | None] = lambda decode_rows: None
 
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
@@ -117,11 +116,7 @@ class ModelRunner:
         return output
 
     def _sample(
-        self,
-        hidden: Tensor,
-        sampling: SamplingBatch,
-        rows: Tensor,
-        rules: RulesBatch | None,
+        self, hidden: Tensor, sampling: SamplingBatch, rows: Tensor, rules: RulesBatch | None
     ) -> PendingOutput:
         """Sample a token for each of `rows` [R], with their `rules`, from hidden states [R, E]."""
         logits = self.fused_model.logits(hidden)

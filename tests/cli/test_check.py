@@ -51,7 +51,7 @@ def test_a_crash_and_a_hanging_row_are_reported_and_the_others_run(
     assert rows[0][4:] == ["1.0e-03", "2,000", "us", "0.5", "GB/s", "50%"]
     assert "    the process ended with status 3" in lines
     assert "    it took longer than 4 s, and the process ended with status -9" in lines
-    assert "2 rows are right, and 3 are wrong or have failed" in shown
+    assert "rows that are right: 2; rows that are wrong or have failed: 3\n(" in shown
 
 
 def test_a_failure_that_ends_the_process_is_one_failure(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,8 +63,26 @@ send(done=True)
 """
     assert check.run_table(lambda start: python(f"START = {start}\n{CHILD}{rows}"), limit=60) == 1
     shown = capsys.readouterr().out
-    assert "1 rows are right, and 1 are wrong or have failed\n(kernel 0 in bfloat16)" in shown
+    assert "are right: 1; rows that are wrong or have failed: 1\n(kernel 0 in bfloat16)" in shown
     assert "ZeroDivisionError" not in shown
+
+
+def test_no_row_has_the_words(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = "send(done=True)"
+    assert check.run_table(lambda start: python(f"START = {start}\n{CHILD}{rows}"), limit=60) == 1
+    assert "No row has all words of --only" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        check.main(["--limit", "-3"])
+    assert "--limit: -3 is not more than 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("compiler", "shown"), [("/nonexistent", " (not found)"), ("sh", "")])
+def test_the_c_compiler_of_triton(
+    compiler: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not search for another one if CC is set."""
+    monkeypatch.setenv("CC", compiler)
+    assert check.about()[-1].endswith(f"C compiler {compiler}{shown}")
 
 
 def test_a_process_that_does_not_start(capsys: pytest.CaptureFixture[str]) -> None:

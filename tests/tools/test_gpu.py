@@ -1,6 +1,8 @@
 """The three runs of `python -m tools.gpu`."""
 
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -52,3 +54,30 @@ def test_a_command_that_fails_or_hangs_does_not_end_the_run(
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     assert gpu.main(["right", "--out", str(tmp_path / "out"), "--only", "first"]) == 0
     assert "four" not in capsys.readouterr().out
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no groups of processes")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_run_that_is_cut_loses_nothing(tmp_path: Path, name: str) -> None:
+    """What was printed is in the file, with how the commands before have ended."""
+    hang = "import os, time; print('process', os.getpid()); time.sleep(100)"
+    steps = [("first", 60, "", ("-c", "print('one')")), ("second", 60, "", ("-c", hang))]
+    code = (
+        f"import sys\nfrom tools import gpu\ngpu.RUNS['right'] = [gpu.Step(*x) for x in {steps!r}]\n"
+        f"sys.exit(gpu.main(['right', '--out', {str(tmp_path)!r}]))"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdout=pipe, text=True) as process:
+        assert process.stdout is not None
+        while not (line := process.stdout.readline()).startswith("process "):
+            assert process.poll() is None
+        process.send_signal(getattr(signal, name))
+        shown = process.stdout.read()
+        assert process.wait(30) == 1
+    assert not psutil.pid_exists(int(line.split()[1]))
+    log = (tmp_path / "right.txt").read_text()
+    assert log.count("one") == 2  # also in the command
+    for text in (shown, log):
+        first, end = text.splitlines()[-2:]
+        assert first.startswith("first         status 0,")
+        assert end == "interrupted"
