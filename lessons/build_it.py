@@ -61,7 +61,8 @@ def check(which: str | None, file: str) -> None:
         raise ValueError(f"the checks are in a clone of the repository, and there is no {test}")
     if importlib.util.find_spec("pytest") is None:
         raise ValueError("the checks need pytest: pip install -e '.[test]'")
-    short = ["-x", "-q", "-rN", "--tb=short", "--no-header", f"--rootdir={CHECKS.parents[2]}"]
+    short = ["-x", "-q", "-rN", "--tb=short", "--no-header", "--show-capture=stdout"]
+    short.append(f"--rootdir={CHECKS.parents[2]}")
     alone = ["--noconftest", "-n", "0", "-p", "no:cacheprovider", "-p", __name__]
     command = [sys.executable, "-m", "pytest", *short, *alone, str(test)]
     environment = os.environ | {"SOLUTION": str(Path(file).resolve())}

@@ -228,6 +228,7 @@ def run(lesson: str | None = None) -> None:
     show(climb(rungs, NUM_REQUESTS, repeats=3))
     if lesson is not None:
         return
-    say("""Lessons 3, 6, 8 and 10 are about speed, blocks about memory (the slots), and a small
-        token budget about the longest step. Async scheduling is for a GPU; a CPU does not compute
-        while the host plans. The defaults run all requests at once, with 8,192 tokens a step.""")
+    say("""A cache, batches, prefix sharing and kernels are about speed, blocks about memory (the
+        slots), and a small token budget about the longest step. Async scheduling is for a GPU; a
+        CPU does not compute while the host plans. The defaults run all requests at once, with 8,192
+        tokens a step.""")

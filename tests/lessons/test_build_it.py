@@ -146,7 +146,7 @@ def test_a_check_outside_a_clone_is_refused(
     for arguments, message in (
         (["build", "slots", "--check", "slots.py"], "the checks are in a clone of the repository"),
         (["build", "none", "--check", "slots.py"], "unknown task 'none'"),
-        (["3", "--check", "slots.py"], "only build takes --check"),
+        (["3", "--check", "slots.py"], "only build and puzzle take --check"),
     ):
         with pytest.raises(SystemExit, match="2"):
             command.main(arguments)

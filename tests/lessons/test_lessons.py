@@ -222,7 +222,7 @@ def test_command(
     ("what", "begin"),
     [
         ("ladder", "The ladder: the same 16 requests"),
-        ("puzzle", "Lesson 10a: how a Triton kernel is written."),
+        ("puzzle", "Puzzles: Triton kernels to complete"),
         ("break", "Exercises that break the engine"),
         ("build", "Build it: small parts"),
         ("tensor_parallel", "Elective tensor_parallel: a model divided"),

@@ -19,7 +19,11 @@ def plan(running: list[int], waiting: list[int], budget: int, most: int) -> tupl
     every = [*first, *second]
     planned = plan_step(first, second, budget, most)
     order = [every.index(seq) for seq, _ in planned]
-    expect(order == sorted(order), f"The plan has the sequences in the order {order}.")
+    expect(
+        order == sorted(order),
+        f"The plan has the sequences in the order {order}. The running ones come first, and the "
+        "oldest of them before the others.",
+    )
     expect(
         [(s.known, s.computed) for s in every] == [(n + 3, 3) for n in running + waiting],
         "A sequence has other numbers of known or computed tokens than before.",

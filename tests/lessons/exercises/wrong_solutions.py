@@ -246,7 +246,7 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
             "for seq in running:",
             "for seq in sorted(running, key=lambda s: s.known - s.computed):",
             "test_the_plan",
-            "compute, waiting ones []. The expected plan is [4], and 0 wait then, but it is [1, 3],",
+            "The plan has the sequences in the order [1, 0].",
         ),
         (
             "if tokens > 0:",
@@ -532,6 +532,12 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
         ),
     ],
     "ngram": [
+        (
+            "known[end - size : end] == known[-size:]",
+            "known[end - 1] == known[-1]",
+            "test_propose",
+            "size 2 and most 1: the drafts should be [9], but yours are [8].",
+        ),
         (
             "    number = 0\n    while number < len(drafts) and drafts[number] == drawn[number]:\n        number += 1\n",
             "    number = sum(a == b for a, b in zip(drafts, drawn))\n",
