@@ -35,8 +35,7 @@ class Sample:
     text: str = ""
     num_detokenized: int = 0  # output tokens that `text` contains
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    # The part that a stream has returned so far.
-    chars_streamed: int = 0
+    chars_streamed: int = 0  # the part that a stream has returned so far
     tokens_streamed: int = 0
     stream_ended: bool = False
     state: Any = None  # the data of its task

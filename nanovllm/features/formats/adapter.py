@@ -89,6 +89,10 @@ class Adapter:
         self.alphas = raw.get("alpha_pattern", {}) | {".*": raw.get("lora_alpha", 8)}
         for name, values in (("r", self.ranks), ("lora_alpha", self.alphas)):
             for pattern, value in values.items():
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    raise ValueError(f"{config}: {pattern!r} is no pattern: {error}") from None
                 values[pattern] = check_field(
                     config, f"{name} of {pattern!r}", value, *FIELDS[name]
                 )

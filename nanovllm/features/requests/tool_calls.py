@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -29,18 +28,23 @@ FUNCTION = re.compile(r"<function=([^<>\n]+)>(.*?)</function>", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 DECODER = json.JSONDecoder(strict=False)  # models write newlines in strings
 Fields = dict[str, Any]
+FORM = '{"type": "function", "function": {"name": ...}}'
 EMPTY: Fields = {"type": "object", "additionalProperties": False}
 
 
-def parse_tool_calls(text: str, tools: Sequence[Fields] = ()) -> tuple[str, list[Fields]]:
+def parse_tool_calls(text: str, tools: list[Fields] | None = None) -> tuple[str, list[Fields]]:
     """Return the rest of a text, and its tool calls in OpenAI's format.
 
     tools: in OpenAI's format. They give the types of parameters in the form of Qwen3-Coder. There a
         value is a string, unless its schema has another type and the value is JSON.
 
     What is not a call, such as broken JSON, remains in the text. If there are calls, white space at
-    both ends of the text is removed. </tool_call> may be missing.
+    both ends of the text is removed. </tool_call> may be missing. Raises TypeError or ValueError
+    for tools in another format.
     """
+    check_scalar("text", text, str)
+    tools = [] if tools is None else tools
+    check_tools(tools)
     calls: list[Fields] = []
     rest, position = "", 0
     while start := START.search(text, position):
@@ -56,9 +60,22 @@ def parse_tool_calls(text: str, tools: Sequence[Fields] = ()) -> tuple[str, list
     return rest.strip() if calls else rest, calls
 
 
-def read_calls(
-    text: str, start: int, tools: Sequence[Fields]
-) -> tuple[list[tuple[str, Fields]], int]:
+def check_tools(tools: Any) -> list[str]:
+    """Return the names of tools in OpenAI's format. Raises TypeError or ValueError for others."""
+    names = []
+    for i, tool in enumerate(check_scalar("tools", tools, list)):
+        is_function = isinstance(tool, dict) and tool.get("type") == "function"
+        function = tool.get("function") if is_function else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"tools[{i}] must have the form {FORM}, not {tool!r:.200}")
+        schema, where = function.get("parameters") or {}, f"tools[{i}].function.parameters"
+        check_scalar(where, schema, dict)
+        check_scalar(f"{where}.properties", schema.get("properties", {}), dict)
+        names.append(function["name"])
+    return names
+
+
+def read_calls(text: str, start: int, tools: list[Fields]) -> tuple[list[tuple[str, Fields]], int]:
     """Return the names and arguments of the calls at a position, and the position after them."""
     if function := FUNCTION.match(text, start):
         known = {tool["function"]["name"]: tool["function"] for tool in tools}
@@ -100,21 +117,11 @@ class ToolUse:
 
     def __post_init__(self) -> None:
         check_scalar("parallel_tool_calls", self.parallel, bool)
-        for i, tool in enumerate(check_scalar("tools", self.tools, list)):
-            where = f"tools[{i}].function"
-            check_scalar(f"tools[{i}]", tool, dict)
-            check_scalar(f"tools[{i}].type", tool.get("type"), str, ("function",))
-            check_scalar(where, tool.get("function"), dict)
-            check_scalar(f"{where}.name", tool["function"].get("name"), str)
-            schema = tool["function"].get("parameters") or {}
-            check_scalar(f"{where}.parameters", schema, dict)
-            check_scalar(f"{where}.parameters.properties", schema.get("properties", {}), dict)
-        names = [tool["function"]["name"] for tool in self.tools]
+        names = check_tools(self.tools)
         if not isinstance(self.choice, dict):
             check_scalar("tool_choice", self.choice, str, ("none", "auto", "required"))
         elif self.choice.get("type") != "function" or not isinstance(self.named, str):
-            form = '{"type": "function", "function": {"name": ...}}'
-            raise ValueError(f"tool_choice must have the form {form}, not {self.choice!r:.200}")
+            raise ValueError(f"tool_choice must have the form {FORM}, not {self.choice!r:.200}")
         elif self.named not in names:
             raise ValueError(unknown_name("function in tool_choice", self.named, names))
         if self.is_forced and not names:

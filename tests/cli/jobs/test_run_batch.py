@@ -255,7 +255,7 @@ WRONG: list[tuple[Any, str]] = [
     (line("x", CHAT, **ask("Hi", guided_json={})), "unknown field of SamplingParams 'guided_json'"),
     (line("x", CHAT, **ask("Hi", logprobs=True, top_logprobs=21)), "more than max_logprobs=20"),
     (line("x", COMPLETIONS, prompt="Hi", logprobs=21), "logprobs=21 is more than max_logprobs=20"),
-    (line("x", CHAT, **ask("Hi", tools=[{"type": "function"}])), "tools[0].function must be"),
+    (line("x", CHAT, **ask("Hi", tools=[{"type": "function"}])), "tools[0] must have the form"),
     (line("x", CHAT, **ask("Hi", logprobs=3)), "logprobs must be True or False"),
     (line("x", CHAT, **ask("Hi", top_logprobs=3)), "needs logprobs=true"),
     (line("x", CHAT, **ask("Hi", logit_bias={"five": 1})), "a token id of logit_bias must be an"),

@@ -189,6 +189,7 @@ PEFT = {"use_dora": True, "layer_replication": [[0, 2]], "trainable_token_indice
         ({"r": "4"}, "r must be an int, not '4'"),
         ({"rank_pattern": {"q_proj": 0}}, "r of 'q_proj' must be at least 1"),
         ({"alpha_pattern": {"q_proj": "a"}}, "lora_alpha of 'q_proj' must be a number"),
+        ({"rank_pattern": {"(": 4}}, r"'\(' is no pattern: missing \)"),
         ({"alpha_pattern": [1]}, "alpha_pattern must be an object"),
         (
             {"r": 8},

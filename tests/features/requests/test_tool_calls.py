@@ -48,7 +48,7 @@ def xml(name: str, **arguments: str) -> str:
     return f"<tool_call>\n<function={name}>\n{body}</function>\n</tool_call>"
 
 
-def parsed(text: str, tools: Any = ()) -> tuple[str, list[tuple[str, Any]]]:
+def parsed(text: str, tools: Any = None) -> tuple[str, list[tuple[str, Any]]]:
     rest, calls = parse_tool_calls(text, tools)
     assert len({each["id"] for each in calls}) == len(calls)
     functions = [each["function"] for each in calls]
@@ -141,13 +141,13 @@ def test_damaged_calls() -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": {}}, "tools must be a list"),
-    ({"tools": ["add"]}, r"tools\[0\] must be an object"),
-    ({"tools": [STOP, {"type": "function"}]}, r"tools\[1\].function must be an object, not None"),
-    ({"tools": [{"type": "code"}]}, r"tools\[0\].type must be one of function, not 'code'"),
-    ({"tools": [{"type": "function", "function": {}}]}, r"function.name must be a string"),
+    ({"tools": ["add"]}, r"tools\[0\] must have the form .*, not 'add'"),
+    ({"tools": [STOP, {"type": "function"}]}, r"tools\[1\] must have the form"),
+    ({"tools": [{"name": "add"}]}, r"tools\[0\] must have the form"),
+    ({"tools": [{"type": "function", "function": {}}]}, r"tools\[0\] must have the form"),
     (
         {"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}, 1]},
-        r"tools\[1\] must be an object",
+        r"tools\[1\] must have the form",
     ),
     (
         {"tools": [{"type": "function", "function": {"name": "a", "parameters": "x"}}]},
@@ -197,6 +197,9 @@ chat = [{"role": "user", "content": "What is 2 + 3?"}]
 
 
 def test_what_is_refused(embedded: LLM, tmp_path: Path) -> None:
+    for text, tools in ((None, None), ("a", [{"name": "a"}]), ("a", {}), ("a", [ADD, 1])):
+        with pytest.raises((TypeError, ValueError), match="must"):
+            parse_tool_calls(text, tools)
     results = run(embedded, tmp_path, [body for body, _ in WRONG])
     for result, (_, message) in zip(results, WRONG, strict=True):
         assert result["response"]["status_code"] == 400
