@@ -260,7 +260,7 @@ def load_weights(engine: LLMEngine, config: EngineConfig, weights: Any, is_parti
 def other_checkpoint(checkpoint: Any, config: EngineConfig, directory: Path) -> Any:
     """Return the checkpoint in a directory. Raises ValueError unless it is of the same model."""
     if not directory.is_dir():
-        raise ValueError(f"there is no directory {str(directory)!r}; load_weights reads no hub")
+        raise ValueError(f"there is no directory {str(directory)!r}; load_weights takes no hub id")
     other = type(checkpoint)(directory, config.hf_overrides)
     ours, theirs = checkpoint.model_config, other.model_config
     names = [field.name for field in fields(ours) if field.name not in UNUSED]
