@@ -163,7 +163,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     steps = [step for step in RUNS[args.run] if step.name in (args.only or step.name)]
     args.out.mkdir(parents=True, exist_ok=True)
-    log, ends = args.out / f"{args.run}.txt", []
+    log = args.out / f"{args.run}.txt"
+    ends: list[str] = []
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run_steps(steps, args.small, log, ends)

@@ -193,8 +193,8 @@ def store_row(pair: Backends, heads: tuple[Any, ...], is_fp8: bool) -> Row:
     for each in heads:
         for norm in (kernels.dtype, None):
             yield from compare.norm_rope_store(pair, each, norm, 16, is_fp8)
-    sizes, lengths = (HEADS[0], None, 16, is_fp8, 0.0), [tokens]
-    attention, _, batch = next(compare.attention_step(pair, *sizes, lengths, lengths))
+    shape: dict[str, Any] = dict(empty=0.0, contexts=[tokens], query_lens=[tokens])
+    attention, _, batch = next(compare.attention_step(pair, HEADS[0], None, 16, is_fp8, **shape))
     qkv, norms = new(kernels, tokens, (num + 2 * kv_heads) * dim), new(kernels, 2, dim)
     rope, stored = new(kernels, 2, tokens, 1, dim), 2 * kv_heads * attention.cache.itemsize
     work = qkv.nbytes + tokens * dim * (num * qkv.itemsize + stored)
@@ -209,8 +209,8 @@ def attention_row(pair: Backends, heads: tuple[Any, ...], is_fp8: bool, what: st
         yield from (x for x in compare.attend(pair, each, None, 16, is_fp8) if x.what == what)
     rows, length = (max(1, size // 512), 2048) if what == "decodes" else (1, size // 4)
     queries = [1 if what == "decodes" else length] * rows
-    sizes, lengths = (HEADS[0], None, 16, is_fp8, 0.0), [length] * rows
-    attention, q, batch = next(compare.attention_step(pair, *sizes, lengths, queries))
+    shape: dict[str, Any] = dict(empty=0.0, contexts=[length] * rows, query_lens=queries)
+    attention, q, batch = next(compare.attention_step(pair, HEADS[0], None, 16, is_fp8, **shape))
     num_bytes = 2 * rows * length * kv_heads * dim * attention.cache.itemsize
     flops = 2 * num * dim * length * (length + 1)
     work = (num_bytes, "GB/s") if what == "decodes" else (flops, "TFLOP/s")

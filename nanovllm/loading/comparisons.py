@@ -206,6 +206,7 @@ def attention_step(
     norm_dtype: torch.dtype | None,
     block_size: int,
     is_fp8: bool,
+    *,
     empty: float,
     contexts: Sequence[int] = CONTEXTS,
     query_lens: Sequence[int] = (CHUNK, 1, 1, 1),
@@ -260,7 +261,7 @@ def norm_rope_store(backends: Backends, *sizes: Any) -> Comparisons:
     num_heads, _, dim = sizes[0]
     found, wanted = (
         (q[:, :num_heads].flatten(1), attention.cache.view(-1, dim))
-        for attention, q, _ in attention_step(backends, *sizes, 0.0)
+        for attention, q, _ in attention_step(backends, *sizes, empty=0.0)
     )
     is_fp8 = sizes[-1]
     if not is_fp8:  # some kernels scale q then
@@ -274,7 +275,7 @@ def attend(backends: Backends, *sizes: Any) -> Comparisons:
     """Compare attention, for the sizes of `attention_step`. No NaN of an empty slot may be read."""
     found, wanted = (
         attention.attend(0, q, batch)
-        for attention, q, batch in attention_step(backends, *sizes, float("nan"))
+        for attention, q, batch in attention_step(backends, *sizes, empty=float("nan"))
     )
     factor = 2 if sizes[-1] else 1
     yield Comparison("a chunk", found[:CHUNK], wanted[:CHUNK], factor)

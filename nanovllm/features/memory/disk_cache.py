@@ -42,8 +42,9 @@ def save(engine: LLMEngine, config: EngineConfig, path: str | os.PathLike[str]) 
     import torch
     from safetensors.torch import save_file
 
-    metadata, file = fingerprint(engine, config), Path(path).expanduser() / NAME
+    file = Path(path).expanduser() / NAME
     with engine.idle():
+        metadata = fingerprint(engine, config)
         if not (blocks := cached_blocks(engine.scheduler.block_manager)):
             return 0
         saved = [(block.parent_block_hash.hex(), block.token_ids) for block in blocks]
@@ -67,32 +68,33 @@ def load(engine: LLMEngine, config: EngineConfig, path: str | os.PathLike[str]) 
     """See `LLM.load_prefix_cache`."""
     from safetensors import safe_open
 
-    expected, file = fingerprint(engine, config), Path(path).expanduser() / NAME
-    if not file.exists():
-        return 0
-    try:
-        with safe_open(file, framework="pt") as source:  # the file is memory-mapped
-            found: dict[str, str] = source.metadata()
-            kv: Tensor = source.get_tensor("kv")
-        if found.pop("checksum") != checksum(found, kv):
-            raise ValueError("its content has another checksum")
-    except Exception as error:  # the error types of safetensors are not public
-        raise ValueError(
-            f"{file} is damaged or cannot be read, and nothing was loaded ({error!s:.200}); remove "
-            "it, or use another directory"
-        ) from None
-    saved = json.loads(found.pop("blocks"))
-    different = [
-        f"{name} is {found.get(name)!s:.99} in the file and {expected.get(name)!s:.99} here"
-        for name in {**expected, **found}
-        if name != "model" and found.get(name) != expected.get(name)
-    ]
-    if different:
-        raise ValueError(
-            f"{file} is of the model {found['model']} and cannot be used with {expected['model']}: "
-            f"{'; '.join(different[:3])}; use another directory"
-        )
-    with engine.idle():
+    file = Path(path).expanduser() / NAME
+    with engine.idle():  # also while the file is read: load_weights changes the fingerprint
+        expected = fingerprint(engine, config)
+        if not file.exists():
+            return 0
+        try:
+            with safe_open(file, framework="pt") as source:  # the file is memory-mapped
+                found: dict[str, str] = source.metadata()
+                kv: Tensor = source.get_tensor("kv")
+            if found.pop("checksum") != checksum(found, kv):
+                raise ValueError("its content has another checksum")
+        except Exception as error:  # the error types of safetensors are not public
+            raise ValueError(
+                f"{file} is damaged or cannot be read, and nothing was loaded ({error!s:.200}); "
+                "remove it, or use another directory"
+            ) from None
+        saved = json.loads(found.pop("blocks"))
+        different = [
+            f"{name} is {found.get(name)!s:.99} in the file and {expected.get(name)!s:.99} here"
+            for name in {**expected, **found}
+            if name != "model" and found.get(name) != expected.get(name)
+        ]
+        if different:
+            raise ValueError(
+                f"{file} is of the model {found['model']} and cannot be used with "
+                f"{expected['model']}: {'; '.join(different[:3])}; use another directory"
+            )
         num_loaded = restore(
             engine.scheduler.block_manager, saved, partial(write_kv, engine.runner, kv)
         )
