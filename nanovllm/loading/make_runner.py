@@ -212,7 +212,7 @@ def make_fast_steps(config: EngineConfig, ranks: Ranks | None, runner: ModelRunn
         graphs = backend.capture_decode(runner.decode, runner.rows.positions, of_ranks)
         if not graphs.replays:
             return
-        problem: object = None
+        problem = ""
         try:
             if config.check_kernels:
                 check.check(check.replay(runner, graphs, config.token_budget), backend.dtype)
@@ -220,8 +220,10 @@ def make_fast_steps(config: EngineConfig, ranks: Ranks | None, runner: ModelRunn
             check_device(backend.device)  # raises an error that no later step survives
             if ranks is not None and isinstance(error, RuntimeError):
                 raise  # other ranks wait in this step
-            problem = error
-        if not of_ranks(int(problem is None)):
+            problem = str(
+                error
+            )  # the error itself would keep this frame, and the runner, in memory
+        if not of_ranks(int(not problem)):
             logger.warning(
                 "decodes run without CUDA graphs, which is slower, because "
                 f"{problem or 'they fail on another rank'}, on {check.system(backend.device)}. "
