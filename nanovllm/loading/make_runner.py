@@ -220,9 +220,8 @@ def make_fast_steps(config: EngineConfig, ranks: Ranks | None, runner: ModelRunn
             check_device(backend.device)  # raises an error that no later step survives
             if ranks is not None and isinstance(error, RuntimeError):
                 raise  # other ranks wait in this step
-            problem = str(
-                error
-            )  # the error itself would keep this frame, and the runner, in memory
+            # Text, because the error refers to this frame, and so to the runner.
+            problem = str(error) or repr(error)
         if not of_ranks(int(not problem)):
             logger.warning(
                 "decodes run without CUDA graphs, which is slower, because "

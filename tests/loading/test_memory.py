@@ -8,7 +8,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint, random_llm
 
-from nanovllm import SamplingParams
+from nanovllm import SamplingParams, plan
 from nanovllm.config import EngineConfig
 from nanovllm.features.requests.logit_rules import penalties
 from nanovllm.features.requests.logit_rules import row_rules as logit_rules
@@ -161,7 +161,7 @@ def test_what_penalties_read_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     rules = logit_rules.LogitRules(presence_penalty=1.0)
     state, rows = RulesState(7, 64, size, cpu), []
     for row in range(7):
-        new_row = logit_rules.NewRow(row, [], None, [1] * 30, [])  # type: ignore[arg-type]
+        new_row = logit_rules.NewRow(row, [], plan.RowSampling(), [1] * 30, [])
         state.penalties.add_row(row, new_row.prompt, new_row.output)
         rows.append((row, logit_rules.RowRules(rules, new_row)))
     batch, positions = logit_rules.RulesBatch(rows, state), torch.full((7,), 30)
