@@ -81,10 +81,10 @@ def main(argv: list[str] | None = None) -> int:
             params.temperature = args.temperature
         params = params.clone()  # checks the fields
         llm.engine.input_processor.get_tokenizer()  # transformers' is not needed
-        if args.prefix_cache:
+        if args.prefix_cache is not None:
             llm.load_prefix_cache(args.prefix_cache)
         failed = converse(llm, params, args.system)
-        if args.prefix_cache:
+        if args.prefix_cache is not None:
             llm.save_prefix_cache(args.prefix_cache)
     except (OSError, TypeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

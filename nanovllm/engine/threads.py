@@ -105,8 +105,8 @@ class SharedEngine(ABC):
         with self.lock:
             if self.requests or self._step_lock.locked():
                 raise RuntimeError(
-                    "prefix cache and weights cannot be saved or loaded while requests run; wait "
-                    "for their end, or abort them"
+                    "prefix cache and weights cannot be saved, loaded or freed while requests "
+                    "run; wait for their end, or abort them"
                 )
             yield
 

@@ -42,7 +42,7 @@ def save(engine: LLMEngine, config: EngineConfig, path: str | os.PathLike[str]) 
     import torch
     from safetensors.torch import save_file
 
-    file = Path(path).expanduser() / NAME
+    file = file_in(path)
     with engine.idle():
         metadata = fingerprint(engine, config)
         if not (blocks := cached_blocks(engine.scheduler.block_manager)):
@@ -68,7 +68,7 @@ def load(engine: LLMEngine, config: EngineConfig, path: str | os.PathLike[str]) 
     """See `LLM.load_prefix_cache`."""
     from safetensors import safe_open
 
-    file = Path(path).expanduser() / NAME
+    file = file_in(path)
     with engine.idle():  # also while the file is read: load_weights changes the fingerprint
         expected = fingerprint(engine, config)
         if not file.exists():
@@ -101,6 +101,17 @@ def load(engine: LLMEngine, config: EngineConfig, path: str | os.PathLike[str]) 
     num_tokens, num_saved = (n * config.block_size for n in (num_loaded, len(saved)))
     logger.info(f"loaded the KV of {num_tokens:,} of {num_saved:,} tokens in {file}")
     return num_tokens
+
+
+def file_in(path: str | os.PathLike[str]) -> Path:
+    """Return the path of the file in a directory. Raises NotADirectoryError for another file."""
+    directory = Path(path).expanduser()
+    if not os.fspath(path) or (directory.exists() and not directory.is_dir()):
+        raise NotADirectoryError(
+            f"the prefix cache is a file in a directory, and {os.fspath(path)!r} is no directory; "
+            "give a directory, which save_prefix_cache makes"
+        )
+    return directory / NAME
 
 
 def cached_blocks(blocks: BlockManager) -> list[Block]:

@@ -102,6 +102,7 @@ class GrammarCompiler:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.vocabulary: LLTokenizer | None = None  # made for the first grammar
+        self.added_texts: list[str] = []  # of added tokens, as they are and escaped
         self.abandoned: list[threading.Thread] = []  # run compilations that no caller waits for
         self.compiled = functools.lru_cache(CACHED_GRAMMARS)(self._compile)
 
@@ -131,6 +132,10 @@ class GrammarCompiler:
         ids = set(tokenizer.get_vocab().values())
         if max(ids) >= self.vocab_size:
             tokenizer = with_tokens_below(self.vocab_size, tokenizer)
+        added = [token.content for token in tokenizer.added_tokens_decoder.values()]
+        self.added_texts = [
+            text for each in added for text in (each, json.dumps(each)[1:-1], re.escape(each))
+        ]
         end_tokens = sorted(self.eos_token_ids & ids)
         return from_tokenizer(tokenizer, n_vocab=self.vocab_size, eos_token=end_tokens or None)
 
@@ -141,14 +146,16 @@ class GrammarCompiler:
         assert vocabulary is not None
 
         def start_matcher() -> LLMatcher:
-            start = LLMatcher(
-                vocabulary,
-                LLMatcher.grammar_from_json_schema(text, {"whitespace_pattern": WHITESPACE})
-                if kind == "json_schema"
-                else grammar_from(kind, text),
-                log_level=0,
-                limits=LLParserLimits(verbose_errors=False),
-            )
+            if kind == "json_schema":
+                grammar = LLMatcher.grammar_from_json_schema(
+                    text, {"whitespace_pattern": WHITESPACE}
+                )
+            else:
+                grammar = grammar_from(kind, text)
+            if any(part in text for part in self.added_texts):
+                grammar = without_forcing(grammar)
+            limits = LLParserLimits(verbose_errors=False)
+            start = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
             start.compute_bitmask()  # detects that no token can be the first
             return start
 
@@ -211,6 +218,21 @@ class GrammarCompiler:
         finally:
             if not result.done():
                 self.abandoned.append(thread)
+
+
+def without_forcing(grammar: str) -> str:
+    """Return a grammar in which any tokens may form a text that is the only possible one.
+
+    Otherwise llguidance 1.9 allows only the tokens of its encoding. If the text contains that of an
+    added token, such as <tool_call>, the encoding has this token, which it then refuses, because
+    added tokens never match a text.
+    """
+    if grammar.startswith("{"):
+        [parts] = json.loads(grammar)["grammars"]
+        is_schema = parts["json_schema"] is not None
+        schema = json.dumps(parts["json_schema"])
+        grammar = f"start: %json {schema}" if is_schema else parts["lark_grammar"]
+    return '%llguidance {"no_forcing": true}\n' + grammar
 
 
 def with_tokens_below(size: int, tokenizer: Any) -> Any:

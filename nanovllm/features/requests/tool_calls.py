@@ -119,7 +119,10 @@ class ToolUse:
         check_scalar("parallel_tool_calls", self.parallel, bool)
         names = check_tools(self.tools)
         if not isinstance(self.choice, dict):
-            check_scalar("tool_choice", self.choice, str, ("none", "auto", "required"))
+            if self.choice not in ("none", "auto", "required"):
+                raise ValueError(
+                    f"tool_choice must be none, auto, required or {FORM}, not {self.choice!r:.200}"
+                )
         elif self.choice.get("type") != "function" or not isinstance(self.named, str):
             raise ValueError(f"tool_choice must have the form {FORM}, not {self.choice!r:.200}")
         elif self.named not in names:

@@ -400,6 +400,10 @@ def test_nothing_to_save_or_load(path: Path, saved: tuple[Path, Any], tmp_path: 
     llm.reset_prefix_cache()
     assert llm.save_prefix_cache(tmp_path) == 0  # and the file remains
     assert llm.load_prefix_cache(tmp_path) > 0
+    for path in (tmp_path / disk_cache.NAME, ""):
+        for call in (llm.save_prefix_cache, llm.load_prefix_cache):
+            with pytest.raises(NotADirectoryError, match="is no directory; give a directory"):
+                call(path)
 
 
 # ---- at any time ----
@@ -427,7 +431,9 @@ def test_while_a_step_runs_without_requests(path: Path, saved: tuple[Path, Any])
     def abort_and_load(plan: Any) -> Any:
         engine.abort_all()
         assert not engine.requests
-        with pytest.raises(RuntimeError, match="cannot be saved or loaded while requests run"):
+        with pytest.raises(
+            RuntimeError, match="cannot be saved, loaded or freed while requests run"
+        ):
             llm.load_prefix_cache(saved[0])
         refused.append(plan)
         return launch(plan)

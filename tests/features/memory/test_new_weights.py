@@ -164,7 +164,9 @@ def test_requests_that_run(old_and_new: tuple[LLM, Any, Any]) -> None:
     llm, _, new = old_and_new
     stream = llm.stream([[1, 2, 3]], PARAMS)
     next(stream)
-    with pytest.raises(RuntimeError, match="weights cannot be saved or loaded while requests run"):
+    with pytest.raises(
+        RuntimeError, match="weights cannot be saved, loaded or freed while requests run"
+    ):
         llm.load_weights(new)
     stream.close()
 

@@ -519,6 +519,26 @@ def test_compilations_that_still_run_are_few(
     add("after")
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"choice": ["<tool_call>x"]},
+        {"choice": ["<|im_end|>x"]},
+        {"regex": r"<tool_call>x"},
+        {"regex": re.escape("<|im_end|>x")},
+        {"json": {"const": "<tool_call>x"}},
+        {"grammar": 'start: "<tool_call>" /x/'},
+        {"grammar": 'root ::= "<tool_call>x"'},
+    ],
+)
+def test_the_text_of_an_added_token(embedded: LLM, fields: dict[str, Any]) -> None:
+    """It matches other tokens. The added token, which would end some outputs, has no text."""
+    outputs = StructuredOutputsParams(**fields)
+    params = SamplingParams(temperature=0, structured_outputs=outputs, skip_special_tokens=False)
+    text = embedded.generate("x", params, use_tqdm=False)[0].outputs[0].text
+    assert text.strip('"') in ("<tool_call>x", "<|im_end|>x")
+
+
 def test_a_choice_of_many_strings(embedded: LLM) -> None:
     """llguidance refuses a position at which more than 2,000 rules begin."""
     choice = [f"choice {i}" for i in range(5000)]
