@@ -33,7 +33,7 @@ class Rows:
     def step(self, rows: Tensor) -> Tensor:
         if len(rows) not in self.kernels:
             self.kernels[len(rows)] = self.make_kernels()
-        lengths, new = torch.empty_like(rows), torch.empty_like(rows)
+        lengths, new = torch.zeros_like(rows), torch.full_like(rows, -1)  # -1 is no token
         for kernel in self.kernels[len(rows)]:
             self.device.launch(kernel, rows, lengths, new)
         return new

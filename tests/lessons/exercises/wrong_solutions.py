@@ -516,7 +516,7 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
             "self.tokens[size] = step(self.rows[:size])",
             "self.tokens |= dict.fromkeys(range(99), step(self.rows[:size]))",
             "test_one_row",
-            "6: after a step of [2], row 2 should have got the tokens [1], but it has [0].",
+            "6: after a step of [2], row 2 should have got the tokens [1], but it has [-1].",
         ),
         (
             "= step(self.rows[:size])",
