@@ -5,7 +5,7 @@ Read the files in this order. Each needs only models/ and the files above it.
 kernels/launch.py      Launches with little work on the host, and without compiling again.
 kernels/pointwise.py   Two short kernels: RMSNorm and SwiGLU. How a Triton kernel looks here.
 kernels/configs.py     Tile sizes of attention for each GPU, in a table.
-kernels/conversions.py The exact conversion of fp8 in registers.
+kernels/conversions.py Exact conversions of fp8 and int8 in registers.
 kernels/store.py       Norms and rotates q and k, and writes k and v to the paged cache.
 kernels/attention.py   Paged attention: prefill in tiles of queries, decode in splits of contexts.
 attention.py           TritonAttention: the launches of a step and of each layer.

@@ -6,7 +6,6 @@ incorrectly (up to Triton 3.9): .ci/compile_kernels.py compiles it, and `pytest 
 
 import importlib.util
 import os
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -340,16 +339,57 @@ def test_many_rows_convert_a_part_of_the_weights_at_a_time(
     assert sizes == [32, 32, 6]
 
 
-def test_ptx_converts_every_byte_exactly() -> None:
-    """By the definitions of the PTX ISA."""
+def run_ptx(code: str, x: Tensor) -> list[Tensor]:
+    """Return $0 and $1 [N, 1] int32 for x [N, 1] int32, by the definitions of the PTX ISA."""
+
+    def permute(a: Tensor, b: Tensor, selector: Tensor) -> Tensor:
+        both = torch.cat((a, b), 1).view(torch.uint8)
+        chosen = [int(selector[0]) >> shift & 7 for shift in (0, 4, 8, 12)]
+        return both[:, chosen].view(torch.int32)
+
+    def fma(*args: Tensor) -> Tensor:
+        a, b, c = (y.view(torch.bfloat16).double() for y in args)
+        return (a * b + c).bfloat16().view(torch.int32)
+
+    operations: dict[str, Callable[..., Tensor]] = {
+        "mov.b32": lambda a: a,
+        "xor.b32": lambda a, b: a ^ b,
+        "prmt.b32": permute,
+        # The table of a lop3 is the function's value for 0xF0, 0xCC and 0xAA.
+        "lop3.b32": lambda a, b, c, table: a & b | c if table[0] == 0xF0 & 0xCC | 0xAA else None,
+        "sub.f16x2": lambda a, b: (a.view(torch.half) - b.view(torch.half)).view(torch.int32),
+        "fma.rn.bf16x2": fma,
+        "cvt.rn.f16x2.e4m3x2": lambda a: a.view(FP8).half().view(torch.int32),
+    }
+    registers = {"$2": x}
+    for line in code.strip("{}").split(";"):
+        operation, _, rest = line.strip().partition(" ")
+        if operation == "mov.b32" and rest.startswith("{low, high}"):
+            registers["low"], registers["high"] = x.view(torch.int16).split(1, 1)
+        elif operation not in ("", ".reg"):
+            target, *names = rest.split(", ")
+            numbers = [np.int64(int(n, 0)).astype(np.int32) for n in names if n not in registers]
+            constants = iter([torch.full_like(x, int(n)) for n in numbers])
+            values = [registers[n] if n in registers else next(constants) for n in names]
+            registers[target] = operations[operation](*values)
+    return [registers["$0"], registers["$1"]]
+
+
+@pytest.mark.parametrize(
+    ("code", "source", "dtype"),
+    [
+        (conversions.FP8_TO_FLOAT16, FP8, torch.float16),
+        (conversions.INT8_TO_FLOAT16, torch.int8, torch.float16),
+        (conversions.INT8_TO_BFLOAT16, torch.int8, torch.bfloat16),
+    ],
+)
+def test_ptx_converts_every_byte_exactly(
+    code: tl.constexpr, source: torch.dtype, dtype: torch.dtype
+) -> None:
     every = torch.arange(256).to(torch.uint8).view(64, 4)
-    code = conversions.FP8_TO_FLOAT16.value
-    assert "mov.b32 {low, high}, $2;" in code
-    registers = dict(zip(("low", "high"), every.split(2, 1), strict=True))
-    found = re.findall(r"cvt\.rn\.f16x2\.e4m3x2 (\$\d), (low|high);", code)
-    results = {target: registers[source].view(FP8).half() for target, source in found}
-    pairs = torch.cat((results["$0"], results["$1"]), 1)
-    torch.testing.assert_close(pairs, every.view(FP8).half(), rtol=0, atol=0, equal_nan=True)
+    found = torch.cat(run_ptx(code.value, every.view(torch.int32)), 1).view(dtype)
+    expected = every.view(source).to(dtype)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.slow

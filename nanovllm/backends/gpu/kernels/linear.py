@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from nanovllm.backends.gpu.kernels.conversions import int8_to
 from nanovllm.backends.gpu.kernels.launch import launch
 from nanovllm.backends.int4 import GROUP, Int4Weight
 from nanovllm.backends.int8 import Int8Weight
@@ -146,8 +147,10 @@ def _linear(
             if IS_INT4:
                 value = ((stored >> 4) if high else (stored & 15)).to(tl.int32) - 8
                 w = (value.to(tl.float32) * s).to(dtype)
+            elif weight.dtype.element_ty == tl.int8:
+                w = int8_to(stored, dtype)
             else:
-                w = stored.to(dtype)
+                w = stored
             if high:
                 high_acc = tl.dot(w, inputs, high_acc, input_precision="ieee")
             else:
