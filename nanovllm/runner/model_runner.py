@@ -62,7 +62,7 @@ class ModelRunner:
     add_chunk_results: Callable[..., None]  # of features/requests/chunk_results.py
     host_pool: HostPool | None = None
     states: States | None = None
-    make_fast_steps: Callable[[ModelRunner], None]  # again, for features/memory/new_weights.py
+    make_fast_steps: Callable[[ModelRunner], None]  # for new_weights.py, sleep.py
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ al. 2021, arXiv:2106.09685):
 
 `Adapter.merged` gives a view of open safetensors files in which W is this sum, computed in float32
 when it is read. Weights are therefore fused, sharded and quantized as without an adapter. Other
-tensors of the adapter, such as biases and those of modules_to_save, replace tensors of the model.
+tensors of the adapter, such as biases and modules_to_save, replace tensors of the model.
 
 The names of its tensors say which modules an adapter changes. target_modules, layers_to_transform
 and similar fields say how PEFT has selected these modules, and are not read.

@@ -1,7 +1,7 @@
 """An engine that sleeps returns memory to other programs: `LLM.sleep` and `LLM.wake_up`.
 
     level   KV cache, states   weights
-    1       freed              kept in host memory, where those of a CPU are already
+    1       freed              kept in host memory; a CPU's weights are there already
     2       freed              freed: all requests are refused until load_weights has loaded others
 
 A Refusal takes the place of the runner meanwhile. It keeps the functions that make the freed parts

@@ -223,9 +223,9 @@ class GrammarCompiler:
 def without_forcing(grammar: str) -> str:
     """Return a grammar in which any tokens may form a text that is the only possible one.
 
-    Otherwise llguidance 1.9 allows only the tokens of its encoding. If the text contains that of an
-    added token, such as <tool_call>, the encoding has this token, which it then refuses, because
-    added tokens never match a text.
+    Otherwise llguidance 1.9 allows only the tokens of its encoding. If the text contains the text
+    of an added token, such as <tool_call>, the encoding has this token, which llguidance then
+    refuses, because added tokens never match a text.
     """
     if grammar.startswith("{"):
         [parts] = json.loads(grammar)["grammars"]

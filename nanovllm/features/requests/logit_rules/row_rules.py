@@ -9,7 +9,7 @@ rules run on the host while the device works.
 The order is the same as in transformers and vLLM: log-probabilities of the raw logits, allowed
 tokens, bad words, minimum length, bias, penalties, logits processors, the end of thinking that a
 budget forces, and last the grammar, which no other rule can override. The sampler follows. With
-logprobs_mode="processed_logprobs", the log-probabilities are those after all this.
+logprobs_mode="processed_logprobs", log-probabilities are computed after all this.
 """
 
 from __future__ import annotations
