@@ -65,7 +65,7 @@ class Backend:
         """Remember for later processes that the kernels are right."""
 
     def replace_kernel(self, name: str, plain: Backend) -> bool:
-        """Compute the kernel `name` of loading/check.py as `plain` does.
+        """Compute the kernel `name` of features/kernel_check/at_start.py as `plain` does.
 
         Returns False if no single kernel can be replaced.
         """
