@@ -23,6 +23,7 @@ from nanovllm.models.layers import Linear
 if TYPE_CHECKING:
     from nanovllm.backends.gpu.graphs import DecodeGraphs
     from nanovllm.models.qwen3 import Qwen3
+    from nanovllm.plan import StepPlan
     from nanovllm.runner.rows import Rows
 
 
@@ -127,12 +128,12 @@ class Backend:
 
     def fuse_step(
         self, layers: FusedModel, attention: Any, rows: Rows
-    ) -> Callable[[list[int]], np.ndarray | None]:
-        """Return a function that samples tokens [R] for rows [R], or returns None if it cannot.
+    ) -> Callable[[StepPlan], np.ndarray | None]:
+        """Return a function that samples the tokens [R] of a step, or returns None if it cannot.
 
         `layers` is the result of `fuse_layers`.
         """
-        return lambda decode_rows: None
+        return lambda plan: None
 
     def capture_decode(
         self,
