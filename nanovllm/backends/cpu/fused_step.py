@@ -11,11 +11,11 @@ from torch import Tensor
 
 from nanovllm.backends.cpu.attention import MIN_SAVED_TOKENS, NumbaAttention, follow_torch
 from nanovllm.backends.cpu.kernels import sampler
+from nanovllm.backends.cpu.kernels.attention import AttentionWork, QueryGroups
 from nanovllm.backends.cpu.kernels.fused_decode import FusedLayers, UnitLinear
 from nanovllm.backends.cpu.kernels.fused_step import Head, Host, group_blocks, sample_tokens
 from nanovllm.backends.cpu.kernels.int8 import PackedWeight
 from nanovllm.backends.cpu.kernels.parallel import address_for
-from nanovllm.backends.cpu.kernels.units.any import AttentionWork, QueryGroups
 from nanovllm.backends.cpu.linear import PACKED_FOR
 from nanovllm.plan import ResultKind, StepPlan
 
