@@ -62,9 +62,8 @@ def run() -> None:
     decode, vocab_size = llm.get_tokenizer().decode, llm.engine.input_processor.vocab_size
     sequence, plans, batches, all_logits, outputs, output = follow(llm, PROMPT)
     ids, [completion] = output.prompt_token_ids, output.outputs
-    say(f"""1. The text is {PROMPT!r}. A model does not read characters. It reads tokens, which are
-        words or parts of words, by their number in a vocabulary of {vocab_size:,}.""")
-    say("2. The token ids:")
+    say(f"""1. The text is {PROMPT!r}. 2. A model does not read characters. It reads tokens, which
+        are words or parts of words, by their number in a vocabulary of {vocab_size:,}. The ids:""")
     texts = [repr(decode([token])) for token in ids]
     show_table(("position", *map(str, range(len(ids)))), [("text", *texts), ("id", *ids)])
     say("""3. The Sequence has the tokens, and says how far the engine has got with them:
@@ -74,11 +73,11 @@ def run() -> None:
     say("""4. The StepPlan says what one step computes, in plain numbers. Row 0, a place in the
         batch, is new and has block 1. A chunk is a part of the known tokens. decode_rows are rows
         that compute the token that they sampled last. This is the plan of the first step:""")
-    [new], [chunk], plan = plans[0].new_rows, plans[0].chunks, plans[0]
-    fields = [("new_rows", f"row {new.row} with blocks {new.block_table}")]
-    fields.append(("chunks", f"row {chunk.row}, {len(chunk.token_ids)} tokens from {chunk.start}"))
-    fields += [("decode_rows", plan.decode_rows), ("num_tokens", plan.num_tokens)]
-    show_table(("field", "value"), fields)
+    [new], [chunk] = plans[0].new_rows, plans[0].chunks
+    fields = {"new_rows": f"row {new.row} with blocks {new.block_table}"}
+    fields["chunks"] = f"row {chunk.row}, {len(chunk.token_ids)} tokens from {chunk.start}"
+    fields |= {"decode_rows": plans[0].decode_rows, "num_tokens": plans[0].num_tokens}
+    show_table(("field", "value"), fields.items())
     QUESTIONS.show(1)
     say("""5. The ForwardBatch is the plan as tensors. Each token has a slot, the place of its key
         and value in the cache: slot = block * 16 + offset. Block 0 belongs to no sequence, so the
@@ -127,10 +126,8 @@ QUESTIONS = Questions("""
     Hint: Which tokens of the sequence have not been computed when the second step is planned?
 
     The model computes something for each of the 10 tokens of the prompt. Why do the logits have one
-    row, and not 10?
-    (a) Logits are large, so only some of the rows are kept.
-    (b) Only the last token has a next token that is not known yet.
-    (c) The other tokens are in the cache.
+    row, and not 10? (a) Logits are large, so only some of the rows are kept. (b) Only the last
+    token has a next token that is not known yet. (c) The other tokens are in the cache.
     Answer: b. What follows the other tokens is known: it is the prompt. So the last product, with
     the whole vocabulary, is computed for one token only.
     Hint: Which token of the prompt is followed by a token that the engine has to find?

@@ -82,18 +82,15 @@ QUESTIONS = Questions("""
     Hint: How many characters begin with the bytes E2 82?
 
     The stop string is "END", and the text so far is "The E". Why may the stream not show the "E"?
-    (a) The next tokens may complete the stop string, and a stop string is not shown.
-    (b) A single letter is not a token.
-    (c) The text of a token is only known with the next token.
-    Answer: a. What has been shown cannot be taken back. If the next token is "nd", the "E" is
-    shown one token late.
+    (a) The next tokens may complete the stop string, and a stop string is not shown. (b) A single
+    letter is not a token. (c) The text of a token is only known with the next token.
+    Answer: a. What has been shown cannot be taken back. If the next token is "nd", the "E" is shown
+    one token late.
     Hint: What should a user have seen if the next two tokens are "N" and "D"?
 
     A later lesson plans the next step before the last token is known. Which end of a request can
-    the scheduler take into account in that plan?
-    (a) A stop token.
-    (b) max_tokens.
-    (c) A stop string.
+    the scheduler take into account in that plan? (a) A stop token. (b) max_tokens. (c) A stop
+    string.
     Answer: b. Tokens can be counted before they are known. The other ends are found one step later,
     and the token of the step in between is dropped (lesson 11a).
     Hint: Which of them can be checked without knowing the token?

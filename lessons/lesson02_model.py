@@ -124,10 +124,9 @@ def run() -> None:
 
 
 QUESTIONS = Questions("""
-    Why are keys and values all that a cache has to keep of earlier tokens?
-    (a) They are the largest results of a layer.
-    (b) All other results can be computed from them.
-    (c) Only attention reads other tokens than its own, and of these only k and v.
+    Why are keys and values all that a cache has to keep of earlier tokens? (a) They are the largest
+    results of a layer. (b) All other results can be computed from them. (c) Only attention reads
+    other tokens than its own, and of these only k and v.
     Answer: c. Embedding, RMSNorm, SwiGLU and the head compute each row of x alone. That is also why
     tokens of different requests can share a step.
     Hint: Which of the formulas has more than one row of x?

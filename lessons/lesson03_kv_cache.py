@@ -137,17 +137,15 @@ QUESTIONS = Questions("""
     Hint: How many steps are there, and how many tokens does the last one compute?
 
     The model runs over the first 3 tokens of a prompt, and then over the first 6. Does the key of
-    the third token change in the second run?
-    (a) Yes: attention mixes the keys of all tokens that the model reads.
-    (b) Yes, except in the first layer.
-    (c) No: a token attends only to itself and to the tokens before it.
+    the third token change in the second run? (a) Yes: attention mixes the keys of all tokens that
+    the model reads. (b) Yes, except in the first layer. (c) No: a token attends only to itself and
+    to the tokens before it.
     Answer: c. What a layer computes for a token depends on nothing that follows it.
     Hint: Which tokens does the third token attend to, in any layer?
 
-    Qwen3-0.6B has 16 query heads but 8 KV heads: two query heads share one. What is gained?
-    (a) A token takes half of the memory in the cache, and a decode reads half as much of it.
-    (b) Attention computes half as many scores.
-    (c) The first token comes sooner.
+    Qwen3-0.6B has 16 query heads but 8 KV heads: two query heads share one. What is gained? (a) A
+    token takes half of the memory in the cache, and a decode reads half as much of it. (b)
+    Attention computes half as many scores. (c) The first token comes sooner.
     Answer: a. Each query head still has its own scores. With 16 KV heads a token would take 229,376
     bytes and not 114,688. This is grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245).
     Hint: Does a cache hold query heads or KV heads?

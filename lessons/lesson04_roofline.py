@@ -40,6 +40,7 @@ ROWS = (1, 4, 16, 64)  # rows of the decodes that are timed
 CONTEXT = 64  # tokens that a decode attends to
 PROMPT = 256  # tokens of the prefill that is timed
 BLOCK = 16
+SIZES = {"int8": 1, "fp8": 1, "bfloat16": 2}  # bytes of a number
 
 
 def decode_costs(
@@ -118,13 +119,13 @@ def run() -> None:
     say("""The next table is calculated: the bytes that a decode of Qwen3-0.6B with all layers
         reads, and how long this machine takes to read them. Int8 weights help short contexts, and a
         KV cache in fp8 helps many long contexts:""")
-    config, table, names = shape_of("qwen3-0.6b"), [], {1: "8 bits", 2: "bfloat16"}
+    config, table = shape_of("qwen3-0.6b"), []
     for rows, context in ((1, 100), (16, 100), (16, 4000)):
-        for weight, kv in ((2, 2), (1, 2), (2, 1)):
-            cost = decode_costs(config, rows, context, weight, kv)
-            numbers = (f"{cost['weight_bytes'] / 1e6:,.0f}", f"{cost['kv_bytes'] / 1e6:,.1f}")
+        for weights, cache in (("bfloat16", "bfloat16"), ("int8", "bfloat16"), ("bfloat16", "fp8")):
+            cost = decode_costs(config, rows, context, SIZES[weights], SIZES[cache])
+            numbers = [f"{cost[f'{kind}_bytes'] / 1e6:,.0f}" for kind in ("weight", "kv")]
             least = f"{1e3 * cost['decode_bytes'] / bandwidth:,.0f}"
-            table.append((f"{rows} x {context:,}", names[weight], names[kv], *numbers, least))
+            table.append((f"{rows} x {context:,}", weights, cache, *numbers, least))
     head = ("weights", "cache", "MB of weights", "MB of the cache", "least ms to read")
     show_table(("rows x context", *head), table)
     show_source(
@@ -147,10 +148,9 @@ QUESTIONS = Questions("""
 
     In bfloat16 Qwen3-0.6B has 1.2 GB of weights, and 115 kB of keys and values for each token. A
     GPU decodes 16 rows of 4,000 tokens. What makes this decode faster, weights or a KV cache of 8
-    bits a number (int8 or fp8)?
-    (a) The weights: all rows read them.
-    (b) The cache: each row reads other keys and values, together more bytes than the weights.
-    (c) Both equally: each halves the bytes of a number.
+    bits a number (int8 or fp8)? (a) The weights: all rows read them. (b) The cache: each row reads
+    other keys and values, together more bytes than the weights. (c) Both equally: each halves the
+    bytes of a number.
     Answer: b. 64,000 tokens of KV take 7.3 GB, and the weights 1.2 GB.
     Hint: The rows share one read of the weights. How many tokens' keys and values do they read?
 """)

@@ -14,7 +14,6 @@ is in the logical block 9 // 4 = 2, at the offset 9 % 4 = 1:
 """
 
 from lessons.lesson import GREEDY, Counters, ask, decode_plan, make_llm, prompt_plan
-from lessons.pictures import show_lanes
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM
 from nanovllm.engine.block_manager import BlockManager
@@ -40,15 +39,7 @@ def slots_of_a_sequence(llm: LLM) -> list[int]:
     print(f"block_table = {table}; of another sequence: {other.block_table}\n")
     head = ("token", "position", "logical block: // 4", "physical block", "offset: % 4", "slot")
     show_table(head, rows)
-    held = {slot: text for text, *_, slot in rows}
-    colors = dict.fromkeys(table, 1) | dict.fromkeys(other.block_table, 2)
-    lanes = []
-    for b in range(8):
-        cells = [(o, b * SIZE + o) for o in range(SIZE)]
-        texts = [f"slot {slot} {held.get(slot, '')}" for _, slot in cells]
-        lanes.append((f"block {b}", [(o, 1, texts[o], colors.get(b, 0)) for o, _ in cells]))
-    show_lanes("The KV cache", lanes, this_sequence=1, another_sequence=2, not_owned=0)
-    return list(held)
+    return [slot for *_, slot in rows]
 
 
 def answer_with(llm: LLM, block_table: list[int], num_tokens: int) -> str:

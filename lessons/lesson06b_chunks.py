@@ -17,7 +17,6 @@ computed tokens, and a step computes some of the difference.
 """
 
 from lessons.lesson import Counters, make_llm, timed
-from lessons.pictures import show_lanes
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM, SamplingParams
 
@@ -63,10 +62,6 @@ def run() -> None:
         longest, total = (min(f(ms) for _, ms in runs) for f in (max, sum))
         rows.append((budget, " ".join(map(str, tokens)), f"{longest:.1f}", f"{total:.0f}"))
     show_table(("budget", "tokens of each step", "longest step, ms", "first token, ms"), rows)
-    decodes = [(i, 1, str(DECODING), 1) for i in range(len(tokens))]
-    chunks = [(i, 1, str(n - DECODING), 2) for i, n in enumerate(tokens)]
-    lanes = [("decodes", decodes), ("the prompt", chunks)]
-    show_lanes(f"Tokens of each step with a budget of {budget}", lanes, "step")
     say("""A small budget keeps the steps short for the requests that decode. The prompt then gets
         its first token later, because each step has a fixed cost. The default is 8,192 tokens on a
         GPU, where a step of that size is limited by computing (lesson 4), so larger ones would gain
@@ -90,10 +85,9 @@ QUESTIONS = Questions("""
     Answer: 4. Six tokens of each step are decodes, so 50 are left for the prompt.
     Hint: How many tokens of the budget do the decodes take in each step?
 
-    Why do the requests that decode get their tokens before the chunk, and not after it?
-    (a) Their tokens need less memory.
-    (b) Otherwise a long prompt could take the whole budget, and they would wait again.
-    (c) Chunks have to be the last part of a batch.
+    Why do the requests that decode get their tokens before the chunk, and not after it? (a) Their
+    tokens need less memory. (b) Otherwise a long prompt could take the whole budget, and they would
+    wait again. (c) Chunks have to be the last part of a batch.
     Answer: b. A decode takes one token of the budget, so it hardly delays the prompt, but the
     prompt could delay all decodes.
     Hint: What would the budget leave for the decodes if the chunk came first?

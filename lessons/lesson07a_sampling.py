@@ -91,20 +91,17 @@ def run() -> None:
 
 QUESTIONS = Questions("""
     In one step the model is sure: a token has the probability 0.99. In another, fifty tokens are
-    about equally likely. What is wrong with top_k=3 here, and not with min_p=0.1?
-    (a) It is slower, because it sorts.
-    (b) It keeps three tokens in both steps, although one or fifty make sense.
-    (c) It changes the order of the tokens.
+    about equally likely. What is wrong with top_k=3 here, and not with min_p=0.1? (a) It is slower,
+    because it sorts. (b) It keeps three tokens in both steps, although one or fifty make sense. (c)
+    It changes the order of the tokens.
     Answer: b. The threshold of min_p is relative to the most likely token: it keeps one token in
     the first step and all fifty in the second. top_p adapts too.
     Hint: How many tokens does each filter keep in the first step, and how many in the second?
 
     Suppose that all requests of a batch draw from one random generator, in the order of their rows.
-    What would change the tokens of a request with a seed?
-    (a) Nothing, if the generator begins with this seed.
-    (b) Only its own parameters.
-    (c) The other requests of its batch, or a preemption of one of them.
-    Answer: c. A state that others advance depends on them. So u must depend on
-    the request alone.
+    What would change the tokens of a request with a seed? (a) Nothing, if the generator begins with
+    this seed. (b) Only its own parameters. (c) The other requests of its batch, or a preemption of
+    one of them.
+    Answer: c. A state that others advance depends on them. So u must depend on the request alone.
     Hint: Who advances the generator between two draws of the request?
 """)

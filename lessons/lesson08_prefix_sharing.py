@@ -130,10 +130,8 @@ def run() -> None:
 
 QUESTIONS = Questions("""
     Two prompts differ in their first token only. Why can they share none of the later blocks, whose
-    tokens are equal?
-    (a) The cache compares whole prompts.
-    (b) Their positions differ.
-    (c) The keys and values of a token depend on all tokens before it, so they differ.
+    tokens are equal? (a) The cache compares whole prompts. (b) Their positions differ. (c) The keys
+    and values of a token depend on all tokens before it, so they differ.
     Answer: c. Equal tokens after different beginnings are different blocks.
     Hint: Which tokens do the keys and values of the fifth token depend on, in the second layer?
 

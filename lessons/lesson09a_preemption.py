@@ -62,10 +62,8 @@ def run() -> None:
 
 QUESTIONS = Questions("""
     A running request needs a block and none is free. Why is the request preempted that was admitted
-    last?
-    (a) It has the fewest tokens.
-    (b) The oldest request then always continues, so requests end and free their blocks.
-    (c) Its tokens are not known yet.
+    last? (a) It has the fewest tokens. (b) The oldest request then always continues, so requests
+    end and free their blocks. (c) Its tokens are not known yet.
     Answer: b. If the oldest were preempted, two requests could take the blocks from each other
     without end. A late request can have a long prompt, so it need not have the fewest tokens.
     Hint: Which rule guarantees that at least one request ends?

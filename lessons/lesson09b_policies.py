@@ -17,7 +17,6 @@ from statistics import mean
 
 from lessons.lesson import Counters, ask, make_llm
 from lessons.lesson06b_chunks import OPTIONS, prompt
-from lessons.pictures import show_lanes
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.engine.policies import AGING
 
@@ -55,14 +54,6 @@ def run() -> None:
     means = [f"{mean(first.values()):.1f}" for _, first in (fcfs, sjf)]
     rows.append(("mean", "", means[0], "", means[1]))
     show_table(("request", "tokens", "FCFS first token", "SJF key", "SJF first token"), rows)
-    for policy, (admitted, first) in (("FCFS", fcfs), ("SJF", sjf)):
-        lanes = []
-        for i, length in enumerate(LENGTHS):
-            begin, end = admitted[i] - 0.5, first[i] + 0.5
-            cells = [(0.5, begin - 0.5, "", 0), (begin, end - begin, "", 1)]
-            lanes.append((f"request {i}, {length} tokens", cells))
-        title = f"{policy}: when each request gets its first token"
-        show_lanes(title, lanes, "step", waiting=0, computing_the_prompt=1)
     say(f"""The long prompt has the key {LENGTHS[0]}, and request 9 has {LENGTHS[9] + 9 * AGING}. So
         the long prompt is admitted before request 9, although it is longer.""")
     show_source(
@@ -75,10 +66,8 @@ def run() -> None:
 QUESTIONS = Questions("""
     A long prompt arrives just before twelve short ones. With SJF, the short ones are computed
     first. Why is the mean time to the first token smaller than with FCFS, although the same tokens
-    are computed?
-    (a) One request waits a little longer, and twelve wait less.
-    (b) Short prompts take less time for each token.
-    (c) The long prompt is computed in fewer steps.
+    are computed? (a) One request waits a little longer, and twelve wait less. (b) Short prompts
+    take less time for each token. (c) The long prompt is computed in fewer steps.
     Answer: a. The long prompt delays all that come after it with FCFS.
     Hint: Who waits for whom with FCFS, and who with SJF?
 

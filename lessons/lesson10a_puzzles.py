@@ -55,8 +55,8 @@ def run() -> None:
         numbers = range(i * columns, (i + 1) * columns)
         cells = [f"[{n:2}]" if i >= 2 and n % columns >= 4 else f" {n:2} " for n in numbers]
         print("  " + "".join(cells))
-    say("""
-        Five kernels lead from a sum to the attention of lesson 10b. The puzzles leave out a line
+    print()
+    say("""Five kernels lead from a sum to the attention of lesson 10b. The puzzles leave out a line
         of the first two, the loop of the next two, and all of the last. tl.exp, tl.maximum,
         tl.where and tl.sum(tile, axis) are as in torch, tl.max(tile, axis) is torch.amax, and
         tl.dot is the product of two tiles.""")
