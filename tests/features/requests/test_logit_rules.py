@@ -26,11 +26,11 @@ from transformers import (
 
 from nanovllm import LLM, BeamSearchParams, GenerationError, SamplingParams
 from nanovllm.features.requests.logit_rules import penalties
+from nanovllm.features.requests.logit_rules.logprobs import processed_logits
 from nanovllm.features.requests.logit_rules.row_rules import (
     RowRules,
     RulesBatch,
     RulesState,
-    processed_logits,
 )
 from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.sampler import sample
