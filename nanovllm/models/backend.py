@@ -66,7 +66,7 @@ class Backend:
         """Remember for later processes that the kernels are right."""
 
     def replace_kernel(self, name: str, plain: Backend) -> bool:
-        """Compute the kernel `name` of loading/check.py as `plain` does.
+        """Compute the kernel `name` of features/kernel_check/at_start.py as `plain` does.
 
         Returns False if no single kernel can be replaced.
         """
@@ -99,8 +99,7 @@ class Backend:
     def delta_rule(self) -> ModuleType | None:
         """Return a module of kernels for features/models/hybrid/delta_rule.py, or None.
 
-        It has `decode`, and either `chunk` or the parts of it: `convolve_chunk`, `solve` and
-        `gated_norm`.
+        It has `decode`, and maybe `chunk`.
         """
         return None
 
