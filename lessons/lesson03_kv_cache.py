@@ -18,13 +18,11 @@ from typing import Any, TypeAlias
 from lessons.lesson import (
     decode_plan,
     make_llm,
-    next_logprobs,
     prompt_plan,
     runner_of,
     shape_of,
     timed,
 )
-from lessons.pictures import show_formula
 from lessons.show import Questions, faster, link, say, show_source, show_table
 from nanovllm import LLM
 
@@ -75,25 +73,11 @@ def third_key(llm: LLM, ids: list[int]) -> Any:
 
 def run() -> None:
     llm = make_llm(attention_backend="sdpa")
-    tokenizer: Any = llm.get_tokenizer()
-    text, rows = "Prefix", list[tuple[object, ...]]()
-    for _ in range(4):
-        p = next_logprobs(llm, text).exp()
-        best = [(tokenizer.decode([i]), p[i]) for i in p.topk(3).indices.tolist()]
-        rows.append((repr(text), *(f"{word!r} {share:.3f}" for word, share in best)))
-        text += best[0][0]
-    say(f"""The loop: one step gives {llm.engine.input_processor.vocab_size:,} probabilities, one
-        for each token of the vocabulary. Greedy sampling takes the most likely token, and the next
-        step reads the text with this token:""")
-    show_table(("the model reads", "most likely", "second", "third"), rows)
+    prompt = llm.get_tokenizer().encode(PROMPT)
     QUESTIONS.show(1)
-    prompt = tokenizer.encode(PROMPT)
-    say(f"""For a prompt of p = {len(prompt)} tokens and an output of n tokens the model computes
-        this number of tokens (the last token of the output is sampled and not computed):""")
-    show_formula(
-        "p + (p + 1) + ... + (p + n - 1) = n * p + n * (n - 1) / 2",
-        r"p + (p + 1) + \dots + (p + n - 1) = np + \frac{n (n - 1)}{2}",
-    )
+    say(f"""Without a cache, a prompt of p = {len(prompt)} tokens and an output of n tokens make the
+        model compute p + (p + 1) + ... + (p + n - 1) = n * p + n * (n - 1) / 2 tokens. The last
+        token of the output is sampled and not computed. Which of all these results are new?""")
     QUESTIONS.show(2)
     say("""The key of the third token in the last layer, its first 4 numbers, when the model reads
         the first 3, 6 and 10 tokens of the prompt:""")

@@ -46,7 +46,7 @@ def chunk_steps(llm: LLM) -> tuple[list[int], list[float]]:
         ms.append(1e3 * seconds)
         finished = bool(outputs)
     llm.shutdown()  # aborts the others
-    return counters.tokens, ms
+    return list(counters.tokens), ms
 
 
 def run() -> None:

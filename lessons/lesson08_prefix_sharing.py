@@ -121,7 +121,7 @@ def run() -> None:
     show_source(
         link("engine.block_manager.BlockManager.match"),
         link("engine.block_manager.BlockManager.choose_victim"),
-        link("features.memory.disk_cache.restore", "write(places)"),
+        link("features.memory.disk_cache.restore", "yield (block"),
     )
     say("""Build it: `python -m lessons build prefix`, and then `python -m lessons build eviction`,
         whose rule has to find more tokens than the engine's own. On the ladder, prefix sharing

@@ -15,7 +15,7 @@ number of requests per second that keep both (DistServe, Zhong et al. 2024, arXi
 import random
 import time
 from statistics import median, quantiles
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from lessons.lesson import make_llm
 from lessons.pictures import show_plot
@@ -52,9 +52,7 @@ def serve(llm: LLM, arrivals: list[float]) -> tuple[list[Latency], float]:
 
 
 def latency(metrics: RequestMetrics, arrival: float, tokens: int) -> Latency:
-    first, end = metrics.first_token_time, metrics.finished_time
-    assert first is not None
-    assert end is not None
+    first, end = cast(float, metrics.first_token_time), cast(float, metrics.finished_time)
     return Latency(first - arrival, (end - first) / (tokens - 1))
 
 

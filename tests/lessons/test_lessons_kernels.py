@@ -74,7 +74,6 @@ def test_lesson_10b() -> None:
         "512 to 599",
     ]
     assert "    correction = tl.exp2(row_max - new_max)\n" in printed  # the kernel's own line
-    assert "1,024 MiB" in " ".join(printed.split())
     k, v = torch.randn(2, 2 * paged.TILE, 8)
     k[0] = 100 * torch.ones(8)  # the largest score is in the first tile
     tiles = zip(k.split(paged.TILE), v.split(paged.TILE), strict=True)

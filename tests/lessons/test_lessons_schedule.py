@@ -143,7 +143,7 @@ def test_roofline(capsys, monkeypatch):
         assert float(measured) > 0
         assert share.endswith("%")
     long = next(line for line in printed.splitlines() if line.startswith("16 x 4,000 "))
-    assert long.split()[3:] == ["bfloat16", "bfloat16", "1,192", "7,340.0", "427"]
+    assert long.split()[3:] == ["bfloat16", "bfloat16", "1,192", "7,340", "427"]
     assert max(map(len, printed.splitlines())) <= 100
 
 
