@@ -12,24 +12,28 @@ from nanovllm.engine import block_manager, scheduler
 from nanovllm.engine.block_manager import Block
 from nanovllm.features.memory import disk_cache
 
-DISK = disk_cache
-
 MUTANTS = {
     "a block is loaded with the KV of another one": Mutant(
-        DISK, "restore", "write(A)", "write([(block, n) for n, (block, _) in enumerate(A)])"
+        disk_cache,
+        "restore",
+        "write(places)",
+        "write([(block, n) for n, (block, _) in enumerate(places)])",
     ),
     "a loaded block is found after any beginning": Mutant(
-        DISK, "restore", "blocks.hash_block(A, B)", "blocks.hash_block(b'', B)"
+        disk_cache,
+        "restore",
+        "blocks.hash_block(parent_hash, token_ids)",
+        "blocks.hash_block(b'', token_ids)",
     ),
     "the block before a cached one is saved": Mutant(
-        DISK, "cached_blocks", "blocks.blocks[A]", "blocks.blocks[block_id - 1]"
+        disk_cache, "cached_blocks", "blocks.blocks[block_id]", "blocks.blocks[block_id - 1]"
     ),
-    "a loaded block stays free": Mutant(DISK, "restore", "blocks.free.pop()", "pass"),
+    "a loaded block stays free": Mutant(disk_cache, "restore", "blocks.free.pop()", "pass"),
     "a block is loaded that is cached already": Mutant(
-        DISK, "restore", "blocks.find(A) is None", "True"
+        disk_cache, "restore", "blocks.find(block_hash) is None", "True"
     ),
     "another block is taken than the one with the KV": Mutant(
-        DISK, "restore", "reversed(blocks.free)", "blocks.free"
+        disk_cache, "restore", "reversed(blocks.free)", "blocks.free"
     ),
 }
 
