@@ -3,6 +3,7 @@
 import functools
 import inspect
 import os
+import pkgutil
 import re
 import shutil
 import sys
@@ -97,11 +98,13 @@ def show_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     print()
 
 
-def link(function: Any, text: str = "") -> str:
-    """Return a link: the file, the line of `function` that contains `text`, and its name.
+def link(place: Any, text: str = "") -> str:
+    """Return a link: the file, the line of a function that contains `text`, and its name.
 
-    Raises ValueError if no line contains it, so a link cannot become wrong unnoticed.
+    `place` is the function, or its name in the package, such as "models.sampler.sample". Raises
+    ValueError if no line contains the text, so a link cannot become wrong unnoticed.
     """
+    function = pkgutil.resolve_name(f"nanovllm.{place}") if isinstance(place, str) else place
     lines, start = inspect.getsourcelines(function)
     index = next((i for i, line in enumerate(lines) if text in line), None)
     if index is None:
