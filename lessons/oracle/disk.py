@@ -14,16 +14,10 @@ from nanovllm.features.memory import disk_cache
 
 MUTANTS = {
     "a block is loaded with the KV of another one": Mutant(
-        disk_cache,
-        "restore",
-        "write(places)",
-        "write([(block, n) for n, (block, _) in enumerate(places)])",
+        disk_cache, "restore", "[-1]]), i", "[-1]]), max(0, i - 1)"
     ),
     "a loaded block is found after any beginning": Mutant(
-        disk_cache,
-        "restore",
-        "blocks.hash_block(parent_hash, token_ids)",
-        "blocks.hash_block(b'', token_ids)",
+        disk_cache, "restore", "hash_block(parent_hash, token_ids)", "hash_block(b'', token_ids)"
     ),
 }
 
@@ -64,16 +58,13 @@ class DiskHistory(History):
         cached = self.disks.cached_blocks(self.block_manager)
         saved = [(block.parent_block_hash.hex(), block.token_ids) for block in cached]
         kv = [self.kv_of(block) for block in cached]
-
-        def write(places: list[tuple[Block, int]]) -> None:
-            for block, i in places:
-                self.write_kv(block, kv[i])
-
         super().reset()
         if self.rng.random() < 0.5:
             self.add()
             self.run_all()
         if self.block_manager.enable_prefix_caching:
-            self.num_loaded += self.disks.restore(self.block_manager, saved, write)
+            for block, i in self.disks.restore(self.block_manager, saved):
+                self.write_kv(block, kv[i])
+                self.num_loaded += 1
 
     abandon = reset  # so that it happens more often

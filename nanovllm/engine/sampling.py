@@ -1,7 +1,7 @@
 """Sampling: the task that generates tokens, and their text.
 
-The class that runs is RuledSampling in features/requests/logit_rules/sampling.py. It adds logit
-rules and log-probabilities, and without them does the same as Sampling.
+The class that runs is SamplingWithRules of features/requests/logit_rules/. It adds logit rules and
+log-probabilities, and without them does the same as Sampling.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def load_engine(
     """Load the weights and the tokenizer in `tokenizer_dir`, and build the engine."""
     from nanovllm.features.requests.embeddings.pooling import PoolingParams
     from nanovllm.features.requests.embeddings.sentence_transformers import read_pooling_settings
-    from nanovllm.features.requests.logit_rules.sampling import with_parser
+    from nanovllm.features.requests.logit_rules.sampling_with_rules import with_parser
     from nanovllm.features.requests.structured import GrammarCompiler
 
     if config.quantization in FORMATS:
@@ -143,11 +143,11 @@ def all_tasks(scheduler: Scheduler, pooling: PoolingSettings) -> dict[type, Task
     """Return the functions that make the task of a request, by the class of its parameters."""
     from nanovllm.features.requests.beam_search import BeamSearch
     from nanovllm.features.requests.embeddings.pooling import Embedding, PoolingParams
-    from nanovllm.features.requests.logit_rules.sampling import RuledSampling
+    from nanovllm.features.requests.logit_rules.sampling_with_rules import SamplingWithRules
     from nanovllm.features.requests.loglikelihood import Scoring, ScoringParams
 
     return {
-        SamplingParams: RuledSampling,
+        SamplingParams: SamplingWithRules,
         BeamSearchParams: partial(BeamSearch, scheduler=scheduler),
         PoolingParams: partial(Embedding, settings=pooling),
         ScoringParams: Scoring,

@@ -47,7 +47,11 @@ FILES = (
         "features/requests/loglikelihood.py",
         "features/requests/embeddings/pooling.py",
     ),
-    *("features/requests/structured.py", "features/requests/logit_rules/sampling.py", "outputs.py"),
+    *(
+        "features/requests/structured.py",
+        "features/requests/logit_rules/sampling_with_rules.py",
+        "outputs.py",
+    ),
     "features/requests/ngram.py",
 )
 

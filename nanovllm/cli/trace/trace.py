@@ -27,7 +27,7 @@ from nanovllm.cli.trace.events import State as State
 from nanovllm.engine.observer import NO_OBSERVER, Observer
 from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.features.requests.logit_rules.sampling import decode_token
+from nanovllm.features.requests.logit_rules.sampling_with_rules import decode_token
 from nanovllm.plan import ResultKind, StepOutput
 
 if TYPE_CHECKING:

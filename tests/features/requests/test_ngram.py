@@ -14,7 +14,7 @@ from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.config import SpeculativeConfig
 from nanovllm.engine import sampling
 from nanovllm.features.requests import ngram
-from nanovllm.features.requests.logit_rules import sampling as ruled_sampling
+from nanovllm.features.requests.logit_rules import sampling_with_rules
 from nanovllm.features.requests.ngram import FIRST_PAUSE, LONGEST_PAUSE, Lookup, NgramSpeculation
 from nanovllm.runner import rows
 
@@ -385,7 +385,7 @@ FAULTS = {
         sampling, "_add_text", "del seq.token_ids[seq.num_prompt + i + 1 :]", "pass"
     ),
     "log-probabilities after a stop string stay": Mutant(
-        ruled_sampling, "receive", "del sample.logprobs[seq.num_output :]", "pass"
+        sampling_with_rules, "receive", "del sample.logprobs[seq.num_output :]", "pass"
     ),
 }
 
@@ -399,8 +399,8 @@ def test_fault_of_results_is_caught(
     whole = whole_texts(without)
     want = results(without, 0), stopped(without, whole)
     mutant, faulty = FAULTS[name], apply(FAULTS[name])
-    if mutant.module is ruled_sampling:
-        monkeypatch.setattr(ruled_sampling, "RuledSampling", faulty.RuledSampling)
+    if mutant.module is sampling_with_rules:
+        monkeypatch.setattr(sampling_with_rules, "SamplingWithRules", faulty.SamplingWithRules)
     else:
         owner = rows.Rows if mutant.module is rows else sampling.Sampling
         function = getattr(getattr(faulty, owner.__name__), mutant.function)

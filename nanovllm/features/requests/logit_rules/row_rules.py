@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.features.requests.chunk_results import unpack_logprobs
+from nanovllm.features.requests.logit_rules.logprobs import LogprobsBatch
 from nanovllm.features.requests.logit_rules.penalties import (
     Penalties,
     PenaltyState,
@@ -33,7 +33,7 @@ from nanovllm.features.requests.logit_rules.penalties import (
 from nanovllm.features.requests.thinking import ThinkingOfRow
 from nanovllm.models.backend import Backend
 from nanovllm.models.batch import SamplingBatch
-from nanovllm.models.sampler import FILTER_FUNCTIONS, MASKED, filtered_logits, token_logprobs
+from nanovllm.models.sampler import MASKED
 from nanovllm.models.transfers import start_copy, to_device
 from nanovllm.plan import COMPLETE, FILTERS, LogitRules, NewRow, StepOutput
 from nanovllm.runner.model_runner import PendingOutput
@@ -137,13 +137,6 @@ class RulesState:
         self.rows: dict[int, RowRules] = {}  # rules of the rows that have any
         self.last_batch: tuple[list[int], RulesBatch] | None = None  # of these rows
 
-    def logits_buffer(self) -> Tensor:
-        if self.logits is None:
-            num_rows, _, vocab_size = self.sizes
-            shape = num_rows, vocab_size
-            self.logits = torch.empty(shape, dtype=torch.float32, device=self.device)
-        return self.logits
-
     def replace_row(self, new_row: NewRow) -> None:
         """Replace the rules of a row. The new sequence may have none."""
         row, rules = new_row.row, new_row.sampling.rules
@@ -180,10 +173,7 @@ class RulesState:
 
 
 class RulesBatch:
-    """The rules of a step as tensors. Steps with the same rows share one RulesBatch.
-
-    Q of the rows report log-probabilities.
-    """
+    """The rules of a step as tensors. Steps with the same rows share one RulesBatch."""
 
     def __init__(self, rows: list[tuple[int, RowRules]], state: RulesState) -> None:
         """`rows` has (index of the row's logits, rules) for each row with rules."""
@@ -214,19 +204,12 @@ class RulesBatch:
         penalized = [(i, row.row, row.rules) for i, row in rows if has_penalties(row.rules)]
         self.penalties = Penalties(penalized, state.penalties) if penalized else None
         # 4. Log-probabilities.
-        self.reported = [(i, row) for i, row in rows if row.rules.logprobs is not None]
-        self.reported_index = send([i for i, _ in self.reported])
-        self.num_logprobs = max((row.rules.logprobs or 0 for _, row in self.reported), default=0)
-        ids = [row.rules.logprob_token_ids for _, row in self.reported]
-        named = [(i, token) for i, tokens in enumerate(ids) for token in tokens]
-        self.named = send(named).view(-1, 2).T.contiguous()  # [2, N]: index in `reported`, token
-        self.processed_logprobs = state.processed_logprobs
-        used = [row.filters for _, row in self.reported]
-        self.filters = [  # that a row with log-probabilities uses
-            name for i, name in enumerate(FILTERS) if any(x[i] != FILTERS[name] for x in used)
-        ]
+        reported = [(i, row) for i, row in rows if row.rules.logprobs is not None]
+        self.logprobs = LogprobsBatch(reported, state) if reported else None
         self.changes_logits = bool(allowed or edits or penalized or self.host_rules)
-        self.logits = state.logits_buffer() if self.changes_logits else None
+        if self.changes_logits and state.logits is None:
+            state.logits = torch.empty(state.sizes[::2], dtype=torch.float32, device=device)
+        self.logits = state.logits
 
     def apply(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Return logits [R, V] with the rules applied, in float32. The next call overwrites them.
@@ -291,43 +274,19 @@ class RulesBatch:
         tokens = backend.sample(changed, sampling)
         output = PendingOutput(start_copy(tokens))
         tokens = record(tokens)
-        errors: dict[int, Exception] = {}
-        completed: list[int] = []
         if self.changes_logits:
             self.append(tokens, output.token_ids)
-            errors, self.errors = self.errors, {}
-            completed, self.completed = self.completed, []
-        logprobs: Callable[[], list[list[float]]] = list
-        named: list[Callable[[], list[list[float]]]] = []
-        if self.reported:
-            index, score = self.reported_index, backend.token_logprobs
-            if self.processed_logprobs:
-                logits, score = changed, token_logprobs  # kernels expect that no token is masked
-            if len(index) < len(tokens):
-                logits, tokens = logits[index], tokens[index]
-            if self.processed_logprobs:
-                filters = {name: sampling.filters[name][index] for name in self.filters}
-                some = replace(sampling, temperature=sampling.temperature[index], filters=filters)
-                logits = processed_logits(logits, some, tokens)
-            logprobs = start_copy(score(logits, tokens, self.num_logprobs))
-            # In parts, because each token takes a copy of its row's logits.
-            pairs = self.named.split(64, dim=1) if self.named.numel() else ()
-            named = [start_copy(score(logits[i], ids, 0)) for i, ids in pairs]
+            errors, completed = self.errors, self.completed
+            self.errors, self.completed = {}, []
 
-        def add_to(done: StepOutput) -> None:
-            done.errors |= errors
-            for i in completed:
-                done.token_ids[i] = COMPLETE
-            of_named = (packed for part in named for packed in part())
-            for (i, row), packed in zip(self.reported, logprobs(), strict=True):
-                entry = unpack_logprobs(packed, done.token_ids[i], row.rules.logprobs or 0)
-                # The ids are the first argument, so that zip takes no result after the last id.
-                named_ids = zip(row.rules.logprob_token_ids, of_named, strict=False)
-                known = {token for token, *_ in entry}
-                entry += [(t, p, int(rank)) for t, (p, rank) in named_ids if t not in known]
-                done.result(row.row).logprobs.append(entry)
+            def add_to(done: StepOutput) -> None:
+                done.errors |= errors
+                for i in completed:
+                    done.token_ids[i] = COMPLETE
 
-        output.results.append(add_to)
+            output.results.append(add_to)
+        if self.logprobs is not None:
+            output.results.append(self.logprobs.start(logits, changed, sampling, tokens, backend))
         return output
 
     def append(self, tokens: Tensor, token_ids: Callable[[], list[int]]) -> None:
@@ -341,17 +300,3 @@ class RulesBatch:
         token_ids = functools.cache(token_ids)  # one list for all rows
         for i, row in self.host_rules:
             row.last = token_ids, i
-
-
-def processed_logits(logits: Tensor, batch: SamplingBatch, tokens: Tensor) -> Tensor:
-    """Return the logits [Q, V] float32 of the distributions from which `tokens` [Q] were drawn.
-
-    `logits` [Q, V] are those after the rules. Filtered tokens are MASKED. As in vLLM, temperature
-    and filters do not apply to greedy rows. The filter top-k waits for the device.
-    """
-    scaled = filtered_logits(logits, replace(batch, filters={}), {})
-    filtered = filtered_logits(logits, batch, FILTER_FUNCTIONS)
-    # A kernel that rounds otherwise may have kept a token at the limit of top-p or min-p.
-    drawn = tokens[:, None]
-    filtered = filtered.scatter(1, drawn, scaled.gather(1, drawn))
-    return torch.where(batch.temperature[:, None] == 0, logits.float(), filtered)

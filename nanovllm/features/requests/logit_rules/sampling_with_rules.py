@@ -24,7 +24,7 @@ class SampleState:
     repetition: Repetition | None = None
 
 
-class RuledSampling(Sampling):
+class SamplingWithRules(Sampling):
     """The task of requests with SamplingParams. Without rules it is Sampling."""
 
     def __init__(
@@ -128,7 +128,7 @@ class RuledSampling(Sampling):
 def with_parser(input_processor: InputProcessor, parser: str) -> TaskFactory:
     """Return the factory of tasks that separate thinking. Raises ValueError without markers."""
     check_markers(input_processor, f"reasoning_parser={parser!r}")
-    return partial(RuledSampling, separates=True)
+    return partial(SamplingWithRules, separates=True)
 
 
 def prompt_logprobs(request: Request) -> list[dict[int, Logprob] | None] | None:
