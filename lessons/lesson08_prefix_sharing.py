@@ -139,13 +139,13 @@ def run() -> None:
         of A, which it has never computed.""")
     say("""Other weights, another dtype or another block size would make other KV of the same
         tokens. The file therefore contains what its KV depends on, with a checksum, and is refused
-        if anything differs. KV is copied to blocks that are still free, and they are cached
-        afterwards: an error or Ctrl-C in between changes nothing. Reading the KV of 1,500 tokens
-        takes less than a tenth of the time to compute it (smollm2-135m on two cores).""")
+        if anything differs. KV is copied to a block that is still free, and the block is cached
+        afterwards. Reading the KV of 1,500 tokens takes less than a tenth of the time to compute it
+        (smollm2-135m on two cores).""")
     show_source(
         link(BlockManager.match),
         link(BlockManager.choose_victim),
-        link(disk_cache.restore, "write(places)"),
+        link(disk_cache.restore, "yield (block"),
     )
     say("""Build it: `python -m lessons build prefix`, and then `python -m lessons build eviction`,
         whose rule has to find more tokens than the engine's own.""")

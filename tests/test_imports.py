@@ -20,10 +20,9 @@ GROUPS = [[set(group.split(", ")) for group in rank.split(" | ")] for rank in RU
 # The functions of the core that import backends, features or commands, by module.
 IMPORTING = {
     "llm": "",  # at its head
-    "loading.comparisons": "delta_rule expert_mlp",
     "loading.checkpoint": "__init__ config_class find_checkpoint read_config",
     "loading.make_engine": "all_tasks find_files load_engine make_engine",
-    "loading.make_runner": "load_model make_backend make_cache make_eager_runner make_runner",
+    "loading.make_runner": "load_model make_backend make_cache make_eager_runner make_fast_steps make_runner",
     "loading.memory": "plan_memory",
     "loading.select_backend": "pick_backend",
     "loading.tokenizer": "load_tokenizer",

@@ -1,6 +1,7 @@
 """The rows of `nanovllm check`, which run in a process of that command.
 
-They compare as loading/comparisons.py does, and time what is larger than a processor's caches.
+They compare as features/kernel_check/comparisons.py does, and time what is larger than the caches
+of a processor.
 """
 
 import json
@@ -15,9 +16,9 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from nanovllm.backends import int4, int8
-from nanovllm.loading import comparisons as compare
-from nanovllm.loading.check import system
-from nanovllm.loading.comparisons import Backends, Comparison
+from nanovllm.features.kernel_check import comparisons as compare
+from nanovllm.features.kernel_check.at_start import system
+from nanovllm.features.kernel_check.comparisons import Backends, Comparison
 from nanovllm.loading.select_backend import pick_backend, pick_device
 from nanovllm.models.backend import Backend
 from nanovllm.runner.rows import sampling_batch

@@ -16,16 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.loading import check, memory
+from nanovllm.loading import memory
 from nanovllm.loading.memory import MemoryBudget
-from nanovllm.loading.select_backend import (
-    check_device,
-    checked,
-    explain_lost_device,
-    pick_backend,
-    pick_device,
-    pick_dtype,
-)
+from nanovllm.loading.select_backend import pick_backend, pick_device, pick_dtype
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.backend import Backend
 from nanovllm.models.fp8 import Scales
@@ -55,6 +48,8 @@ def make_runner(
     `full_config` describes the model. `files` are its open safetensors files, or empty for random
     weights. Requests have at most `max_model_len` tokens, or fewer if memory limits them.
     """
+    from nanovllm.features.kernel_check.at_start import explain_lost_device
+
     # This comes before the division among ranks, whose errors name only sizes that do not fit.
     full_config.check_options(config)
     check_fork()
@@ -64,8 +59,7 @@ def make_runner(
         "out of memory; lower max_num_seqs, max_model_len or max_num_batched_tokens, or, if they "
         "are set, num_kv_cache_blocks, kv_cache_memory_bytes and swap_space"
     )
-    lost = explain_lost_device(device)
-    with on_device, lost, memory.explain_out_of_memory(remedy):
+    with on_device, explain_lost_device(device), memory.explain_out_of_memory(remedy):
         free = memory.free_memory(device, config.tensor_parallel_size)
         model_config = full_config if ranks is None else ranks.config_of_rank(full_config)
         on_meta = model_config.model_class().on_meta(model_config)
@@ -95,6 +89,8 @@ def make_backend(
     config: EngineConfig, on_meta: Qwen3, device: torch.device, vocab_size: int
 ) -> Backend:
     """Make and check the backend for the model that `on_meta` describes."""
+    from nanovllm.features.kernel_check.at_start import checked
+
     dtype = pick_dtype(config.dtype, device, on_meta.config.dtype)
     num_weights = memory.num_weights(on_meta)
     backend = pick_backend(config.attention_backend, device, dtype, num_weights)
@@ -212,23 +208,11 @@ def make_fast_steps(config: EngineConfig, ranks: Ranks | None, runner: ModelRunn
         graphs = backend.capture_decode(runner.decode, runner.rows.positions, of_ranks)
         if not graphs.replays:
             return
-        problem = ""
-        try:
-            if config.check_kernels:
-                check.check(check.replay(runner, graphs, config.token_budget), backend.dtype)
-        except (ArithmeticError, RuntimeError) as error:
-            check_device(backend.device)  # raises an error that no later step survives
-            if ranks is not None and isinstance(error, RuntimeError):
-                raise  # other ranks wait in this step
-            # Text, because the error refers to this frame, and so to the runner.
-            problem = str(error) or repr(error)
-        if not of_ranks(int(not problem)):
-            logger.warning(
-                "decodes run without CUDA graphs, which is slower, because "
-                f"{problem or 'they fail on another rank'}, on {check.system(backend.device)}. "
-                "Please report it with the output of the command `nanovllm check`"
-            )
-            return
+        if config.check_kernels:
+            from nanovllm.features.kernel_check.at_start import replay_is_right
+
+            if not replay_is_right(runner, graphs, config.token_budget, ranks):
+                return
         runner.graphs = graphs
         if runner.states is None:
             sizes = graphs, config.token_budget

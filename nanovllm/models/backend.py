@@ -23,6 +23,7 @@ from nanovllm.models.layers import Linear
 if TYPE_CHECKING:
     from nanovllm.backends.gpu.graphs import DecodeGraphs
     from nanovllm.models.qwen3 import Qwen3
+    from nanovllm.plan import StepPlan
     from nanovllm.runner.rows import Rows
 
 
@@ -65,7 +66,7 @@ class Backend:
         """Remember for later processes that the kernels are right."""
 
     def replace_kernel(self, name: str, plain: Backend) -> bool:
-        """Compute the kernel `name` of loading/check.py as `plain` does.
+        """Compute the kernel `name` of features/kernel_check/at_start.py as `plain` does.
 
         Returns False if no single kernel can be replaced.
         """
@@ -98,8 +99,7 @@ class Backend:
     def delta_rule(self) -> ModuleType | None:
         """Return a module of kernels for features/models/hybrid/delta_rule.py, or None.
 
-        It has `decode`, and either `chunk` or the parts of it: `convolve_chunk`, `solve` and
-        `gated_norm`.
+        It has `decode`, and maybe `chunk`.
         """
         return None
 
@@ -127,12 +127,12 @@ class Backend:
 
     def fuse_step(
         self, layers: FusedModel, attention: Any, rows: Rows
-    ) -> Callable[[list[int]], np.ndarray | None]:
-        """Return a function that samples tokens [R] for rows [R], or returns None if it cannot.
+    ) -> Callable[[StepPlan], np.ndarray | None]:
+        """Return a function that samples the tokens [R] of a step, or returns None if it cannot.
 
         `layers` is the result of `fuse_layers`.
         """
-        return lambda decode_rows: None
+        return lambda plan: None
 
     def capture_decode(
         self,

@@ -80,7 +80,7 @@ class ModelRunner:
         self.thread_limit = thread_limit
         self.fused_model: FusedModel = model  # or an object that computes the same in fewer calls
         self.graphs: DecodeGraphs | None = None  # captured decode steps, if any
-        self.fused_step: Callable[[list[int]], np.ndarray | None] = lambda decode_rows: None
+        self.fused_step: Callable[[StepPlan], np.ndarray | None] = lambda plan: None
 
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
         """Launch a step. Returns a function that waits for the device and returns the output."""
@@ -99,7 +99,7 @@ class ModelRunner:
 
     def _run_step(self, plan: StepPlan) -> PendingOutput:
         """Execute a step, built from the host's rows."""
-        if not plan.chunks and (tokens := self.fused_step(plan.decode_rows)) is not None:
+        if (tokens := self.fused_step(plan)) is not None:
             return PendingOutput(tokens.tolist)
         step = self.rows.build(plan)
         if self.states is not None:

@@ -1,11 +1,8 @@
 """A backend that cannot run: plain torch with one warning, or an error if it was asked for."""
 
 import logging
-import re
 import sys
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import fresh
 import pytest
@@ -13,11 +10,10 @@ import torch
 from checkpoints import make_checkpoint, random_llm
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.loading import check, select_backend
+from nanovllm.loading import select_backend
 from nanovllm.loading.select_backend import pick_backend
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.backend import Backend
-from nanovllm.models.layers import silu_and_mul
 
 needs_numba = pytest.mark.skipif(
     find_spec("numba") is None, reason="a machine that only runs the GPU's tests may lack it"
@@ -139,53 +135,3 @@ def test_the_choice_for_each_capability(
 
 def raise_assertion(*_: object) -> None:
     raise AssertionError
-
-
-@needs_numba
-def test_wrong_kernels_of_a_cpu(
-    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Plain torch with one warning, because it cannot read the packed weights of the others."""
-    from nanovllm.backends.cpu.backend import CpuBackend
-
-    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
-    wanted = random_llm(path, attention_backend="sdpa").generate([[1, 2, 3]], params)
-    monkeypatch.setattr(CpuBackend, "is_checked", lambda self: False)
-    wrong = staticmethod(lambda x: 1.1 * silu_and_mul(x))
-    monkeypatch.setattr(CpuBackend, "silu_and_mul", wrong)
-    llm = random_llm(path)
-    (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    words = "computes everything: the kernel silu_and_mul fails or is wrong on this .* processor"
-    assert re.search(f"{words}.*numba.* error of 0.1, .*`nanovllm check`", record.getMessage())
-    found = llm.generate([[1, 2, 3]], params)
-    assert found[0]["token_ids"] == wanted[0]["token_ids"]
-    with pytest.raises(ValueError, match="the kernel silu_and_mul fails.*'sdpa'"):
-        random_llm(path, attention_backend="numba")
-    with caplog.at_level(logging.INFO, logger="nanovllm"):
-        unchecked = random_llm(path, check_kernels=False)
-    assert "check_kernels=False" in caplog.text
-    assert type(unchecked.engine.runner.backend) is CpuBackend
-
-
-@needs_numba
-def test_kernels_of_a_cpu_are_checked_once(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file remembers it, next to the code of the kernels."""
-    from nanovllm.backends.cpu.backend import CpuBackend
-
-    assert CpuBackend(torch.device("cpu"), torch.float32).checked_marker() is not None
-    monkeypatch.setattr(CpuBackend, "checked_marker", lambda self: tmp_path / "checked")
-    checked = []
-    run = check.check
-
-    def recorded(comparisons: Any, dtype: torch.dtype) -> None:
-        checked.append(dtype)
-        run(comparisons, dtype)
-
-    monkeypatch.setattr(check, "check", recorded)
-    random_llm(path, attention_backend="numba")
-    number = len(checked)
-    assert number >= 6
-    random_llm(path, attention_backend="numba")
-    assert len(checked) == number

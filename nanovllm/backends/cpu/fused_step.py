@@ -1,4 +1,4 @@
-"""Computes a whole decode step in one call: the class that calls kernels/fused_step.py."""
+"""Computes a whole step in one call: the class that calls kernels/fused_step.py."""
 
 from __future__ import annotations
 
@@ -11,31 +11,35 @@ from torch import Tensor
 
 from nanovllm.backends.cpu.attention import MIN_SAVED_TOKENS, NumbaAttention, follow_torch
 from nanovllm.backends.cpu.kernels import sampler
-from nanovllm.backends.cpu.kernels.fused_decode import FusedLayers, Step, UnitLinear
-from nanovllm.backends.cpu.kernels.fused_step import Head, Host, decode_rows, group_blocks
+from nanovllm.backends.cpu.kernels.fused_decode import FusedLayers, UnitLinear
+from nanovllm.backends.cpu.kernels.fused_step import Head, Host, group_blocks, sample_tokens
 from nanovllm.backends.cpu.kernels.int8 import PackedWeight
 from nanovllm.backends.cpu.kernels.parallel import address_for
 from nanovllm.backends.cpu.kernels.units.any import AttentionWork, QueryGroups
 from nanovllm.backends.cpu.linear import PACKED_FOR
+from nanovllm.plan import ResultKind, StepPlan
 
 if TYPE_CHECKING:
     from nanovllm.runner.rows import Rows
 
 
 class FusedStep:
-    """Computes decode steps of at most PACKED_FOR rows without rules."""
+    """Computes steps of at most PACKED_FOR tokens, all of which are sampled, of rows without rules.
+
+    They are decodes, and verifications of drafts (features/requests/ngram.py).
+    """
 
     def __init__(self, layers: FusedLayers, attention: NumbaAttention, rows: Rows) -> None:
         model, dtype = layers.model, layers.model.backend.dtype
-        self.layers, self.rows, self.shape = layers, rows, attention.shape
-        self.key, self.buffers = (0, 0), list[Tensor]()  # of the last step
+        self.layers, self.rows = layers, rows
         size, rotary = model.config.vocab_size, model.rotary.table
         table: Any = model.embed_tokens
         is_int8 = isinstance(table, PackedWeight)
         tensors = (table.values, table.scale) if is_int8 else (table,)
         embeddings = (*(tensor.data_ptr() for tensor in tensors), 0)[:2]
-        host = rows.positions, rows.block_tables, rows.last_tokens.numpy(), rows.params, rows.seeds
         tables = *embeddings, rotary.data_ptr(), rotary.shape[1], MIN_SAVED_TOKENS
+        self.last_tokens = rows.last_tokens.numpy()
+        host = rows.positions, rows.block_tables, self.last_tokens, rows.params, rows.seeds
         self.host = Host(*host, *tables)
         self.logits = torch.empty(PACKED_FOR, size, dtype=dtype)
         kernels = (
@@ -43,34 +47,48 @@ class FusedStep:
         )
         addresses = model.norm.data_ptr(), self.logits.data_ptr(), *kernels
         self.head = Head._make((*layers.head, *addresses, size, dtype is torch.bfloat16))
+        self.max_queries = max(1, attention.unit.max_rows // attention.group_size)
+        self.tables = np.zeros_like(rows.block_tables[:1].repeat(PACKED_FOR, 0))
+        self.lse = np.full((PACKED_FOR, model.config.num_heads), -np.inf, np.float32)
+        sizes = *[model.config.hidden_size] * 2, *[model.config.head_dim] * 2
+        self.inputs = tuple(torch.empty(PACKED_FOR, size, dtype=dtype) for size in sizes)
+        work, slots = self.attention_work([1] * PACKED_FOR), np.empty(PACKED_FOR, np.int64)
+        self.step, self.buffers = layers.make_step(self.inputs, slots, work, attention.shape)
 
-    def __call__(self, decode_rows_: list[int]) -> np.ndarray | None:
-        """Return the tokens [R] that are sampled for rows [R], or None if this is not for them."""
-        if len(decode_rows_) > PACKED_FOR or self.rows.rules_of(decode_rows_) is not None:
+    def __call__(self, plan: StepPlan) -> np.ndarray | None:
+        """Return the tokens [T] that are sampled in a step, or None if this is not for it."""
+        chunks, decode_rows = plan.chunks, plan.decode_rows
+        for chunk in chunks:
+            is_sampled = len(chunk.token_ids) == 1 + chunk.num_drafts
+            if not is_sampled or chunk.result_kind is not ResultKind.TOKEN or chunk.logprob_targets:
+                return None
+        lens = [*(len(chunk.token_ids) for chunk in chunks), *[1] * len(decode_rows)]
+        row_of = [*(chunk.row for chunk in chunks), *decode_rows]
+        count = sum(lens)
+        if count > PACKED_FOR or self.rows.rules_of(row_of) is not None:
             return None
         follow_torch()
-        rows, layers = np.array(decode_rows_), self.layers
-        key = len(rows), numba.get_num_threads()
-        if key != self.key:
-            self.step, self.buffers = self.make_step(len(rows))
-            self.key = key
-        tokens = np.empty(len(rows), np.int64)
-        arguments = layers.code, self.step, layers.addresses, self.host, self.head
-        return tokens if decode_rows(*arguments, rows, tokens) else None
+        rows, tokens = np.array(decode_rows, np.int64), self.last_tokens[decode_rows]
+        if chunks:
+            rows = np.repeat(row_of, lens)
+            tokens = np.array([t for c in chunks for t in c.token_ids] + tokens.tolist())
+        step = self.step._replace(
+            rows=count,
+            slot_mapping=self.step.slot_mapping[:count],
+            attention=self.attention_work(lens),
+            parts=numba.get_num_threads(),
+        )
+        arguments = self.layers.code, step, self.layers.addresses, self.host, self.head
+        return tokens if sample_tokens(*arguments, rows, tokens) else None
 
-    def make_step(self, count: int) -> tuple[Step, list[Tensor]]:
-        """Return a step of so many rows, whose arrays `decode_rows` fills in, and its buffers."""
-        config, dtype = self.layers.config, self.layers.model.backend.dtype
-        sizes = *[config.hidden_size] * 2, *[config.head_dim] * 2
-        inputs = tuple(torch.empty(count, size, dtype=dtype) for size in sizes)
-        queries, lens = np.empty((2, count, 1), np.int64)
-        tables = np.zeros_like(self.host.block_tables[:count])
-        rest = QueryGroups(queries, lens, tables)
-        none = QueryGroups(queries[:0], lens[:0], tables[:0])
-        lse = np.full((count, config.num_heads), -np.inf, np.float32)
-        arrays = np.empty(count, np.int64), AttentionWork(none, rest, lse)
-        step, buffers = self.layers.make_step(inputs, *arrays, self.shape)
-        return step, [*inputs, *buffers]
+    def attention_work(self, lens: list[int]) -> AttentionWork:
+        """Return the work of sequences of `lens` tokens, whose arrays `sample_tokens` fills in."""
+        size = min(max(lens), self.max_queries)
+        groups = sum(-(-number // size) for number in lens)
+        queries, context_lens = np.empty((2, groups, size), np.int64)
+        rest = QueryGroups(queries, context_lens, self.tables[:groups])
+        none = QueryGroups(queries[:0], context_lens[:0], rest.block_tables[:0])
+        return AttentionWork(none, rest, self.lse[: sum(lens)])
 
 
 def fuse_step(layers: FusedLayers, attention: NumbaAttention, rows: Rows) -> FusedStep | None:

@@ -22,9 +22,9 @@ def tokens(llm, prompts, params) -> tuple[list[list[int]], int]:
     runner, calls = llm.engine.runner, 0
     inner = runner.fused_step
 
-    def counted(decode_rows):
+    def counted(plan):
         nonlocal calls
-        found = inner(decode_rows)
+        found = inner(plan)
         calls += found is not None
         return found
 
@@ -45,8 +45,36 @@ def test_tokens(tmp_path, quantization, tie: bool, params) -> None:
     prompts = [[3 + i] * (7 + 9 * i) for i in range(6)]
     found, calls = tokens(llm, prompts, params)
     assert calls > 15
-    llm.engine.runner.fused_step = lambda decode_rows: None
+    llm.engine.runner.fused_step = lambda plan: None
     assert tokens(llm, prompts, params) == (found, 0)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_drafts(tmp_path, monkeypatch, quantization) -> None:
+    """Tokens with drafts, right and wrong ones, of several rows next to rows without drafts."""
+    make_checkpoint(tmp_path, vocab_size=192)
+    prompts = [[3 + i, 4, 5, 6 + i] * (2 + 9 * i) for i in range(6)]
+    options = dict(dtype="float32", quantization=quantization)
+    llm = random_llm(tmp_path, **options)
+    wanted = [tokens(llm, prompts, params)[0] for params in (GREEDY, DRAWN)]
+    longest = 0
+    sampled = FusedStep.__call__
+
+    def checked(self, plan):
+        nonlocal longest
+        found = sampled(self, plan)
+        if any(chunk.num_drafts for chunk in plan.chunks):
+            assert found is not None
+            longest = max(longest, len(found))
+        return found
+
+    monkeypatch.setattr(FusedStep, "__call__", checked)
+    llm = random_llm(tmp_path, **options, speculative_config={"method": "ngram"})
+    found = [llm.generate(prompts, params, use_tqdm=False) for params in (GREEDY, DRAWN)]
+    assert [[output["token_ids"] for output in outputs] for outputs in found] == wanted
+    assert longest > 8
+    stats = llm.stats()
+    assert 0 < stats["accepted_tokens"] < stats["drafted_tokens"]
 
 
 def test_steps_that_are_not_one_call(tmp_path) -> None:
@@ -68,9 +96,9 @@ def test_logits_that_are_nan(tmp_path) -> None:
     runner = llm.engine.runner
     step = runner.fused_step
 
-    def spoiled(decode_rows):
+    def spoiled(plan):
         runner.model.norm.fill_(torch.nan)
-        return step(decode_rows)
+        return step(plan)
 
     runner.fused_step = spoiled
     with pytest.raises(GenerationError, match="NaN"):

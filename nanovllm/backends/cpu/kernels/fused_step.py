@@ -1,8 +1,9 @@
-"""Computes a whole decode step in one call: from the rows of the runner to the sampled tokens.
+"""Computes a whole step in one call: from the rows of the runner to the sampled tokens.
 
 After a step has read the weights, the caches have nothing else: each of about forty operations of
-torch and NumPy then takes 10 to 40 us, together 1.3 ms of a step of 9 ms. Nothing is left to them
-but steps with rules, with chunks or with a prefix that is worth reading once for several sequences.
+torch and NumPy then takes 10 to 40 us, together 1.3 ms of a step of 9 ms. They
+remain for steps with rules, with prompts or with a prefix that is worth reading once for several
+sequences.
 """
 
 from typing import NamedTuple
@@ -107,7 +108,7 @@ def balanced(sizes, parts):
 
 
 @compiled()
-def look_up(host, step, rows):
+def look_up(host, step, rows, positions, tokens):
     """Set the inputs of the layers: x, residual, cos, sin, and the work of attention."""
     (_, _, block_size, dim), example, rest = step.shape, step.example, step.attention.rest
     x = array(step.x, (step.rows, step.size), example)
@@ -116,19 +117,29 @@ def look_up(host, step, rows):
     sin = array(step.sin, (step.rows, dim), example)
     rotary = array(host.rotary, (2, host.max_len, dim), example)
     residual[:] = 0
-    order = balanced(host.positions[rows], step.parts)
-    for i in range(step.rows):
-        row = rows[i]
-        position = host.positions[row] - 1
-        embed(host, host.last_tokens[row], x[i], example)
+    num_groups, size = rest.queries.shape
+    starts, group = np.empty(num_groups, np.int64), 0
+    for t in range(step.rows):
+        position = positions[t]
+        embed(host, tokens[t], x[t], example)
         for c in range(dim):
-            cos[i, c], sin[i, c] = rotary[0, position, c], rotary[1, position, c]
-        block = np.int64(host.block_tables[row, position // block_size])
-        step.slot_mapping[i] = block * block_size + position % block_size
-        row, rest.queries[i, 0] = rows[order[i]], order[i]
-        rest.context_lens[i, 0] = host.positions[row]
+            cos[t, c], sin[t, c] = rotary[0, position, c], rotary[1, position, c]
+        block = np.int64(host.block_tables[rows[t], position // block_size])
+        step.slot_mapping[t] = block * block_size + position % block_size
+        if t == 0 or rows[t] != rows[t - 1] or t == starts[group - 1] + size:
+            starts[group] = t
+            group += 1
+    order = balanced(positions[starts], step.parts)
+    for g in range(num_groups):
+        t = starts[order[g]]
+        row, position = rows[t], positions[t]
+        for i in range(size):
+            is_in_group = t < step.rows and rows[min(t, step.rows - 1)] == row
+            rest.queries[g, i] = t if is_in_group else -1
+            rest.context_lens[g, i] = position + 1 + i
+            t += 1
         for b in range((host.positions[row] - 1) // block_size + 1):
-            rest.block_tables[i, b] = host.block_tables[row, b]
+            rest.block_tables[g, b] = host.block_tables[row, b]
 
 
 @compiled()
@@ -137,20 +148,28 @@ def shares_prefix(host, rows):
     for i in range(len(rows)):
         saved = (host.positions[rows[i]] - 1) * (len(rows) - 1)
         for j in range(i if saved >= host.min_shared else 0):
-            if host.block_tables[rows[i], 0] == host.block_tables[rows[j], 0]:
+            same = host.block_tables[rows[i], 0] == host.block_tables[rows[j], 0]
+            if same and rows[i] != rows[j]:
                 return True
     return False
 
 
 @compiled()
-def decode_rows(code, step, addresses, host, head, rows, tokens):
-    """Sample `tokens` [R] for rows [R], -1 if none can be, and set host.last_tokens.
+def sample_tokens(code, step, addresses, host, head, rows, tokens):
+    """Replace each of `tokens` [T], inputs of rows [T], by the token that is sampled after it.
+
+    The tokens of a row are consecutive and its last ones. Without a token that can be sampled, the
+    result is -1. The last token of a row is stored in host.last_tokens.
 
     Returns False, and computes nothing, if rows share a prefix that is worth reading at once.
     """
     if shares_prefix(host, rows):
         return False
-    look_up(host, step, rows)
+    positions = host.positions[rows] - 1
+    for t in range(len(rows) - 2, -1, -1):
+        if rows[t] == rows[t + 1]:
+            positions[t] = positions[t + 1] - 1
+    look_up(host, step, rows, positions, tokens)
     decode_layers(code, step, addresses)
     norm(code, step, head.norm)
     example, size, count = step.example, head.size, step.rows
@@ -162,11 +181,11 @@ def decode_rows(code, step, addresses, host, head, rows, tokens):
     in_parts(head.group_blocks, arguments, groups, step.parts)
     temperatures = host.params[0][rows]
     if np.any(temperatures > 0):
-        filters, positions = np.empty((len(host.params) - 1, count), f32), host.positions[rows]
+        filters = np.empty((len(host.params) - 1, count), f32)
         for i in range(len(filters)):
             for r in range(count):
                 filters[i, r] = host.params[1 + i, rows[r]]
-        sampled = (head.logits, head.is_bf16, size, temperatures, host.seeds[rows], positions,
+        sampled = (head.logits, head.is_bf16, size, temperatures, host.seeds[rows], positions + 1,
                    filters, tokens)
         in_parts(head.draw, sampled, count, min(count, step.parts))
     else:

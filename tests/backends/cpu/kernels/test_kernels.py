@@ -336,7 +336,7 @@ def test_fused_layers_are_the_models(tmp_path, family: str, tie: bool, dtype: to
 
     calls = []
     layers = fused_decode.decode_layers
-    runner.fused_model, runner.fused_step = Both, lambda decode_rows: None
+    runner.fused_model, runner.fused_step = Both, lambda plan: None
     params = [SamplingParams(temperature=0, max_tokens=2 + i, ignore_eos=True) for i in range(70)]
     prompts = [[3] * 300 + [i] for i in range(4)] + [[1 + i] * (i % 50 + 1) for i in range(66)]
     with pytest.MonkeyPatch.context() as patch:

@@ -1,8 +1,10 @@
-"""The comparisons of kernels with plain torch: right kernels pass, and wrong ones do not."""
+"""Right kernels pass the comparisons with plain torch, and wrong ones are replaced by it."""
 
 import importlib.util
 import itertools
+import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,21 +12,26 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import make_checkpoint, random_llm
 from moe_checkpoints import make_moe_checkpoint
 from wrong_kernels import WRONG
 
+from nanovllm import SamplingParams
 from nanovllm.backends import int4, int8
-from nanovllm.loading import check
-from nanovllm.loading import comparisons as compare
+from nanovllm.features.kernel_check import at_start
+from nanovllm.features.kernel_check import comparisons as compare
 from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.loading.select_backend import pick_backend
 from nanovllm.models.backend import Backend
+from nanovllm.models.layers import silu_and_mul
 
 CPU = torch.device("cpu")
 QUANTIZED: dict[str, Any] = {"int8": int8.quantized, "int4": int4.quantized, "": lambda x: x}
 needs_interpreter = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter"
+)
+needs_numba = pytest.mark.skipif(
+    importlib.util.find_spec("numba") is None, reason="a machine for the GPU's tests may lack it"
 )
 
 
@@ -66,8 +73,8 @@ def test_right_kernels_pass(
     config = Checkpoint(paths[model]).model_config
     on_meta = config.model_class().on_meta(config)
     names = []
-    for name, comparisons in check.checks(backends, on_meta, config.vocab_size, 16, False):
-        check.check(comparisons, dtype)
+    for name, comparisons in at_start.checks(backends, on_meta, config.vocab_size, 16, False):
+        at_start.check(comparisons, dtype)
         names.append(name)
     wanted = {"add_rms_norm", "norm_rope_store", "attend", "silu_and_mul", "sample"}
     wanted |= {"linear"} if weights else set()
@@ -114,7 +121,7 @@ def test_wrong_kernels_are_caught(
         "delta_rule": lambda: compare.delta_rule(backends, (2, 4, 16, 24)),
     }
     with filled_memory(), pytest.raises(ArithmeticError, match="has a relative error of"):
-        check.check(comparisons[name](), dtype)
+        at_start.check(comparisons[name](), dtype)
 
 
 @contextmanager
@@ -125,3 +132,53 @@ def filled_memory() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@needs_numba
+def test_wrong_kernels_of_a_cpu(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Plain torch with one warning, because it cannot read the packed weights of the others."""
+    from nanovllm.backends.cpu.backend import CpuBackend
+
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    wanted = random_llm(path, attention_backend="sdpa").generate([[1, 2, 3]], params)
+    monkeypatch.setattr(CpuBackend, "is_checked", lambda self: False)
+    wrong = staticmethod(lambda x: 1.1 * silu_and_mul(x))
+    monkeypatch.setattr(CpuBackend, "silu_and_mul", wrong)
+    llm = random_llm(path)
+    (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    words = "computes everything: the kernel silu_and_mul fails or is wrong on this .* processor"
+    assert re.search(f"{words}.*numba.* error of 0.1, .*`nanovllm check`", record.getMessage())
+    found = llm.generate([[1, 2, 3]], params)
+    assert found[0]["token_ids"] == wanted[0]["token_ids"]
+    with pytest.raises(ValueError, match="the kernel silu_and_mul fails.*'sdpa'"):
+        random_llm(path, attention_backend="numba")
+    with caplog.at_level(logging.INFO, logger="nanovllm"):
+        unchecked = random_llm(path, check_kernels=False)
+    assert "check_kernels=False" in caplog.text
+    assert type(unchecked.engine.runner.backend) is CpuBackend
+
+
+@needs_numba
+def test_kernels_of_a_cpu_are_checked_once(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file remembers it, next to the code of the kernels."""
+    from nanovllm.backends.cpu.backend import CpuBackend
+
+    assert CpuBackend(torch.device("cpu"), torch.float32).checked_marker() is not None
+    monkeypatch.setattr(CpuBackend, "checked_marker", lambda self: tmp_path / "checked")
+    checked = []
+    run = at_start.check
+
+    def recorded(comparisons: Any, dtype: torch.dtype) -> None:
+        checked.append(dtype)
+        run(comparisons, dtype)
+
+    monkeypatch.setattr(at_start, "check", recorded)
+    random_llm(path, attention_backend="numba")
+    number = len(checked)
+    assert number >= 6
+    random_llm(path, attention_backend="numba")
+    assert len(checked) == number

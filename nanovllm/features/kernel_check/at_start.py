@@ -1,6 +1,7 @@
-"""Which kernels the engine of a model uses, and whether they and its CUDA graphs are right.
+"""Checks at the start of an engine: its kernels, and its CUDA graphs.
 
-comparisons.py compares a kernel with plain torch. select_backend.py runs `checks` at the start.
+A kernel that fails, or differs from plain torch, is replaced by plain torch, and graphs that differ
+from eager steps are not used. Both print one warning. comparisons.py compares a kernel.
 """
 
 from __future__ import annotations
@@ -8,20 +9,24 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from nanovllm.loading import comparisons as compare
-from nanovllm.loading.comparisons import CONTEXTS, Backends, Comparison, Comparisons
-from nanovllm.models.backend import num_experts
+from nanovllm.config import EngineConfig
+from nanovllm.features.kernel_check import comparisons as compare
+from nanovllm.features.kernel_check.comparisons import CONTEXTS, Backends, Comparison, Comparisons
+from nanovllm.models.backend import Backend, num_experts
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.plan import Chunk, NewRow, ResultKind, RowSampling, StepPlan
+from nanovllm.utils.log import logger, progress_bar
 
 if TYPE_CHECKING:
     from nanovllm.backends.gpu.graphs import DecodeGraphs
+    from nanovllm.features.memory.tensor_parallel.ranks import Ranks
     from nanovllm.runner.model_runner import ModelRunner
 
 
@@ -40,6 +45,79 @@ def check(comparisons: Comparisons, dtype: torch.dtype) -> None:
     """Run comparisons for a model in `dtype`. Raises ArithmeticError for the first that fails."""
     for comparison in comparisons:
         comparison.check(dtype)
+
+
+def checked(
+    backend: Backend, plain: Backend, config: EngineConfig, model: Qwen3, vocab_size: int
+) -> Backend:
+    """Return the backend, with plain torch in place of a kernel that fails or is wrong.
+
+    Returns `plain` if there are several, or if no single one can be replaced. Raises ValueError
+    instead if attention_backend is not "auto". `model` is on the meta device.
+    """
+    if backend.is_checked():
+        return backend
+    if not config.check_kernels:
+        logger.info("check_kernels=False: no kernel is compared with plain torch")
+        return backend
+    sizes = model, vocab_size, config.block_size, config.kv_cache_dtype != "auto"
+    errors: dict[str, Exception] = {}
+    is_replaced = True
+    cases = [*checks((backend, plain), *sizes)]
+    bar = progress_bar("Compiling and checking kernels", "kernel", cases)
+    with torch.inference_mode(), backend.step_context():
+        for name, comparisons in bar:
+            bar.set_postfix_str(name, refresh=False)
+            try:
+                check(comparisons, backend.dtype)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # of Triton, of its compilers, of torch or of Numba
+                check_device(backend.device)
+                errors.setdefault(name, error)
+                is_replaced &= backend.replace_kernel(name, plain)
+    if not errors:
+        backend.set_checked()
+        return backend
+    first = next(iter(errors.values()))
+    problem = (
+        f"the kernel {' and the kernel '.join(errors)} fails or is wrong on "
+        f"{system(backend.device)}: {type(first).__name__}: {first!s:.500}. Please report it "
+        "with the output of the command `nanovllm check`"
+    )
+    if config.attention_backend != "auto":
+        raise ValueError(
+            f"{problem}. attention_backend='auto' computes it in plain torch, and "
+            "attention_backend='sdpa' everything"
+        ) from first
+    # The store of attention is not counted: plain attention replaces it too.
+    is_replaced &= len(errors.keys() - {"norm_rope_store"}) <= 1
+    what = ", ".join(errors) if is_replaced else "everything"
+    logger.warning(f"plain torch, which is slower, computes {what}: {problem}")
+    return backend if is_replaced else plain
+
+
+def check_device(device: torch.device) -> None:
+    """Raise an error of the GPU that has come before, such as an illegal memory access."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def explain_lost_device(device: torch.device) -> Iterator[None]:
+    """Raise ValueError with a remedy if the `with` block fails and leaves the GPU unusable."""
+    try:
+        yield
+    except Exception as error:
+        try:
+            check_device(device)
+        except RuntimeError as lost:
+            raise ValueError(
+                f"a kernel has made {system(device)} unusable for this process: "
+                f"{lost!s:.200}. Start again with attention_backend='sdpa', which uses none of the "
+                "kernels, and please report it with the output of the command `nanovllm check`"
+            ) from error
+        raise
 
 
 def checks(
@@ -89,6 +167,33 @@ def checks(
     add(compare.sample, min(vocab_size, 4096) if is_cpu else vocab_size)
     for function, sizes in calls:
         yield function.__name__, function(backends, *sizes)
+
+
+def replay_is_right(
+    runner: ModelRunner, graphs: DecodeGraphs, max_tokens: int, ranks: Ranks | None
+) -> bool:
+    """Return whether CUDA graphs compute what eager steps do, on all ranks. If not, warn.
+
+    A step has at most `max_tokens` tokens.
+    """
+    problem = ""
+    try:
+        check(replay(runner, graphs, max_tokens), runner.dtype)
+    except (ArithmeticError, RuntimeError) as error:
+        check_device(runner.device)  # raises an error that no later step survives
+        if ranks is not None and isinstance(error, RuntimeError):
+            raise  # other ranks wait in this step
+        # Text, because the error refers to this frame, and so to the runner.
+        problem = str(error) or repr(error)
+    is_right = int(not problem)
+    if is_right if ranks is None else ranks.smallest(is_right):
+        return True
+    logger.warning(
+        "decodes run without CUDA graphs, which is slower, because "
+        f"{problem or 'they fail on another rank'}, on {system(runner.device)}. "
+        "Please report it with the output of the command `nanovllm check`"
+    )
+    return False
 
 
 def replay(runner: ModelRunner, graphs: DecodeGraphs, max_tokens: int) -> Comparisons:

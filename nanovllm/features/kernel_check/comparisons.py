@@ -2,7 +2,7 @@
 
 Each function makes the inputs of a kernel from the sizes that it gets, and yields Comparisons. Its
 first argument is a pair: the backend with the kernels, and the same in plain torch. `checks` of
-check.py lists what the engine of a model uses.
+at_start.py lists what the engine of a model uses.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Compares kernels with plain torch: at the start of an engine, and in `nanovllm check`."""
