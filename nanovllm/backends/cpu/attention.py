@@ -73,7 +73,7 @@ class NumbaAttention(PlainAttention):
     ) -> None:
         super().__init__(config, num_blocks, block_size, dtype, device, fp8_scales)
         self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.group_size = self.heads // self.kv_heads
+        self.max_queries = max(1, MAX_ROWS * self.kv_heads // self.heads)  # of a group
         self.examples = DTYPE_EXAMPLE[dtype], DTYPE_EXAMPLE[self.cache.dtype]
         self.shape = (num_blocks, self.kv_heads, block_size, self.dim)
         self.kv_addresses = [(layer[0].data_ptr(), layer[1].data_ptr()) for layer in self.cache]
@@ -105,11 +105,10 @@ class NumbaAttention(PlainAttention):
         # Decodes, which are last, may share more blocks with each other than with chunks.
         kinds = np.split(np.arange(len(contexts)), [first_decode])
         groups = [g for kind in kinds for g in shared_prefixes(seqs, kind, self.block_size)]
-        max_queries = max(1, MAX_ROWS // self.group_size)
-        prefixes = prefix_groups(seqs, groups, max_queries, self.block_size)
+        prefixes = prefix_groups(seqs, groups, self.max_queries, self.block_size)
         members = np.concatenate([group.members for group in groups])
         skipped = np.concatenate([np.full(len(g.members), g.num_shared) for g in groups])
-        rest = groups_of_rest(seqs, members, skipped, max_queries, self.block_size)
+        rest = groups_of_rest(seqs, members, skipped, self.max_queries, self.block_size)
         lse = np.full((starts[-1], self.heads), -np.inf, np.float32)
         work = AttentionWork(prefixes, rest, lse)
         batch.attention_metadata = AttentionPlan(batch.slot_mapping.numpy(), work)
@@ -160,13 +159,14 @@ def shared_prefixes(seqs: Sequences, members: np.ndarray, block_size: int) -> li
         return [SequenceGroup(members, 0)]
     groups = []
     is_single = np.ones(len(members), bool)
-    first_blocks = seqs.tables[members, 0]
+    past = seqs.context_lens[members] - seqs.query_lens[members]
+    # A prompt from its first token on may compute the blocks that others share.
+    first_blocks = np.where(past > 0, seqs.tables[members, 0], -1)
     blocks, counts = np.unique(first_blocks, return_counts=True)
-    for block in blocks[counts > 1]:
+    for block in blocks[(counts > 1) & (blocks >= 0)]:
         matches = first_blocks == block
         group = members[matches]
-        past = int((seqs.context_lens[group] - seqs.query_lens[group]).min())
-        tables = seqs.tables[group, : past // block_size]
+        tables = seqs.tables[group, : int(past[matches].min()) // block_size]
         same = (tables == tables[0]).all(axis=0)
         shared = len(same) if same.all() else int(same.argmin())
         if shared * block_size * (len(group) - 1) >= MIN_SAVED_TOKENS:

@@ -93,7 +93,7 @@ def compile_all(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
 
 
 def compile_now(dtype: torch.dtype) -> None:
-    """Compile all kernels, or wait for the process that does. Return at once if all are compiled."""
+    """Compile all kernels, or wait for the process that does, unless all are compiled."""
     path = marker(dtype)
     if path is not None and path.exists():
         return

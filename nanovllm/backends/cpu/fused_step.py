@@ -47,7 +47,7 @@ class FusedStep:
         )
         addresses = model.norm.data_ptr(), self.logits.data_ptr(), *kernels
         self.head = Head._make((*layers.head, *addresses, size, dtype is torch.bfloat16))
-        self.max_queries = max(1, attention.unit.max_rows // attention.group_size)
+        self.max_queries = attention.max_queries
         self.tables = np.zeros_like(rows.block_tables[:1].repeat(PACKED_FOR, 0))
         self.lse = np.full((PACKED_FOR, model.config.num_heads), -np.inf, np.float32)
         sizes = *[model.config.hidden_size] * 2, *[model.config.head_dim] * 2
