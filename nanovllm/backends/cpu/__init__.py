@@ -13,7 +13,8 @@ kernels/pointwise.py      Norm, SwiGLU, rotary embedding. The rules and shapes o
 kernels/llvm/vectors.py   The two products of attention in vectors of 16 numbers.
 kernels/llvm/dot.py       The inner loops of products in float32, bfloat16 and int8.
 kernels/words.py          Operands of attention's products: numbers, or pairs in bfloat16.
-kernels/attention.py      Attention of groups of queries that read the same blocks.
+kernels/few_queries.py    Groups of queries that read the same blocks; attention of few of them.
+kernels/attention.py      Attention of all groups.
 kernels/units/any.py      Unit; products of few rows in float32.
 kernels/units/avx512.py   Products of few rows in bfloat16 with AVX512-BF16.
 kernels/units/amx.py      The same with AMX.

@@ -5,7 +5,7 @@ share are therefore read once for all of them. The kernel then continues with th
 each sequence and merges both by their log-sum-exp, as flash decoding does (arXiv:2311.01282).
 
 Shapes: T tokens of the step, N sequences, H = K * G query heads that share K KV heads in groups of
-G, D head size, B slots of a block, P groups of up to M queries (kernels/attention.py).
+G, D head size, B slots of a block, P groups of up to M queries (kernels/few_queries.py).
 """
 
 from typing import NamedTuple
@@ -17,13 +17,8 @@ from torch import Tensor
 
 from nanovllm.backends.cpu.compile import compile_all
 from nanovllm.backends.cpu.kernels import pointwise
-from nanovllm.backends.cpu.kernels.attention import (
-    MAX_ROWS,
-    AttentionWork,
-    QueryGroups,
-    attend,
-    attend_groups,
-)
+from nanovllm.backends.cpu.kernels.attention import MAX_ROWS, attend, attend_groups
+from nanovllm.backends.cpu.kernels.few_queries import AttentionWork, QueryGroups
 from nanovllm.backends.cpu.kernels.parallel import address_for, run
 from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE
 from nanovllm.backends.cpu.linear import new_padded

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanovllm.backends.cpu.attention import MIN_SAVED_TOKENS, NumbaAttention, follow_torch
 from nanovllm.backends.cpu.kernels import sampler
-from nanovllm.backends.cpu.kernels.attention import AttentionWork, QueryGroups
+from nanovllm.backends.cpu.kernels.few_queries import AttentionWork, QueryGroups
 from nanovllm.backends.cpu.kernels.fused_decode import FusedLayers, UnitLinear
 from nanovllm.backends.cpu.kernels.fused_step import Head, Host, group_blocks, sample_tokens
 from nanovllm.backends.cpu.kernels.int8 import PackedWeight

@@ -75,19 +75,6 @@ def _joined(a, b, example):
     return lambda a, b, example: to_float32(a)
 
 
-def total(word):
-    """Return the sum of the numbers of a word in float32."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(total)
-def _total(word):
-    def of_pair(word):
-        return to_float32(np.uint16(word)) + to_float32(np.uint16(word >> np.uint32(16)))
-
-    return of_pair if word == types.uint32 else lambda word: word
-
-
 def multiply(x, w, steps, out, example):
     """Compute out [HEIGHT, WIDTH] += x [HEIGHT, steps] w [steps, WIDTH] as dot_rows does."""
     raise NotImplementedError("compiled code only")

@@ -27,7 +27,8 @@ from nanovllm.backends.cpu.kernels import (  # noqa: E402
 )
 from nanovllm.backends.cpu.kernels import pointwise as cpu  # noqa: E402
 from nanovllm.backends.cpu.kernels import sampler as cpu_sampler  # noqa: E402
-from nanovllm.backends.cpu.kernels.attention import AttentionWork, QueryGroups, attend  # noqa: E402
+from nanovllm.backends.cpu.kernels.attention import attend  # noqa: E402
+from nanovllm.backends.cpu.kernels.few_queries import AttentionWork, QueryGroups  # noqa: E402
 from nanovllm.backends.cpu.kernels.fused_decode import FusedLayers  # noqa: E402
 from nanovllm.backends.cpu.kernels.units import amx, avx512  # noqa: E402
 from nanovllm.backends.cpu.kernels.units import any as any_unit  # noqa: E402
