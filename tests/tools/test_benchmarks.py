@@ -276,7 +276,6 @@ BAD_INPUT = {
     "--model /no/model": "there is no directory '/no/model'",
     "--workload nano --model qwen3-nano": "qwen3-nano ends at 1,024",
     "--shape qwen3-14b": "use a smaller --shape (qwen3-0.6b)",
-    "--kernels": "--kernels needs a GPU",
 }
 
 
