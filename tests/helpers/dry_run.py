@@ -687,14 +687,14 @@ def serve(
 ) -> Any:
     """A mixed workload: waits, variants and, in float32, whether the answers are a CPU's."""
     rng = random.Random(0)
-    prompts = [[rng.randrange(199) for _ in range(rng.randint(1, 40))] for _ in range(6)]
+    prompts = [[rng.randrange(199) for _ in range(rng.randint(1, 40))] for _ in range(8)]
     prompts[1] = [*prompts[0], 5]  # a shared prefix
     sampling = {
         kind: [
             SamplingParams(
                 temperature=0.8 * (i % 3 > 0),
                 seed=i,
-                max_tokens=4 + 7 * i % 13,
+                max_tokens=4 + 7 * i % 19,
                 ignore_eos=True,
                 **fields[i % len(fields)],
             )
@@ -806,7 +806,7 @@ def memory(directory: str) -> Any:
     The KV cache takes all that remains. Requests have all that takes memory beside it.
     """
     rng = random.Random(0)
-    prompts = [[rng.randrange(199) for _ in range(rng.randint(1, 450))] for _ in range(8)]
+    prompts = [[rng.randrange(199) for _ in range(rng.randint(1, 450))] for _ in range(10)]
     kinds = {"plain": [{"top_k": 9, "top_p": 0.9}], "ruled": SAMPLING["ruled"]}
     kinds["long"] = [{"frequency_penalty": 0.1, "logprobs": 20, "logit_bias": {3: 1.0}}]
     kinds["prompts"] = [{"prompt_logprobs": 20, "top_k": 9}]
@@ -832,7 +832,7 @@ def memory(directory: str) -> Any:
             most = {}
             for kind, fields in kinds.items():
                 params = [
-                    SamplingParams(temperature=0.8, seed=i, max_tokens=4, ignore_eos=True, **each)
+                    SamplingParams(temperature=0.8, seed=i, max_tokens=8, ignore_eos=True, **each)
                     for each, i in zip(itertools.cycle(fields), range(len(prompts)))
                 ]
                 GPU.most = 0

@@ -42,8 +42,10 @@ def _draw(test: bool, make: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
             return instance
 
 
-BEFORE = ("please ", "can you ", "could you ", "can you please ", "now ", "hey, ")
-BEFORE += ("I want you to ", "I need you to ")
+BEFORE = (
+    *("please ", "can you ", "could you ", "can you please ", "now ", "hey, "),
+    *("I want you to ", "I need you to "),
+)
 
 
 def _phrase(rng: random.Random, task: str, **values: object) -> str:
