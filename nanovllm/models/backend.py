@@ -99,8 +99,7 @@ class Backend:
     def delta_rule(self) -> ModuleType | None:
         """Return a module of kernels for features/models/hybrid/delta_rule.py, or None.
 
-        It has `decode`, and either `chunk` or the parts of it: `convolve_chunk`, `solve` and
-        `gated_norm`.
+        It has `decode`, and maybe `chunk`.
         """
         return None
 

@@ -6,6 +6,7 @@ first half.
 
 from typing import Any, NamedTuple
 
+import numpy as np
 from numba import typeof
 from torch import Tensor
 
@@ -40,7 +41,7 @@ class States(NamedTuple):
 
     conv: int  # the address of [layers, num_states, 3, C]
     rule: int  # the address of [layers, num_states, Hv, Dk, Dv] in float32
-    rows: int  # the address of [rows] int64
+    segments: np.ndarray  # [rows, 3] int64, of delta_rule.of_rows
     conv_bytes: int  # of a layer
     rule_bytes: int
     num_states: int
@@ -49,7 +50,7 @@ class States(NamedTuple):
     key_dim: int
     value_dim: int
     itemsize: int  # of the model's dtype
-    decode_heads: int  # the address of delta_rule.decode_heads
+    advance_heads: int  # the address of delta_rule.advance_heads
     gate: int  # the address of `gate_rows`
 
 
@@ -83,10 +84,10 @@ def decode_hybrid_layers(code, step, addresses, states):
             linear(code, step, at, PROJECTION, step.x, step.projected, size, width)
             arguments = (step.projected, at[CONV1D], at[A_LOG], at[DT_BIAS], at[NORM],
                          states.conv + at[LAYER] * states.conv_bytes,
-                         states.rule + at[LAYER] * states.rule_bytes, states.rows, step.mixed, rows,
-                         width, states.num_states, key_heads, value_heads, key_dim,
+                         states.rule + at[LAYER] * states.rule_bytes, states.segments, step.mixed,
+                         rows, width, states.num_states, key_heads, value_heads, key_dim,
                          value_dim, step.eps, example)
-            in_parts(states.decode_heads, arguments, rows * key_heads, parts)
+            in_parts(states.advance_heads, arguments, rows * key_heads, parts)
         else:
             mixed_size = attn_size
             attention(code, step, at)
@@ -124,10 +125,11 @@ class HybridLayers(FusedLayers):
 
     def compile(self) -> None:
         dtype = self.model.backend.dtype
-        kernels = delta_rule.decode_heads, gate_rows
+        kernels = delta_rule.advance_heads, gate_rows
         self.kernels = [address_for(kernel, dtype, dtype) for kernel in kernels]
         step = example_step(self.example, self.weight_example)
-        arguments = self.code, step, self.addresses, States._make([0] * 13)
+        states = 0, 0, np.empty((0, 3), np.int64), *[0] * 10
+        arguments = self.code, step, self.addresses, States._make(states)
         decode_hybrid_layers.compile(tuple(map(typeof, arguments)))
 
     def forward(self, batch: ForwardBatch, attention: NumbaAttention) -> Tensor:
@@ -142,7 +144,7 @@ class HybridLayers(FusedLayers):
         assert batch.states.rows is not None
         conv, rule = batch.states.states.conv, batch.states.states.rule
         states = (
-            *(tensor.data_ptr() for tensor in (conv, rule, batch.states.rows)),
+            *(conv.data_ptr(), rule.data_ptr(), delta_rule.of_rows(batch.states.rows.numpy())),
             *(conv[0].nbytes, rule[0].nbytes, conv.shape[1]),
             *(config.linear_num_key_heads, config.linear_num_value_heads),
             *(config.linear_key_head_dim, config.linear_value_head_dim),

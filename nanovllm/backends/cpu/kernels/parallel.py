@@ -51,7 +51,7 @@ def example_arguments(
     }
     for element_type, dims, names_of_arrays in (
         (np.int64, 1, "slot_mapping seeds positions tokens hits ends"),
-        (np.int64, 2, "queries context_lens places"),
+        (np.int64, 2, "queries context_lens places segments"),
         (np.int32, 2, "block_tables starts"),
         (np.int8, 2, "values"),
         (np.float32, 1, "temperatures scale token_scale"),

@@ -20,7 +20,6 @@ numbers, Hv value heads of Dv numbers, N states. Value head h belongs to key hea
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -125,14 +124,11 @@ def chunk(
     rule: Tensor,
     segments: Segments,
     out: Tensor,
-    kernels: Any = None,
 ) -> None:
     """Compute many tokens of each sequence, from x [T, C + Hv Dv + 2 Hv] into out [T, Hv Dv].
 
-    conv [N, 3, C] and rule [N, Hv, Dk, Dv] are the states. `kernels` is a module with
-    convolve_chunk, solve and gated_norm; None: this one.
+    conv [N, 3, C] and rule [N, Hv, Dk, Dv] are the states.
     """
-    kernels = kernels or sys.modules[__name__]
     lists = segments.rows, segments.starts, segments.ends, segments.is_first
     for row, start, end, is_first in zip(*lists, strict=True):
         if is_first:
@@ -140,9 +136,9 @@ def chunk(
         if start == end:  # a fork begins where the chunk begins
             continue
         tokens = x[start:end]
-        mixed = kernels.convolve_chunk(layer, tokens, conv[row])
-        solved = kernels.solve(layer, mixed, *gates(layer, *split(layer, tokens)[2:]))
-        out[start:end] = kernels.gated_norm(layer, advance(solved, rule[row]), tokens)
+        mixed = convolve_chunk(layer, tokens, conv[row])
+        solved = solve(layer, mixed, *gates(layer, *split(layer, tokens)[2:]))
+        out[start:end] = gated_norm(layer, advance(solved, rule[row]), tokens)
 
 
 class Solved(NamedTuple):

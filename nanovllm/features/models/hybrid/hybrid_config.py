@@ -73,6 +73,8 @@ class HybridConfig(ModelConfig):
                 f"{path}: linear_conv_kernel_dim {size!r} is not supported; only {KERNEL_SIZE} is, "
                 "the number of all released models"
             )
+        if (dim := config.linear_key_head_dim) % 4:
+            raise ValueError(f"{path}: linear_key_head_dim {dim} is no multiple of 4")
         return config
 
     def check_options(self, config: EngineConfig) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,8 +30,7 @@ from nanovllm.plan import StepPlan
 def kernels_of(backend: Backend) -> tuple[Callable[..., Tensor], Callable[..., None]]:
     """Return the functions `decode` and `chunk` of a backend, with the arguments of delta_rule."""
     kernels = backend.delta_rule() or delta_rule
-    parts = kernels if hasattr(kernels, "solve") else None
-    return kernels.decode, getattr(kernels, "chunk", partial(delta_rule.chunk, kernels=parts))
+    return kernels.decode, getattr(kernels, "chunk", delta_rule.chunk)
 
 
 class States:

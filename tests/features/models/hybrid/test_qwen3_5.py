@@ -13,7 +13,6 @@ from hybrid_checkpoints import make_hybrid_checkpoint
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
-from nanovllm.backends.cpu.kernels import delta_rule as cpu_delta_rule
 from nanovllm.backends.cpu.kernels.delta_layers import HybridLayers
 from nanovllm.cli.trace.trace import Trace
 from nanovllm.config import EngineConfig
@@ -145,12 +144,10 @@ def test_chunks_equal_steps() -> None:
         expected = torch.stack(want, dim=1)
         layer: Any = SimpleNamespace(sizes=(heads, heads, dim, values))
         mixed = torch.cat((q.flatten(1), k.flatten(1), v.flatten(1)), dim=1)
-        for module in (delta_rule, cpu_delta_rule):
-            state = first.clone()
-            solved = delta_rule.Solved(*module.solve(layer, mixed, beta, g))
-            out = delta_rule.advance(solved, state)
-            torch.testing.assert_close(out[:, :length], expected, atol=2e-5, rtol=1e-4)
-            torch.testing.assert_close(state, want_state, atol=2e-5, rtol=1e-4)
+        state = first.clone()
+        out = delta_rule.advance(delta_rule.solve(layer, mixed, beta, g), state)
+        torch.testing.assert_close(out[:, :length], expected, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(state, want_state, atol=2e-5, rtol=1e-4)
 
 
 VARIANTS: list[dict[str, object]] = [
@@ -346,6 +343,7 @@ BAD_CONFIGS = {
     "'mamba' in layer_types is not supported; supported are": {"layer_types": ["mamba"] * 4},
     "layer_types has 2 entries for 4 layers": {"layer_types": ["linear_attention"] * 2},
     "linear_conv_kernel_dim 3 is not supported; only 4": {"linear_conv_kernel_dim": 3},
+    "linear_key_head_dim 6 is no multiple of 4": {"linear_key_head_dim": 6},
     "no 'linear_num_value_heads'": {"linear_num_value_heads": None},
     "full_attention_interval": {"layer_types": None, "full_attention_interval": 0},
 }
