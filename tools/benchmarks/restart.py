@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 from nanovllm import LLM, SamplingParams
@@ -46,8 +47,11 @@ def turn(model: str, tokens: int, directory: str, how: str) -> dict[str, Any]:
 
 
 def read_rate(file: Path) -> float:
-    """Return the bytes per second at which a file in the page cache is read into new memory."""
-    memory = torch.empty(file.stat().st_size, dtype=torch.uint8).numpy()
+    """Return the bytes per second at which a file in the page cache is read into new memory.
+
+    As the KV cache on a CPU, this memory is NumPy's, which asks Linux for huge pages.
+    """
+    memory = np.empty(file.stat().st_size, np.uint8)
     start = time.perf_counter()
     with file.open("rb", buffering=0) as source:
         source.readinto(memory.data)

@@ -129,9 +129,8 @@ class OptionalCalls(ABC):
     def load_prefix_cache(self, path: str | os.PathLike[str]) -> int:
         """Load what `save_prefix_cache` saved into free blocks, the most recently used first.
 
-        Blocks for which the device has no room are loaded into host memory, with `swap_space`.
-        Blocks that are cached already, or do not fit, are left out. Returns the number of tokens
-        whose KV was loaded: 0 if there is no file yet.
+        With `swap_space`, what the device has no room for is loaded into host memory. Returns the
+        number of tokens whose KV was loaded: 0 if there is no file yet.
 
         Raises ValueError, and loads nothing, if the file is damaged, or if it was saved by another
         model or with options that change the KV. Other errors are as in `save_prefix_cache`.

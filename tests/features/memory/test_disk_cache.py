@@ -21,10 +21,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from lessons.oracle.disk import MUTANTS, DiskHistory
-from lessons.oracle.mutants import apply
+from lessons.oracle.mutants import Mutant, apply
 from lessons.oracle.oracle import plain_sequence, run_history
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.block_manager import Block, BlockManager
+from nanovllm.engine.block_manager import Block
 from nanovllm.features.memory import disk_cache
 from nanovllm.features.memory.host_cache.blocks import HostBlock
 
@@ -90,11 +90,28 @@ def test_random_histories_with_restarts(make: Any) -> None:
     assert sum(history.num_loaded for history in histories) > 500
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+# Faults, besides the ones that are exercises.
+FAULTS = MUTANTS | {
+    "the block before a cached one is saved": Mutant(
+        disk_cache, "cached_blocks", "blocks.blocks[block_id]", "blocks.blocks[block_id - 1]"
+    ),
+    "a loaded block stays free": Mutant(
+        disk_cache, "restore", "evictable[blocks.free.pop()]", "evictable[block.block_id]"
+    ),
+    "a block is loaded that is cached already": Mutant(
+        disk_cache, "restore", "blocks.find(block_hash) is not None", "False"
+    ),
+    "another block is taken than the one with the KV": Mutant(
+        disk_cache, "restore", "blocks.blocks[blocks.free[-1]]", "blocks.blocks[blocks.free[0]]"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_caught(name: str) -> None:
     with pytest.raises(AssertionError, match="fails"):
         for seed in range(200):
-            run_history(seed, make=DiskHistory, disks=apply(MUTANTS[name]))
+            run_history(seed, make=DiskHistory, disks=apply(FAULTS[name]))
 
 
 # ---- after a restart ----
@@ -104,10 +121,8 @@ def test_fault_is_caught(name: str) -> None:
     "options",
     [
         {},
-        {"dtype": "bfloat16"},
         {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
         {"attention_backend": "sdpa", "block_size": 5},
-        {"attention_backend": "sdpa", "block_size": 1, "num_kv_cache_blocks": 500},
         {"quantization": "int8"},
         {"swap_space": 0.01},
     ],
@@ -130,52 +145,6 @@ def test_the_same_kv_and_tokens(path: Path, tmp_path: Path, options: dict[str, A
     assert [output.num_cached_tokens for output in outputs] == [
         (len(prompt) - 1) // size * size for prompt in PROMPTS
     ]
-    assert second.stats()["prefix_hit_rate"] > 0.9
-    assert second.stats()["evictions"] == 0
-
-
-def test_kv_in_a_wrong_block_changes_the_tokens(
-    path: Path, saved: tuple[Path, list[list[int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise equal tokens would show nothing."""
-    write_kv = disk_cache.write_kv
-    monkeypatch.setattr(disk_cache, "write_kv", lambda r, kv, x: write_kv(r, kv.roll(1, 0), x))
-    llm = random_llm(path)
-    assert llm.load_prefix_cache(saved[0]) > 0
-    assert tokens(run(llm)) != saved[1]
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_random_prompts_and_capacities(path: Path, tmp_path: Path, seed: int) -> None:
-    rng = random.Random(seed)
-    base = [[rng.randrange(1, 199) for _ in range(90)] for _ in range(3)]
-    prompts = [
-        [
-            *rng.choice(base)[: rng.randrange(91)],
-            *(rng.randrange(1, 199) for _ in range(rng.randrange(1, 40))),
-        ]
-        for _ in range(12)
-    ]
-    options = dict(block_size=8, max_num_seqs=3, max_model_len=136)
-    sizes = [rng.randrange(17, 40) for _ in range(2)]
-    first, second = (random_llm(path, num_kv_cache_blocks=n, **options) for n in sizes)
-    expected = tokens(run(first, prompts))
-    content = kv_by_hash(first)
-    first.save_prefix_cache(tmp_path)
-    if rng.random() < 0.5:
-        run(second, prompts[:2])
-    before = kv_by_hash(second)
-    num_loaded = second.load_prefix_cache(tmp_path) // 8
-    after = kv_by_hash(second)
-    assert before.items() <= after.items()  # nothing was evicted
-    assert len(after) == len(before) + num_loaded
-    loaded = {block_hash: after[block_hash] for block_hash in after.keys() - before.keys()}
-    assert loaded.items() <= content.items()
-    assert {parent for _, parent, _ in loaded.values()} <= after.keys() | {b""}
-    assert num_loaded > 0
-    assert is_idle(second.engine)
-    assert tokens(run(second, prompts)) == expected
-    assert is_idle(second.engine)
 
 
 def test_the_last_used_prefix_is_loaded_first(path: Path, tmp_path: Path) -> None:
@@ -211,41 +180,27 @@ def test_blocks_of_host_memory(path: Path, tmp_path: Path) -> None:
     assert [tokens([output]) for output in outputs] == expected
     assert [output.num_cached_tokens for output in outputs] == [144] * 3
     assert second.stats()["host_loads"] > 9
-    assert second.save_prefix_cache(tmp_path) == 30 * 16
-    # Without host memory, the most recently used prompt is loaded.
-    small = random_llm(path, num_kv_cache_blocks=13)
-    assert small.load_prefix_cache(tmp_path) == 13 * 16
-    assert run(small, prompts[2:])[0].num_cached_tokens == 144
-    assert tokens(run(small, prompts[2:])) == expected[2]
 
 
 def test_blocks_that_are_cached_already(path: Path, saved: tuple[Path, list[list[int]]]) -> None:
-    llm = random_llm(path)
+    """Also, the layout of the KV cache is the same in all backends."""
+    llm = random_llm(path, attention_backend="sdpa")
     run(llm, PROMPTS[:1])
     before = kv_by_hash(llm)
-    total = len(run(llm)) and len(kv_by_hash(llm))
-    llm.reset_prefix_cache()
-    run(llm, PROMPTS[:1])
-    assert llm.load_prefix_cache(saved[0]) == (total - len(before)) * 16
-    assert llm.load_prefix_cache(saved[0]) == 0
-    assert tokens(run(llm)) == saved[1]
-
-
-def test_another_backend(path: Path, saved: tuple[Path, list[list[int]]]) -> None:
-    """The layout of the KV cache is the same in all backends."""
-    llm = random_llm(path, attention_backend="sdpa")
     assert llm.load_prefix_cache(saved[0]) > 0
+    after = kv_by_hash(llm)
+    assert before.items() < after.items()
+    assert llm.load_prefix_cache(saved[0]) == 0
     outputs = run(llm)
     assert tokens(outputs) == saved[1]
-    assert outputs[0].num_cached_tokens == 96
+    assert outputs[2].num_cached_tokens == (len(PROMPTS[2]) - 1) // 16 * 16
 
 
 def test_the_file_is_in_the_format_of_safetensors(path: Path, saved: tuple[Path, Any]) -> None:
     with safe_open(saved[0] / disk_cache.NAME, framework="pt") as file:
-        assert file.metadata()["block_size"] == "16"
         kv, blocks = file.get_tensor("kv"), json.loads(file.metadata()["blocks"])
-        assert kv.shape == (len(blocks), 2, 2, 2, 16, 32)
-        assert [token for _, token_ids in blocks[:6] for token in token_ids] == SHARED[:96]
+    assert kv.shape == (len(blocks), 2, 2, 2, 16, 32)
+    assert [token for _, token_ids in blocks[:6] for token in token_ids] == SHARED[:96]
 
 
 # ---- files that are refused ----
@@ -254,21 +209,12 @@ def test_the_file_is_in_the_format_of_safetensors(path: Path, saved: tuple[Path,
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "bfloat16"}, "dtype is torch.float32 in the file and torch.bfloat16 here"),
-        ({"block_size": 32}, "block_size is 16 in the file and 32 here"),
-        (
-            {"kv_cache_dtype": "fp8"},
-            "dtype of the KV cache is torch.float32 in the file and torch.f",
-        ),
-        ({"quantization": "int8"}, "quantization is none in the file and int8 here"),
-        (
-            {"load_format": "dummy"},
-            "weights is [0-9a-f]{32} in the file and random with seed 0 and",
-        ),
-        (
-            {"hf_overrides": {"rope_theta": 5e5}},
-            r"rope_theta in config.json is \S+ in the file and 500000.0 here",
-        ),
+        ({"dtype": "bfloat16"}, r"dtype, .*\(torch.float32, .*; here torch.bfloat16, "),
+        ({"block_size": 32}, r"block_size than this engine has \(16; here 32\)"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype .*here torch.float8_e4m3fn"),
+        ({"quantization": "int8"}, "quantization .*None; here int8"),
+        ({"load_format": "dummy"}, "weights .*here random with seed 0"),
+        ({"hf_overrides": {"rope_theta": 5e5}}, "config.json"),
     ],
     ids=str,
 )
@@ -276,7 +222,7 @@ def test_other_options(
     path: Path, saved: tuple[Path, Any], options: dict[str, Any], message: str
 ) -> None:
     llm = random_llm(path, **options)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"was saved with another {message}"):
         llm.load_prefix_cache(saved[0])
     assert is_empty(llm)
     still_serves(llm)
@@ -287,7 +233,8 @@ def test_another_model(path: Path, saved: tuple[Path, Any], tmp_path: Path) -> N
     make_checkpoint(tmp_path / "other", seed=1)
     other = random_llm(tmp_path / "other")
     with pytest.raises(
-        ValueError, match=f"is of the model {path} and .* used with {tmp_path}/other: weights is"
+        ValueError,
+        match=rf"another model, weights than .* \({path}, \w+; here {tmp_path}/other, \w+\); use",
     ):
         other.load_prefix_cache(saved[0])
     assert is_empty(other)
@@ -296,32 +243,22 @@ def test_another_model(path: Path, saved: tuple[Path, Any], tmp_path: Path) -> N
     assert tokens(run(copy)) == saved[1]
 
 
-def test_another_adapter(path: Path, tmp_path: Path) -> None:
-    """The same tensors with another scale."""
+def test_another_adapter_or_seed(path: Path, tmp_path: Path) -> None:
+    """The same tensors of an adapter with another scale, and random weights."""
     factors = lora(load_file(path / "model.safetensors"), "q_proj")
-    for alpha in (4, 8):
-        adapter = save_adapter(tmp_path / "adapter", factors, lora_alpha=alpha)
-        llm = random_llm(path, adapter=adapter)
-        if alpha == 8:
-            with pytest.raises(ValueError, match=r"adapter is .* 4.* in the file and .* 8.* here"):
-                llm.load_prefix_cache(tmp_path)
-        run(llm)
-        assert llm.save_prefix_cache(tmp_path) > 0
-        assert llm.reset_prefix_cache()
-        assert llm.load_prefix_cache(tmp_path) > 0
-
-
-def test_random_weights(path: Path, tmp_path: Path) -> None:
-    for seed in (1, 2):
-        llm = random_llm(path, load_format="dummy", seed=seed)
-        if seed == 2:
-            with pytest.raises(
-                ValueError, match="random with seed 1 and .* random with seed 2 and"
-            ):
-                llm.load_prefix_cache(tmp_path)
-        run(llm)
-        assert llm.save_prefix_cache(tmp_path) > 0
-    assert random_llm(path, load_format="dummy", seed=2).load_prefix_cache(tmp_path) > 0
+    for kind in ("adapter", "seed"):
+        for value in (4, 8):
+            options: dict[str, Any] = {"load_format": "dummy", "seed": value}
+            if kind == "adapter":
+                options = {"adapter": save_adapter(tmp_path / "a", factors, lora_alpha=value)}
+            llm = random_llm(path, **options)
+            if value == 8:
+                with pytest.raises(ValueError, match=f"{kind} .*4.*; here .*8"):
+                    llm.load_prefix_cache(tmp_path / kind)
+            run(llm)
+            assert llm.save_prefix_cache(tmp_path / kind) > 0
+            assert llm.reset_prefix_cache()
+            assert llm.load_prefix_cache(tmp_path / kind) > 0
 
 
 def test_a_checkpoint_that_has_changed(path: Path, tmp_path: Path) -> None:
@@ -340,20 +277,16 @@ def test_a_checkpoint_that_has_changed(path: Path, tmp_path: Path) -> None:
 def test_damaged_files(path: Path, saved: tuple[Path, Any], tmp_path: Path) -> None:
     llm, good = random_llm(path), (saved[0] / disk_cache.NAME).read_bytes()
     rng = random.Random(0)
-    lengths = [0, 1, 7, 8, 16, 100, len(good) // 2, len(good) - 16, len(good) - 1]
-    damaged = [good[:length] for length in lengths]
+    damaged = [good[:length] for length in (0, 8, 100, len(good) // 2, len(good) - 1)]
     damaged += [good + b"\0", bytes(len(good)), good[16:] + good[:16]]
-    places = [*range(8), 9, 100, len(good) - 1, *(rng.randrange(len(good)) for _ in range(50))]
+    places = [0, 7, 9, 100, len(good) - 1, *(rng.randrange(len(good)) for _ in range(30))]
     for place in places:
         flipped = bytearray(good)
         flipped[place] ^= 1 << rng.randrange(8)
         damaged.append(bytes(flipped))
     for content in damaged:
         (tmp_path / disk_cache.NAME).write_bytes(content)
-        with pytest.raises(
-            ValueError,
-            match="prefix-cache.safetensors is damaged or cannot be read, and nothing was",
-        ):
+        with pytest.raises(ValueError, match="prefix-cache.safetensors is damaged, remove it"):
             llm.load_prefix_cache(tmp_path)
         assert is_empty(llm)
     run(llm)
@@ -366,31 +299,21 @@ def test_damaged_files(path: Path, saved: tuple[Path, Any], tmp_path: Path) -> N
 # ---- engines without a prefix cache on disk ----
 
 
-def test_a_disabled_prefix_cache(path: Path, saved: tuple[Path, Any], tmp_path: Path) -> None:
-    llm = random_llm(path, enable_prefix_caching=False)
-    for call in (llm.save_prefix_cache, llm.load_prefix_cache):
-        with pytest.raises(ValueError, match="enable_prefix_caching is False"):
-            call(saved[0])
-    still_serves(llm)
-
-
-def test_models_with_states_are_refused(tmp_path: Path) -> None:
+def test_engines_that_are_refused(path: Path, llm: LLM, tmp_path: Path) -> None:
     make_hybrid_checkpoint(tmp_path)
-    llm = random_llm(tmp_path)
-    for call in (llm.save_prefix_cache, llm.load_prefix_cache):
-        with pytest.raises(ValueError, match="Qwen3_5ForCausalLM has states of linear attention"):
-            call(tmp_path / "cache")
+    disabled, hybrid = random_llm(path, enable_prefix_caching=False), random_llm(tmp_path)
+    for engine, config, reason in (
+        (disabled.engine, disabled._config, "enable_prefix_caching is False"),
+        (hybrid.engine, hybrid._config, "the model has states of linear attention"),
+        (llm.engine, replace(llm._config, tensor_parallel_size=2), "tensor_parallel_size=2 ranks"),
+    ):
+        for call in (disk_cache.save, disk_cache.load):
+            with pytest.raises(ValueError, match=f"cannot be saved or loaded, because .*{reason}"):
+                call(engine, config, tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 
 
-def test_several_ranks_are_refused(llm: LLM, tmp_path: Path) -> None:
-    config = replace(llm._config, tensor_parallel_size=2)
-    for call in (disk_cache.save, disk_cache.load):
-        with pytest.raises(ValueError, match="each of tensor_parallel_size=2 ranks has a part"):
-            call(llm.engine, config, tmp_path)
-
-
-def test_nothing_to_save_or_load(path: Path, saved: tuple[Path, Any], tmp_path: Path) -> None:
+def test_nothing_to_save_or_load(path: Path, tmp_path: Path) -> None:
     llm = random_llm(path)
     assert llm.load_prefix_cache(tmp_path / "nowhere") == 0
     assert llm.save_prefix_cache(tmp_path) == 0
@@ -400,10 +323,8 @@ def test_nothing_to_save_or_load(path: Path, saved: tuple[Path, Any], tmp_path: 
     llm.reset_prefix_cache()
     assert llm.save_prefix_cache(tmp_path) == 0  # and the file remains
     assert llm.load_prefix_cache(tmp_path) > 0
-    for path in (tmp_path / disk_cache.NAME, ""):
-        for call in (llm.save_prefix_cache, llm.load_prefix_cache):
-            with pytest.raises(NotADirectoryError, match="is no directory; give a directory"):
-                call(path)
+    with pytest.raises(OSError, match="cannot be written: .*File exists"):
+        llm.save_prefix_cache(tmp_path / disk_cache.NAME)
 
 
 # ---- at any time ----
@@ -492,24 +413,6 @@ def test_a_fault_at_any_line(
     assert num_raised > 20
 
 
-def test_a_load_that_fails(
-    path: Path, saved: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is loaded."""
-    llm, calls, hash_block = random_llm(path), [], BlockManager.hash_block
-
-    def fail_at_the_fourth(self: BlockManager, *arguments: Any) -> bytes:
-        calls.append(arguments)
-        return fail() if len(calls) == 4 else hash_block(self, *arguments)
-
-    monkeypatch.setattr(BlockManager, "hash_block", fail_at_the_fourth)
-    with pytest.raises(OSError, match="No space"):
-        llm.load_prefix_cache(saved[0])
-    monkeypatch.undo()
-    assert is_empty(llm)
-    assert tokens(run(llm)) == saved[1]
-
-
 def test_a_full_disk(path: Path, saved: tuple[Path, Any], tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
     llm, file = random_llm(path), tmp_path / disk_cache.NAME
@@ -533,7 +436,7 @@ from nanovllm import LLM, SamplingParams
 llm = LLM({str(path)!r}, dtype="float32", device="cpu", skip_tokenizer_init=True, num_kv_cache_blocks=64)
 greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
 prompts = {PROMPTS!r}
-for i in range(25):
+for i in range(15):
     llm.reset_prefix_cache()
     assert i == 0 or llm.load_prefix_cache({str(tmp_path)!r}) > 0
     outputs = llm.generate(prompts, greedy, use_tqdm=False)
