@@ -16,7 +16,7 @@ from itertools import pairwise
 
 from lessons.lesson import GREEDY, ask, make_llm
 from lessons.show import Questions, link, say, show_source, show_table
-from nanovllm import LLM, SamplingParams, Trace
+from nanovllm import LLM, Trace
 from nanovllm.engine.sequence import Sequence
 
 A, B, C, D = "What is 12 + 30?\n", "What is 12 + 7?\n", "Sort 42, 7, 99\n", "Spell garden\n"
@@ -30,22 +30,6 @@ def new_sequence(ids: list[int]) -> Sequence:
 def run_prompts(llm: LLM, prompts: list[list[int]]) -> list[int]:
     """Run prompts in one batch -> how many tokens of each were in the prefix cache."""
     return [output.num_cached_tokens for output in ask(llm, prompts, max_tokens=1)]
-
-
-def share_blocks(llm: LLM) -> dict[int, int]:
-    """Run a step of two prompts, print its trace, and return the reference counts of the blocks."""
-    engine = llm.engine
-    with Trace(llm) as trace:
-        for name in "AB":
-            params = SamplingParams(temperature=0, max_tokens=2)
-            engine.add_request(PROMPTS[name], params, name)
-        engine.step()
-    print(trace, end="\n\n")
-    blocks = engine.scheduler.block_manager.blocks
-    counts = {b: blocks[b].ref_count for s in engine.scheduler.running for b in s.block_table}
-    while engine.has_unfinished_requests():
-        engine.step()
-    return dict(sorted(counts.items()))
 
 
 def hash_chains(llm: LLM) -> list[tuple[str, str, str, str]]:
@@ -82,16 +66,18 @@ def run() -> None:
     llm = make_llm(block_size=4, num_kv_cache_blocks=32)
     a, b = llm.get_tokenizer().encode(A), llm.get_tokenizer().encode(B)
     same = next(i for i in range(len(b)) if a[i] != b[i])
-    print(*(f"{name} = {text!r}" for name, text in PROMPTS.items()), sep="\n", end="\n\n")
+    show_table(("prompt", "text"), [(name, repr(text)) for name, text in PROMPTS.items()])
     say(f"""Prompts A and B begin with the same {same} tokens. Blocks have 4 slots. Below is the
         trace of their first step. Its columns free, cached and shared count blocks. The column
         cached counts only those blocks of the prefix cache that no sequence owns now. docs/trace.md
         explains the others.""")
-    show_table(("block", "ref_count"), share_blocks(llm).items())
-    say(f"""A and B share one block, so its reference count is 2. They can share it in the same
-        step, because each layer stores all keys and values of a step before any query attends. B
-        computes the other {same - 4} of the same tokens itself, because only full blocks are
-        shared: the owner of a block that is not full will write into it.""")
+    with Trace(llm) as trace:
+        run_prompts(llm, [a, b])
+    print(trace, end="\n\n")
+    say(f"""A and B share block 1: it is in both block tables, so its reference count is 2. They can
+        share it in the same step, because each layer stores all keys and values of a step before
+        any query attends. B computes the other {same - 4} of the same tokens itself, because only
+        full blocks are shared: the owner of a block that is not full will write into it.""")
     QUESTIONS.show(1)
     say("""So each full block has a hash of its tokens and of all before them: block_hash =
         xxh3_128(parent_block_hash, token ids), where the parent is the block before it. Below are

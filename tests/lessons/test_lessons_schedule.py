@@ -142,8 +142,8 @@ def test_roofline(capsys, monkeypatch):
         assert float(least) == pytest.approx(float(read) / 20, rel=0.05)
         assert float(measured) > 0
         assert share.endswith("%")
-    long = next(line for line in printed.splitlines() if line.startswith("16 x 4,000 "))
-    assert long.split()[3:] == ["bfloat16", "bfloat16", "1,192", "7,340", "427"]
+    assert "1,192 MB of weights and 7,340 MB of the cache" in " ".join(printed.split())
+    assert "takes 427 ms. With int8 weights it takes 397 ms" in " ".join(printed.split())
     assert max(map(len, printed.splitlines())) <= 100
 
 
