@@ -3,13 +3,13 @@
   python bench.py                      the embedded model, compared with transformers
   python bench.py --workload nano      nano-vllm's benchmark at the shape of Qwen3-0.6B
   python bench.py --shape qwen3-8b     random weights of a known shape, without a download
-  python bench.py --model Qwen/Qwen3-0.6B --workload prefix --json run.json --plot run.png
+  python bench.py --model Qwen/Qwen3-0.6B --workload prefix --json run.json
   python bench.py --workload cpu-mixed --baseline hf-batch vllm --peer-python ~/vllm/bin/python
   python bench.py --busy               alone and next to a busy process, in turns
   python bench.py --host-only          scheduling and batch building, without a model
   python bench.py --host-only --workload many       1,000 and 1,000,000 requests in one call
-  python bench.py --workload mixed --policy fcfs sjf --set max_num_seqs=16
-  python bench.py --startup --memory   the time to start, and host memory over 10,000 requests
+  python bench.py --workload mixed --set scheduling_policy=sjf --set max_num_seqs=16
+  python bench.py --memory             host memory over 10,000 requests
   python bench.py --kernels            each Triton kernel alone (needs a GPU)
 
 All engines get the same weights, token ids, output lengths and temperature, and none stops early.
@@ -20,7 +20,6 @@ the result: a figure is noisy if they took more than 3 % of the CPU time.
 """
 
 import argparse
-import importlib.util
 import json
 import shlex
 import sys
@@ -38,7 +37,7 @@ from tools.benchmarks.baselines import BASELINES, vllm_version
 from tools.benchmarks.machine import cpu_seconds, describe_load, other_load
 from tools.benchmarks.workloads import SHAPES, WORKLOADS
 
-MODES = ("host_only", "startup", "memory", "kernels")
+MODES = ("host_only", "memory", "kernels")
 
 
 def count(text: str, low: int = 1) -> int:
@@ -84,17 +83,14 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("comparison and output").add_argument
     engine = partial(name_of, "baseline", BASELINES)
     add("--baseline", nargs="*", type=engine, metavar="NAME", help="other engines, see below")
-    add("--peer-python", metavar="PATH", help="a Python with vLLM, for vllm and vllm-eager")
+    add("--peer-python", metavar="PATH", help="a Python with vLLM or llama-cpp-python")
     add("--busy", action="store_true", help="repeat each turn while a process uses one core")
-    add("--policy", nargs="+", choices=("fcfs", "sjf"), help="run under each of them")
     add("--repeats", **number, default=3, help="turns of each engine (3)")
     add("--sample", **number, help="limit the requests of hf (4) and hf-batch (all)")
     add("--batch-size", **number, default=64, help="requests in a batch of hf-batch (64)")
     add("--json", type=Path, metavar="FILE", help="all measurements, with machine and commit")
-    add("--plot", type=Path, metavar="FILE", help="throughput, batch sizes (.png, .pdf, .svg)")
     add = parser.add_argument_group("other measurements, instead of the throughput").add_argument
     add("--host-only", action="store_true", help="host time of a decode step without a model")
-    add("--startup", action="store_true", help="seconds until LLM() is ready")
     add("--memory", action="store_true", help="host memory over 10,000 requests")
     add("--kernels", action="store_true", help="each Triton kernel alone, on a GPU")
     return parser
@@ -108,19 +104,15 @@ def check(args: argparse.Namespace) -> None:
         low, high = getattr(args, name) or (1, 1)
         if low > high:
             raise ValueError(f"--{name} {low} {high}: give MIN <= MAX")
-    for path in filter(None, (args.json, args.plot)):
-        if path.is_dir() or not path.resolve().parent.is_dir():
-            raise ValueError(f"cannot write {path}; name a file in a directory that exists")
-    if args.plot and args.plot.suffix not in (".png", ".pdf", ".svg"):
-        raise ValueError(f"--plot {args.plot}: name a .png, .pdf or .svg file")
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install -e '.[bench]'")
-    modes_given = [name for name in (*MODES, "policy") if getattr(args, name)]
+    path = args.json
+    if path and (path.is_dir() or not path.resolve().parent.is_dir()):
+        raise ValueError(f"cannot write {path}; name a file in a directory that exists")
+    modes_given = [name for name in MODES if getattr(args, name)]
     mode = modes_given[0].replace("_", "-") if modes_given else ""
-    for name in ("json", "plot", "baseline"):
+    for name in ("json", "baseline"):
         if mode and getattr(args, name):
             raise ValueError(f"--{name} goes with the throughput only; leave out --{mode}")
-    if any(name.startswith("vllm") for name in args.baseline or ()):
+    if "vllm" in (args.baseline or ()):
         vllm_version(args.peer_python)
 
 
@@ -140,14 +132,9 @@ def main(argv: list[str] | None = None) -> int:
                 getattr(modes, name)(args, options)
             print(f"\nCPU time of other processes: {describe_load(other_load(start))}")
             return 0
-        for policy in args.policy or [None]:
-            if policy:
-                print(f"\nscheduling policy {policy}")
-                args.baseline = []
-                options["scheduling_policy"] = policy
-            with tempfile.TemporaryDirectory(prefix="nanovllm-bench-") as temporary:
-                result = throughput.throughput(args, options, command, Path(temporary))
-            print(f"\n{report.table(result)}")
+        with tempfile.TemporaryDirectory(prefix="nanovllm-bench-") as temporary:
+            result = throughput.throughput(args, options, command, Path(temporary))
+        print(f"\n{report.table(result)}")
     except (RuntimeError, TypeError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
     except KeyboardInterrupt:
@@ -155,8 +142,6 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     if args.json:
         args.json.write_text(json.dumps(result) + "\n")
-    if args.plot:
-        report.plot(result, args.plot)
     if args.workload == "nano":
         # The last line that nano-vllm's benchmark prints.
         tokens = result["engines"][0]["output_tokens"]

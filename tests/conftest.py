@@ -107,6 +107,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
+def pytest_collection_finish() -> None:
+    """Collections of garbage look at what comes now, and not at all that was imported."""
+    gc.freeze()
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Compile the CPU's kernels before the first test: otherwise small models run in torch."""
     if session.config.getoption("numprocesses"):

@@ -27,6 +27,7 @@ SEVERAL = {
     "backends/gpu/test_gpu_engines.py": "whole engines on a GPU",
     "backends/gpu/test_gpu_kernels.py": "all kernels on a GPU",
     "backends/gpu/test_gpu_models.py": "trained and large models on a GPU",
+    "backends/test_quantized.py": "weights in int8 and int4",
     "engine/test_any_line.py": "an error or Ctrl-C at any line of a step",
     "engine/test_failures.py": "errors in one request's own data",
     "engine/test_large_batches.py": "the work of a step with many requests",

@@ -71,7 +71,7 @@ sys.modules |= dict.fromkeys(hidden)
     [
         *("-m --help", "-m chat --help", "-m convert --help", "-m lessons", "-m run-batch --help"),
         *("-m chat --no-option", "-m chat --set max_num_seq=8", "-m run-batch -i - -o - --set a=1"),
-        *("example.py --help", "bench.py --help", "bench.py --startup --plot run.png"),
+        *("example.py --help", "bench.py --help", "bench.py --memory --json /no/run"),
     ],
 )
 def test_help_and_errors_do_not_import_torch(arguments: str) -> None:

@@ -57,7 +57,7 @@ for package in (lessons, nanovllm, tools.benchmarks):
                 print(module.name, error.name or error.__cause__.name, sep=": ")
 """
 # Packages that are not installed with nanovllm.
-OPTIONAL = {"llguidance", "gguf", "vllm", "ray", "lm_eval", "matplotlib", "pyarrow"}
+OPTIONAL = {"llguidance", "gguf", "vllm", "ray", "lm_eval", "pyarrow"}
 
 
 @pytest.mark.parametrize("platform", ["darwin", "win32"])

@@ -1,8 +1,8 @@
 """Compares every kernel with plain torch on this machine, and times it.
 
-  nanovllm check                        all kernels; minutes, because most are compiled first
-  nanovllm check --only bfloat16 attend only the rows with both words in their kernel or format
-  nanovllm check | tee check.txt        keeps the table, to send it with a report
+  nanovllm check                          all kernels; minutes, because most are compiled first
+  nanovllm check --only bfloat16 attend   only rows that have both words in their kernel or format
+  nanovllm check | tee check.txt          keeps the table, to send it with a report
 
 "error" is the largest relative error of a row of a result. "rate" is what a kernel reads and
 writes, or multiplies and adds, in a second. "of peak" compares it with torch's copy or sum, or its
@@ -21,6 +21,7 @@ import queue
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -43,7 +44,9 @@ SCALES = {"GB/s": 1e9, "TFLOP/s": 1e12}
 def main(argv: list[str] | None = None) -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("nanovllm check", description=__doc__, formatter_class=raw)
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="see above")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="WORD", help="only rows with all of these words"
+    )
     parser.add_argument(
         "--limit", type=float, default=300, metavar="N", help="seconds for a row (300)"
     )
@@ -122,6 +125,9 @@ def run_table(command: Callable[[int], list[str]], limit: float) -> int:
                 seconds = limit if row != "the process" else max(limit, START_SECONDS)
                 if (message := child.messages.get(timeout=seconds)) is None:
                     break
+                if "refused" in message:
+                    print(f"error: {message['refused']}", file=sys.stderr)
+                    return 2
                 if "about" in message and start == 0:
                     print(message["about"], HEADER, sep="\n\n", flush=True)
                 elif "begin" in message:
@@ -144,9 +150,7 @@ def run_table(command: Callable[[int], list[str]], limit: float) -> int:
     print(f"\nrows that are right: {right}; rows that are wrong or have failed: {len(bad)}")
     if bad:
         print(f"({'; '.join(bad)}).\nPlease report this with all of the output above.")
-    elif not right:
-        print("No row has all words of --only in its kernel or format.")
-    return 1 if bad or not right else 0
+    return int(bool(bad))
 
 
 def columns(message: dict[str, Any]) -> str:

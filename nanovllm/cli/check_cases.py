@@ -40,7 +40,10 @@ Case: TypeAlias = tuple[str, str, torch.dtype, Callable[[], Row]]  # kernel, for
 
 
 def main(start: int, only: list[str]) -> None:
-    """Print the messages for cli/check.py: of rows from number `start` with all words of `only`."""
+    """Print the messages for cli/check.py: of rows from number `start` with all words of `only`.
+
+    Upper and lower case are the same.
+    """
     messages = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no message
 
@@ -48,10 +51,20 @@ def main(start: int, only: list[str]) -> None:
         print(json.dumps(message), file=messages, flush=True)
 
     device = pick_device("auto")
+    every = list(cases(device))
+    names = [f"{kernel} {name}".lower() for kernel, name, *_ in every]
+    chosen = [i for i, name in enumerate(names) if all(word.lower() in name for word in only)]
+    if not chosen:
+        kernels = "; ".join(dict.fromkeys(kernel for kernel, *_ in every))
+        formats = "; ".join(dict.fromkeys(name for _, name, *_ in every))
+        words = " and ".join(map(repr, only))
+        send(refused=f"no row has {words}; kernels: {kernels}; formats: {formats}")
+        return
     send(about=about(device))
-    for number, (kernel, name, dtype, row) in enumerate(cases(device)):
-        if number < start or not all(word in f"{kernel} {name}" for word in only):
+    for number in chosen:
+        if number < start:
             continue
+        kernel, name, dtype, row = every[number]
         send(begin=number, kernel=kernel, format=name)
         with torch.inference_mode():
             send(**result(row, dtype, device))

@@ -184,7 +184,7 @@ def test_hf_baselines_generate_what_they_claim(path):
     # All tokens become equally likely.
     model.lm_head.weight.data.zero_()
     long = Workload("w", [[5, 6, 7], [8, 9]], [200, 150], [[0, 1]])
-    for name in ("hf", "hf-batch", "hf-continuous"):
+    for name in ("hf", "hf-batch"):
         part, _ = baselines.hf_part(name, long, None, 64)
         assert sum(part.outputs) == 350
         assert baselines.run_hf(name, model, part, 64)["seconds"] > 0
@@ -193,8 +193,6 @@ def test_hf_baselines_generate_what_they_claim(path):
     part, _ = baselines.hf_part("hf-compiled", short, None, 64)
     assert part.rounds == [[1], [0]]
     assert baselines.run_hf("hf-compiled", model, part, 64)["seconds"] > 0
-    config = baselines.generation_config(short, 7, None, static=True)
-    assert config.cache_implementation == "static"
 
 
 FAKE = """
@@ -263,12 +261,11 @@ def test_a_turn_in_its_own_process(path):
 
 RANGE, MODE = "give a whole number from 1 to 100000", "goes with the throughput only; leave out"
 BAD_INPUT = {
-    "--baseline tgi": "hf-continuous",
+    "--baseline tgi": "hf-compiled",
     "--workload huge": "known: short, nano, cpu-mixed",
     "--workload shrot": "--workload: unknown workload 'shrot'; did you mean 'short'?",
     "--input 9 3": "--input 9 3: give MIN <= MAX",
     "--num-seqs 99999999": f"--num-seqs: 99999999: {RANGE}",
-    "--plot x.foo": "--plot x.foo: name a .png, .pdf or .svg file",
     "--host-only --baseline hf": f"--baseline {MODE} --host-only",
     "--baseline vllm": "give the Python of a venv where vllm",
     "--baseline vllm --peer-python /no/python": "--peer-python /no/python fails: [Errno 2]",
@@ -298,19 +295,15 @@ def test_messages_without_a_run(capsys, monkeypatch):
     monkeypatch.setattr(throughput, "throughput", Mock(side_effect=KeyboardInterrupt))
     assert bench.main([]) == 130
     assert capsys.readouterr().err.count("\n") == 1
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
-    for arguments in ("--plot x.png", "--help"):
-        with pytest.raises(SystemExit):
-            bench.main(arguments.split())
+    with pytest.raises(SystemExit):
+        bench.main(["--help"])
     printed = capsys.readouterr()
-    assert printed.err.count("pip install -e '.[bench]'") == 1
     assert all(name in printed.out for name in (*WORKLOADS, *baselines.BASELINES, *SHAPES))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="its Python is a shell script")
 @pytest.mark.slow
 def test_end_to_end(path, tmp_path, capsys, monkeypatch):
-    pytest.importorskip("matplotlib")
     peak = {"bandwidth": 1e10, "buffer_bytes": 1, "flops": 1e11}
     monkeypatch.setattr(roofline, "measure_peak", lambda *_: peak)
 
@@ -324,9 +317,9 @@ def test_end_to_end(path, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(throughput, "Process", Process)
     python = fake_vllm(tmp_path, "no_such_name")
-    kept, picture = tmp_path / "run.json", tmp_path / "run.png"
+    kept = tmp_path / "run.json"
     numbers = "--num-seqs 5 --input 3 9 --output 2 6 --repeats 2 --batch-size 2 --sample 3"
-    rest = f"--set device=cpu --json {kept} --plot {picture} --baseline hf hf-batch vllm"
+    rest = f"--set device=cpu --json {kept} --baseline hf hf-batch vllm"
     rest += f" --peer-python {python}"
     assert bench.main(f"--model {path} {numbers} {rest}".split()) == 1
     printed = capsys.readouterr().out
@@ -334,7 +327,6 @@ def test_end_to_end(path, tmp_path, capsys, monkeypatch):
     assert "no_such_name" in printed
     assert "times as fast in the pairs of turns; median" in printed
     assert max(map(len, printed.split("\n"))) <= 100
-    assert picture.read_bytes().startswith(b"\x89PNG")
     result = json.loads(kept.read_text())
     spec = replace(WORKLOADS["short"], count=5, input=(3, 9), output=(2, 6))
     work, engines, run = make_workload("short", spec, 199), result["engines"], result["run"]
@@ -349,10 +341,9 @@ def test_end_to_end(path, tmp_path, capsys, monkeypatch):
     least = sum(seconds for seconds, _ in result["roofline"].values())
     assert result["roofline_share"] == pytest.approx(least / run["seconds"])
     assert result["machine"]["torch"] == torch.__version__
-    # The same run under two policies, and the last line of nano-vllm's benchmark.
+    # The last line of nano-vllm's benchmark.
     numbers = "--workload nano --num-seqs 2 --input 3 3 --output 2 3 --repeats 1"
-    assert bench.main(f"--model {path} {numbers} --set device=cpu --policy fcfs sjf".split()) == 0
+    assert bench.main(f"--model {path} {numbers} --set device=cpu".split()) == 0
     printed = capsys.readouterr().out
     assert " - " not in printed  # one turn has no range
-    assert printed.count("waiting time") == 2
     assert printed.split("\n")[-2].startswith("Total: ")

@@ -23,9 +23,7 @@ BASELINES = {
     "hf": "generate of transformers, one request at a time (default with the embedded model)",
     "hf-batch": "generate on static batches, padded to the longest (default, as hf)",
     "hf-compiled": "generate with a static cache, on a GPU with torch.compile; as hf",
-    "hf-continuous": "continuous batching of transformers",
     "vllm": "vLLM with its defaults, in the environment of --peer-python",
-    "vllm-eager": "vLLM without compilation",
     "llama.cpp": "llama-cpp-python of --peer-python, on the GGUF file of chat-real or of a --shape",
 }
 
@@ -55,8 +53,6 @@ def hf_part(name: str, work: Workload, sample: int | None, size: int) -> tuple[W
     sample: the largest number of requests; None: the engine's default. size: requests in a batch.
     """
     total = len(work.prompts)
-    if name == "hf-continuous":
-        return work, ""
     if name in ("hf", "hf-compiled"):
         size = 1
         num = min(total, sample or 4)
@@ -73,30 +69,19 @@ def hf_part(name: str, work: Workload, sample: int | None, size: int) -> tuple[W
 
 
 def run_hf(name: str, model: Any, work: Workload, size: int) -> dict[str, Any]:
-    """Run a workload in one of the hf engines. Raises RuntimeError for a wrong number of tokens."""
-    if name == "hf-continuous":
-        return run_continuous(model, work)
-    static = name == "hf-compiled"
-    return run_batches(model, work, size if name == "hf-batch" else 1, static)
+    """Run static batches in the order of the requests. Each runs until its longest output ends.
 
-
-def generation_config(
-    work: Workload, max_new_tokens: int, eos_token_id: int | None, static: bool = False
-) -> Any:
-    """static: with a static cache, with which `generate` compiles decodes on a GPU."""
+    hf-compiled has a static cache, with which `generate` compiles decodes on a GPU. Raises
+    RuntimeError for a wrong number of tokens.
+    """
+    import torch
     from transformers import GenerationConfig
 
-    fixed: dict[str, Any] = {"do_sample": True, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
-    fixed |= {"temperature": work.temperature, "eos_token_id": eos_token_id}
-    if static:
-        fixed["cache_implementation"] = "static"
-    return GenerationConfig(max_new_tokens=max_new_tokens, **fixed)
-
-
-def run_batches(model: Any, work: Workload, size: int, static: bool = False) -> dict[str, Any]:
-    """Run static batches in the order of the requests. Each runs until its longest output ends."""
-    import torch
-
+    settings: dict[str, Any] = {"do_sample": True, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
+    settings |= {"temperature": work.temperature, "eos_token_id": None}
+    if name == "hf-compiled":
+        settings["cache_implementation"] = "static"
+    size = size if name == "hf-batch" else 1
     start = time.perf_counter()
     for round_ in work.rounds:
         for batch in (round_[i : i + size] for i in range(0, len(round_), size)):
@@ -107,42 +92,13 @@ def run_batches(model: Any, work: Workload, size: int, static: bool = False) -> 
             ids = [[0] * (width - len(p)) + p for p in prompts]
             mask = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
             inputs = torch.tensor([ids, mask], device=model.device)
-            settings = {"generation_config": generation_config(work, longest, None, static)}
+            config = GenerationConfig(max_new_tokens=longest, **settings)
             with torch.inference_mode():
-                out = model.generate(inputs[0], attention_mask=inputs[1], **settings).cpu()
+                out = model.generate(
+                    inputs[0], attention_mask=inputs[1], generation_config=config
+                ).cpu()
             check_lengths("generate", [out.shape[1] - width], [longest])
     return {"seconds": time.perf_counter() - start}
-
-
-def run_continuous(model: Any, work: Workload) -> dict[str, Any]:
-    """Use a new manager with an empty cache for each run; its construction is not timed."""
-    from transformers import ContinuousBatchingConfig
-    from transformers.generation.continuous_batching.utils import WorkloadHints
-
-    longest = max(work.outputs)
-    size = max(map(len, work.rounds))
-    config = ContinuousBatchingConfig()
-    # By default the manager takes all memory.
-    pages = [1 + -(-n // config.page_size) for n in work.lengths]
-    config.num_blocks = 16 + max(sum(pages[i] for i in r) for r in work.rounds)
-    hints = WorkloadHints(max(map(len, work.prompts)), longest, size)
-    settings = {"continuous_batching_config": config, "workload_hints": hints}
-    # Here -1, not None, is the value that disables the end token.
-    settings["generation_config"] = generation_config(work, longest, -1)
-    with model.continuous_batching_context_manager(**settings) as manager:
-        start = time.perf_counter()
-        for round_ in work.rounds:
-            lengths: dict[str, int] = {}
-            add = manager.add_request
-            names = [add(work.prompts[i], max_new_tokens=work.outputs[i]) for i in round_]
-            while len(lengths) < len(names):
-                result = manager.get_result(timeout=1)
-                if result is not None and result.is_finished():
-                    lengths[result.request_id] = len(result.generated_tokens)
-                elif result is None and not manager.is_running():
-                    raise RuntimeError("continuous batching of transformers stopped with an error")
-            check_lengths("hf", [lengths[n] for n in names], [work.outputs[i] for i in round_])
-        return {"seconds": time.perf_counter() - start}
 
 
 def vllm_version(python: str | None) -> str:

@@ -1,9 +1,8 @@
-"""Measurements of bench.py other than throughput: host time, start-up, memory."""
+"""Measurements of bench.py other than throughput: host time and memory."""
 
 import argparse
 import importlib
 import random
-import subprocess
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -24,7 +23,6 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import RowSampling, StepOutput, StepPlan
 from nanovllm.runner.rows import Rows
-from nanovllm.utils.child import python
 
 
 class NoModel:
@@ -108,26 +106,6 @@ def kernels(args: argparse.Namespace, options: dict[str, Any]) -> None:
         raise ValueError("--kernels needs a GPU, and torch finds none; leave it out")
     # Triton is not installed everywhere.
     importlib.import_module("tools.benchmarks.kernels").main()
-
-
-STARTUP = """from time import perf_counter as now; a = now()
-import torch; from transformers import AutoConfig, AutoTokenizer; b = now()
-from nanovllm import LLM, SamplingParams; c = now()
-LLM(device="cpu"); print(b - a, c - b, now() - c)
-"""
-
-
-def startup(args: argparse.Namespace, options: dict[str, Any]) -> None:
-    """Time new processes. The first one, which loads the files into the page cache, is left out."""
-    command = python(STARTUP)
-    times = []
-    for _ in tqdm(range(4), desc="Processes"):
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        times.append([float(x) for x in done.stdout.split()])
-    parts = ("import torch, and parts of transformers", "import nanovllm after them", "LLM()")
-    print("\nstart of the embedded model on the CPU, median of 3 processes")
-    for name, seconds in zip(parts, zip(*times[1:], strict=True), strict=True):
-        print(f"{median(seconds):8.3f} s  {name}")
 
 
 def memory(args: argparse.Namespace, options: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
-"""Shows the result of a benchmark, a dict, as a table and as a picture."""
+"""Shows the result of a benchmark, a dict, as a table."""
 
 import textwrap
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -74,29 +73,3 @@ def table(result: dict[str, Any]) -> str:
         "roofline": f"{' + '.join(phases)}; took {run['seconds']:,.2f} s: {share:.1%} of it",
     }
     return "\n".join([*lines, *map(entry, entries, entries.values())])
-
-
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Draw the throughput of each engine, and the batch size of each step."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained")
-    figure.suptitle(f"{result['model']}, {result['machine']['device']}\n{result['workload']}")
-    rates = [rates_of(engine) for engine in result["engines"]]
-    medians = [median(r) for r in rates]
-    spread = [[median(r) - min(r) for r in rates], [max(r) - median(r) for r in rates]]
-    names = [engine["name"] for engine in result["engines"]]
-    left.bar_label(left.bar(names, medians, yerr=spread, capsize=4), fmt="{:,.1f}", padding=3)
-    left.set(ylabel="output tokens/s, median and range", ylim=(0, 1.15 * max(map(max, rates))))
-    # The roofline is text, because a line far above the bars would leave little height for them.
-    seconds = sum(s for s, _ in result["roofline"].values())
-    share = result["roofline_share"]
-    limit = result["engines"][0]["output_tokens"] / seconds
-    left.set_title(f"roofline {limit:,.0f} tokens/s, {share:.1%} reached", fontsize=10)
-    times, sizes = zip(*((s["at"], s["sequences"]) for s in result["run"]["steps"]), strict=True)
-    right.step(times, sizes, where="post")
-    right.set(xlabel="seconds", ylabel="sequences in the step", ylim=(0, None))
-    figure.savefig(path, dpi=120)

@@ -200,9 +200,9 @@ def prepare(args: argparse.Namespace, options: Result, temporary: Path) -> Setup
     job = {**common, "engine": "nanovllm", "work": asdict(work), "options": ours}
     engines = [Engine("nanovllm", work, COMMAND, job)]
     for name in others:
-        if name.startswith("vllm"):
+        if name == "vllm":
             given: Result = {"model": str(directory), "dtype": str(dtype)[6:]}
-            given |= {"max_num_seqs": config.max_num_seqs, "enforce_eager": name == "vllm-eager"}
+            given["max_num_seqs"] = config.max_num_seqs
             version = baselines.vllm_version(args.peer_python)
             peer = [args.peer_python, str(vllm_peer.__file__)]
             variables: dict[str, str] = {}

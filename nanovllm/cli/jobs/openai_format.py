@@ -36,6 +36,16 @@ SCORE, RERANK = "/v1/score", "/v1/rerank"
 Fields = dict[str, Any]
 PAIRS = ("data_1", "data_2"), ("queries", "documents"), ("text_1", "text_2")  # of scores
 TEMPLATE = ("add_generation_prompt", "continue_final_message", "chat_template")
+SAMPLING = {"response_format", *SamplingParams.__dataclass_fields__}
+SAMPLING -= {"detokenize", "logits_processors"}  # a response has a text, and JSON no functions
+FIELDS = {
+    CHAT: SAMPLING
+    | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs", *TEMPLATE}
+    | {"tools", "tool_choice", "parallel_tool_calls"},
+    COMPLETIONS: SAMPLING | {"prompt"},
+    EMBEDDINGS: {"input", "encoding_format", *PoolingParams.__dataclass_fields__},
+    RERANK: {"query", "documents", "top_n", "instruction"},
+}
 # Fields that have no effect. Where a value is named, another value is an error.
 UNUSED = {"best_of": 1, "echo": False, "stream": False, "suffix": ""} | dict.fromkeys(
     ("metadata", "service_tier", "store", "user")
@@ -59,6 +69,9 @@ class Job:
         """Queue all prompts. If one raises ValueError or TypeError, none is queued."""
         pairs = [(prompt, self.params) for prompt in self.prompts]
         requests = llm.engine.input_processor.check(pairs, Progress())
+        task: Any = requests[0].task  # of all
+        if self.url == COMPLETIONS:
+            task.separates = False  # as in vLLM, the text includes the thinking
         llm.engine.add(requests)
         return requests
 
@@ -103,7 +116,7 @@ def parse(llm: LLM, url: Any, body: Any, model: str, trust_chat_templates: bool 
 
     Raises ValueError or TypeError, and ImportError for a missing package.
     """
-    check_scalar("url", url, str, (CHAT, COMPLETIONS, EMBEDDINGS, SCORE, RERANK))
+    check_scalar("url", url, str, (*FIELDS, SCORE))
     check_scalar("body", body, dict)
     given = {name: value for name, value in body.items() if value is not None}
     if (name := given.pop("model", model)) != model:
@@ -111,8 +124,18 @@ def parse(llm: LLM, url: Any, body: Any, model: str, trust_chat_templates: bool 
     for name, only in UNUSED.items():
         if (value := given.pop(name, only)) != only and only is not None:
             raise ValueError(f"{name}={value!r:.80} is not supported; leave it out")
+    pairs = [("query", "documents")] if url == RERANK else PAIRS
+    pair = next((pair for pair in pairs if pair[0] in given), pairs[0])
+    fields = FIELDS.get(url, {*pair, "instruction"})
+    for name in given.keys() - fields:
+        raise TypeError(unknown_name(f"field of {url}", name, sorted({*fields, "model"})))
     if url in (SCORE, RERANK):
-        return score_job(llm, url, given, model)
+        if url == RERANK:
+            check_scalar("query", given.get("query"), str)
+        top_n = check_scalar("top_n", given.get("top_n", 0), int, (0, math.inf))
+        first, second = map(given.get, pair)
+        scorer = Scorer(llm.engine, first, second, given.get("instruction"), pair)
+        return Job(url, model, scorer.prompts, scorer.params, scorer=scorer, top_n=top_n)
     if url == CHAT:
         more = given.get("chat_template_kwargs", {})
         check_scalar("chat_template_kwargs", more, dict)
@@ -144,21 +167,6 @@ def parse(llm: LLM, url: Any, body: Any, model: str, trust_chat_templates: bool 
             )
         params.structured_outputs = tool_use.grammar()
     return Job(url, model, prompts, params, tool_use=tool_use)
-
-
-def score_job(llm: LLM, url: str, given: Fields, model: str) -> Job:
-    """Return the job of a body of /v1/score or /v1/rerank."""
-    pairs = [("query", "documents")] if url == RERANK else PAIRS
-    names = next((pair for pair in pairs if pair[0] in given), pairs[0])
-    fields = (*names, "instruction", *["top_n"] * (url == RERANK))
-    for name in given.keys() - fields:
-        raise TypeError(unknown_name(f"field of {url}", name, fields))
-    top_n = check_scalar("top_n", given.get("top_n", 0), int, (0, math.inf))
-    first, second = map(given.get, names)
-    if url == RERANK:
-        check_scalar("query", first, str)
-    scorer = Scorer(llm.engine, first, second, given.get("instruction"), names)
-    return Job(url, model, scorer.prompts, scorer.params, scorer=scorer, top_n=top_n)
 
 
 def chat_prompt(llm: LLM, given: Fields, tools: list[Fields] | None = None) -> Prompt:
@@ -226,7 +234,7 @@ def scores(scorer: Scorer, requests: Sequence[Request], url: str, top_n: int) ->
         return {"object": "list", "data": data}
     best = sorted(range(len(values)), key=values.__getitem__, reverse=True)[: top_n or None]
     results = [
-        Fields(index=i, document={"text": scorer.second[i]}, relevance_score=values[i])
+        Fields(index=i, document={"text": scorer.documents[i]}, relevance_score=values[i])
         for i in best
     ]
     return {"results": results}

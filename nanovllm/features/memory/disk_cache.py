@@ -53,7 +53,7 @@ def load(engine: Any, config: Any, path: Any) -> int:
     file, num = Path(path).expanduser() / NAME, 0
     with engine.idle():  # also while the file is read: load_weights changes the fingerprint
         here = fingerprint(engine, config)
-        if not file.exists():
+        if not file.parent.exists() or file not in file.parent.iterdir():
             return 0
         try:
             with safe_open(file, framework="pt") as source:  # the file is memory-mapped

@@ -252,7 +252,10 @@ WRONG: list[tuple[Any, str]] = [
     (line("x", CHAT, **ask("Hi", tempratur=1)), "did you mean 'temperature'"),
     (line("x", CHAT, **ask("Hi", temperature="hot")), "temperature must be a number"),
     (line("x", CHAT, **ask("Hi", stream=True)), "stream=True is not supported"),
-    (line("x", CHAT, **ask("Hi", guided_json={})), "unknown field of SamplingParams 'guided_json'"),
+    (line("x", CHAT, **ask("Hi", guided_json={})), f"unknown field of {CHAT} 'guided_json'"),
+    (line("x", CHAT, **ask("Hi", message=[])), "did you mean 'messages'"),
+    (line("x", CHAT, **ask("Hi", detokenize=False)), f"unknown field of {CHAT} 'detokenize'"),
+    (line("x", COMPLETIONS, prompt="Hi", logits_processors=[]), "'logits_processors'; known: all"),
     (line("x", CHAT, **ask("Hi", logprobs=True, top_logprobs=21)), "more than max_logprobs=20"),
     (line("x", COMPLETIONS, prompt="Hi", logprobs=21), "logprobs=21 is more than max_logprobs=20"),
     (line("x", CHAT, **ask("Hi", tools=[{"type": "function"}])), "tools[0] must have the form"),
@@ -273,14 +276,11 @@ WRONG: list[tuple[Any, str]] = [
     (line("x", COMPLETIONS, prompt="Hi", echo=True), "echo=True is not supported"),
     (
         line("x", COMPLETIONS, prompt="Hi", messages=[]),
-        "unknown field of SamplingParams 'messages'",
+        f"unknown field of {COMPLETIONS} 'messages'",
     ),
     (line("x", EMBEDDINGS), "input must be a string"),
     (line("x", EMBEDDINGS, input="a", dimensions=10**6), "dimensions=1000000 is more"),
-    (
-        line("x", EMBEDDINGS, input="a", temperature=0),
-        "unknown field of PoolingParams 'temperature'",
-    ),
+    (line("x", EMBEDDINGS, input="a", temperature=0), "known: dimensions, encoding_format, input,"),
 ]
 
 

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from lessons.oracle.disk import MUTANTS, DiskHistory
-from lessons.oracle.mutants import apply
+from lessons.oracle.mutants import Mutant, apply
 from lessons.oracle.oracle import plain_sequence, run_history
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.block_manager import Block
@@ -90,11 +90,28 @@ def test_random_histories_with_restarts(make: Any) -> None:
     assert sum(history.num_loaded for history in histories) > 500
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+# Faults, besides the ones that are exercises.
+FAULTS = MUTANTS | {
+    "the block before a cached one is saved": Mutant(
+        disk_cache, "cached_blocks", "blocks.blocks[block_id]", "blocks.blocks[block_id - 1]"
+    ),
+    "a loaded block stays free": Mutant(
+        disk_cache, "restore", "evictable[blocks.free.pop()]", "evictable[block.block_id]"
+    ),
+    "a block is loaded that is cached already": Mutant(
+        disk_cache, "restore", "blocks.find(block_hash) is not None", "False"
+    ),
+    "another block is taken than the one with the KV": Mutant(
+        disk_cache, "restore", "blocks.blocks[blocks.free[-1]]", "blocks.blocks[blocks.free[0]]"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_caught(name: str) -> None:
     with pytest.raises(AssertionError, match="fails"):
         for seed in range(200):
-            run_history(seed, make=DiskHistory, disks=apply(MUTANTS[name]))
+            run_history(seed, make=DiskHistory, disks=apply(FAULTS[name]))
 
 
 # ---- after a restart ----
@@ -308,6 +325,8 @@ def test_nothing_to_save_or_load(path: Path, tmp_path: Path) -> None:
     assert llm.load_prefix_cache(tmp_path) > 0
     with pytest.raises(OSError, match="cannot be written: .*File exists"):
         llm.save_prefix_cache(tmp_path / disk_cache.NAME)
+    with pytest.raises(NotADirectoryError):
+        llm.load_prefix_cache(tmp_path / disk_cache.NAME)
 
 
 # ---- at any time ----

@@ -56,33 +56,41 @@ def fails(block_managers: object) -> bool:
 
 BLOCKS = host_cache
 BLOCKS_MUTANTS = {
-    "a save is not planned": Mutant(BLOCKS, "_save", "self._saves.append(A)", "pass"),
+    "a save is not planned": Mutant(
+        BLOCKS, "_save", "self._saves.append(BlockCopy(block.block_id, host_id))", "pass"
+    ),
     "a block is saved after it was overwritten": Mutant(
         BLOCKS,
         "fill_copies",
-        "plan.saves, plan.loads = A",
-        "plan.saves, plan.loads, self.late = "
-        "[*getattr(self, 'late', [])], self._loads, self._saves",
+        "plan.saves, plan.loads = self._saves, self._loads",
+        "plan.saves, plan.loads, self.late = ([*getattr(self, 'late', [])], self._loads, self._saves)",
     ),
-    "a load is not planned": Mutant(BLOCKS, "_load", "self._loads.append(A)", "pass"),
+    "a load is not planned": Mutant(
+        BLOCKS,
+        "_load",
+        "self._loads.append(BlockCopy(host_block.block_id, block.block_id))",
+        "pass",
+    ),
     "a host block that is loaded is saved over": Mutant(
-        BLOCKS, "attach_cached", "A._busy.add(B)", "pass"
+        BLOCKS, "attach_cached", "self._busy.add(matched[i].block_id)", "pass"
     ),
-    "two blocks of a step are saved to one": Mutant(BLOCKS, "_save", "A._busy.add(B)", "pass"),
+    "two blocks of a step are saved to one": Mutant(
+        BLOCKS, "_save", "self._busy.add(host_id)", "pass"
+    ),
     "blocks for loads are not counted": Mutant(
         BLOCKS,
         "_save",
-        "HostBlock(A, 0, *B)",
-        "HostBlock(A, 1, *B)",
+        "HostBlock(host_id, 0, *content)",
+        "HostBlock(host_id, 1, *content)",
     ),
     "a saved block is not forgotten when it is replaced": Mutant(
-        BLOCKS, "_drop", "del A[B]", "pass"
+        BLOCKS, "_drop", "del self.hash_to_host_block[block.block_hash]", "pass"
     ),
     "an abandoned step's host blocks stay cached": Mutant(
         BLOCKS,
         "_free_all",
-        "self.hash_to_host_block: B = A",
-        "self.hash_to_host_block = getattr(self, 'hash_to_host_block', A)",
+        "self.hash_to_host_block: OrderedDict[bytes, HostBlock] = OrderedDict()",
+        "self.hash_to_host_block = getattr(self, 'hash_to_host_block', OrderedDict())",
     ),
 }
 

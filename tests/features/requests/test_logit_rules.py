@@ -351,14 +351,11 @@ class Large:
 def test_processors_are_released(
     path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
     raises: bool,
     asynchronous: bool,
 ) -> None:
     """No row keeps what a processor refers to after the end of its request, whatever ended it."""
     llm = random_llm(path)
-    gc.freeze()  # each collection would look at all objects of the session
-    request.addfinalizer(gc.unfreeze)
     monkeypatch.setattr(llm.engine, "async_scheduling", asynchronous)
     alive: list[weakref.ref[Large]] = []
     calls = 0

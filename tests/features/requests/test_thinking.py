@@ -12,6 +12,7 @@ import pytest
 from checkpoints import random_llm
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm.cli.jobs.openai_format import CHAT, COMPLETIONS
 from nanovllm.cli.jobs.run_batch import BatchFiles, run_batch
 from nanovllm.features.requests.thinking import END, START, Splitter
 from nanovllm.loading.checkpoint import find_checkpoint
@@ -233,27 +234,27 @@ def test_a_model_without_markers(spelled: LLM, tmp_path: Path) -> None:
 
 
 def test_a_file_of_requests(thinker: LLM, tmp_path: Path) -> None:
+    """The text of a completion is whole, as in vLLM, and so are the offsets of its tokens."""
+    chat = {"messages": [{"role": "user", "content": "What is 2 + 3?"}], "max_tokens": 8}
+    thinks = {"logit_bias": {"1036": 100}, "thinking_token_budget": 2}
+    completion = thinks | {"prompt": "What is 2 + 3?\n", "max_tokens": 8, "logprobs": 0}
+    bodies = [(CHAT, chat | thinks), (CHAT, chat), (COMPLETIONS, completion)]
     lines = [
-        {
-            "custom_id": str(i),
-            "url": "/v1/chat/completions",
-            "body": {"messages": [{"role": "user", "content": "What is 2 + 3?"}], **more},
-        }
-        for i, more in enumerate(
-            [
-                {"logit_bias": {"1036": 100}, "thinking_token_budget": 2, "max_tokens": 8},
-                {"max_tokens": 8},
-            ]
-        )
+        {"custom_id": str(i), "url": url, "body": body} for i, (url, body) in enumerate(bodies)
     ]
     (tmp_path / "in").write_text("\n".join(map(json.dumps, lines)))
     run_batch(thinker, BatchFiles(tmp_path / "in", tmp_path / "out"))
     results = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
-    messages = {r["custom_id"]: r["response"]["body"]["choices"][0]["message"] for r in results}
-    assert messages["0"]["reasoning"] == "<think><think>"
-    assert messages["0"]["content"].startswith("<think>")
-    assert "reasoning" not in messages["1"]
-    assert messages["1"]["content"] == "2 + 3 = 5"
+    choices = {r["custom_id"]: r["response"]["body"]["choices"][0] for r in results}
+    messages = [choices[name]["message"] for name in "01"]
+    assert messages[0]["reasoning"] == "<think><think>"
+    assert messages[0]["content"].startswith("<think>")
+    assert "reasoning" not in messages[1]
+    assert messages[1]["content"] == "2 + 3 = 5"
+    text, shown = choices["2"]["text"], choices["2"]["logprobs"]
+    assert text.startswith("<think><think><think></think><think>")
+    for token, start in zip(shown["tokens"], shown["text_offset"], strict=True):
+        assert text[start:].startswith(token)
 
 
 @pytest.mark.extra
