@@ -21,13 +21,13 @@ import sys
 from collections.abc import Mapping, Sequence
 
 import torch
-from page import ROOT, STEMS, Page, row_of_link
+from page import MODULES, ROOT, STEMS, Page, row_of_link
 
 from lessons import command
 from tools.benchmarks import machine
 
 PAGES = ROOT / "docs" / "lessons"
-TITLES = {name: command.title(name).rstrip(".") for name in command.LESSONS}
+TITLES = {name: command.title(name).rstrip(".") for name in MODULES}
 # A number of a sentence, column or picture that has one of these words is measured.
 UNITS = re.compile(
     r"\b(ms|us|seconds|per second|GB/s|[GT]FLOPs/s|tokens/s|requests/s|goodput|measured)\b|times as (?:fast|slow)|about as fast",
@@ -40,10 +40,10 @@ LINK = re.compile(r"^\| \[`\S+`\]\(\.\./\.\./(\S+)#L\d+\) \| `(.+?)` \| `` (.*) 
 
 def navigation(number: str) -> str:
     """Return links to the lessons before and after it, the list of all, and the source."""
-    names = list(command.LESSONS)
+    names = list(MODULES)
     i = names.index(number)
     links = ["[all lessons](../lessons.md)"]
-    links.append(f"[source](../../lessons/{command.LESSONS[number]}.py)")
+    links.append(f"[source](../../lessons/{MODULES[number]}.py)")
     for before in names[:i][-1:]:
         links.insert(0, f"[← {TITLES[before]}]({STEMS[before]}.md)")
     for after in names[i + 1 :][:1]:
@@ -57,8 +57,8 @@ def head(number: str) -> list[str]:
         "<!-- Written by .ci/lesson_pages.py: change the lesson and not this page. -->",
         f"# {TITLES[number]}",
         navigation(number),
-        f"Run it: `python -m lessons {number}`. It asks the questions of this page, and waits for "
-        "your answers.",
+        f"Run it: `python -m lessons {number}`."
+        + " It asks the questions of this page, and waits for your answers." * (number != "ladder"),
     ]
 
 

@@ -15,9 +15,10 @@ import svg
 from lessons import command, show
 
 ROOT = Path(__file__).parents[1]
+MODULES = command.LESSONS | {"ladder": "ladder"}  # that have pages
 STEMS = {  # names of the pages
     name: re.sub("^(lesson|elective_)", "", module).replace("_", "-")
-    for name, module in command.LESSONS.items()
+    for name, module in MODULES.items()
 }
 # Names of the code in a text: they are shown as code.
 NAMES = re.compile(

@@ -1,5 +1,8 @@
 """`python -m lessons`: see command.py."""
 
+import signal
+
 from lessons.command import main
 
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `python -m lessons | head` ends without an error
 main()

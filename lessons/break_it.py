@@ -20,17 +20,22 @@ from lessons.show import Question, fill, say, show_answers, show_questions, show
 from nanovllm.cli.trace.trace import Trace
 from nanovllm.engine import scheduler
 from nanovllm.engine.policies import shortest_job_first
+from nanovllm.features.memory import disk_cache
+from nanovllm.features.models.hybrid import state_blocks
+from nanovllm.features.requests import ngram
 
 SEEDS = 300  # histories to try
 FAILURES = 3  # failing histories that are shortened; the shortest is shown
 VARIATIONS = 20  # other requests in place of one, and other engines, that are tried
-DISK_FAULTS = (
-    "a block is loaded with the KV of another one",
-    "a loaded block is found after any beginning",
-)
-FAULTS = MUTANTS | states.MUTANTS | drafts.MUTANTS
-FAULTS |= {name: disk.MUTANTS[name] for name in DISK_FAULTS}
+FAULTS = MUTANTS | states.MUTANTS | drafts.MUTANTS | disk.MUTANTS
 NAMES = list(FAULTS)
+# Module of a fault -> the histories that show it, and their keyword argument for the faulty module.
+MAKE: dict[Any, tuple[type[History], str]] = {
+    scheduler: (History, "schedulers"),
+    state_blocks: (states.HybridHistory, "managers"),
+    ngram: (drafts.DraftHistory, "ngrams"),
+    disk_cache: (disk.DiskHistory, "disks"),
+}
 
 
 class Theme(NamedTuple):
@@ -56,17 +61,17 @@ THEMES = (
     Theme("rows and ends", (19, 20, 21, 23), ("answers", "budget", "progress", "returned")),
     Theme(
         "states of linear attention (elective `state_cache`)",
-        tuple(NAMES.index(name) + 1 for name in states.MUTANTS),
+        (26, 27, 28, 29),
         ("answers", "context", "cached", "states", "snapshots", "state slots", "no error"),
     ),
     Theme(
         "drafts (elective `drafts`)",
-        tuple(NAMES.index(name) + 1 for name in drafts.MUTANTS),
+        (30, 31),
         ("answers", "context", "cached", "budget", "progress", "no error"),
     ),
     Theme(
         "prefix cache on disk (lesson 8)",
-        tuple(NAMES.index(name) + 1 for name in DISK_FAULTS),
+        (32, 33),
         ("answers", "context", "cached", "index", "partition", "progress", "no error"),
     ),
 )
@@ -204,15 +209,8 @@ def show_attempt(attempt: Attempt) -> InvariantError:
 
 def show_failure(mutant: Mutant) -> InvariantError:
     """Print the shortest history that fails with the fault. Returns the error."""
-    keys: dict[Any, str] = {scheduler: "schedulers", drafts.NGRAM: "ngrams", disk.DISK: "disks"}
-    modules = {keys.get(mutant.module, "managers"): apply(mutant)}
-    make = History
-    if mutant in states.MUTANTS.values():
-        make = states.HybridHistory
-    elif mutant in drafts.MUTANTS.values():
-        make = drafts.DraftHistory
-    elif mutant in disk.MUTANTS.values():
-        make = disk.DiskHistory
+    make, key = MAKE.get(mutant.module, (History, "managers"))
+    modules = {key: apply(mutant)}
     attempt = shortest(modules, range(SEEDS), make)
     say("""Random requests run on a model. Its next token depends on every slot that it reads. This
         is the shortest failing history of those that were tried, up to the step that fails. Tokens
@@ -220,12 +218,10 @@ def show_failure(mutant: Mutant) -> InvariantError:
     return show_attempt(attempt)
 
 
-def run(which: str | None, answers: list[str] | None) -> None:
+def run(which: str | None = None, answers: list[str] | None = None) -> None:
     """Run an exercise, or list all if `which` is None. With `answers`, compare or show answers."""
     if which is None:
         for theme in THEMES:
-            if not theme.exercises:
-                continue
             print(f"{theme.name[0].upper()}{theme.name[1:]}:")
             for i in theme.exercises:
                 level = "easy" if i in EASY else "hard" if i in HARD else "medium"
@@ -243,8 +239,7 @@ def run(which: str | None, answers: list[str] | None) -> None:
         for i, invariant in enumerate(theme.invariants, 1):
             print(fill(INVARIANTS[invariant], f"{i:2}. ", "    "))
         print()
-    known = states.MUTANTS | drafts.MUTANTS | disk.MUTANTS | MUTANTS
-    functions = {m.function for m in known.values() if m.module is mutant.module}
+    functions = {m.function for m in FAULTS.values() if m.module is mutant.module}
     function = mutant.function
     if function == "_shared_block":  # its fault cannot be told apart from one of its caller
         function += " or copy_on_write"

@@ -1,82 +1,83 @@
 """Build it: small parts of an engine, and an engine of them, with checks.
 
-`python -m lessons build NAME` copies a stub with its task, and `--check FILE` checks a solution.
-The checks are tests of the repository, so they need a clone and pytest. Puzzles are tasks too.
+`python -m lessons build NAME` copies a stub with its task, and `--check FILE` checks a solution,
+which then shows what its lesson adds to the ladder. The checks are tests, which need pytest.
 """
 
 import ast
-import importlib.util
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+from lessons import ladder
 from lessons.show import fill
 
 STUBS = Path(__file__).with_name("tasks")
 CHECKS = Path(__file__).parents[1] / "tests" / "lessons" / "exercises"
-# In the order in which a reader writes them. The last is an engine of the others.
-TASKS = (
-    *("stop", "cache", "slots", "step", "filter", "prefix", "eviction", "preempt", "policy"),
-    *("softmax", "replay", "ngram", "engine"),
-)
+# Task -> its lesson, in the order in which a reader writes them. The last joins the others.
+TASKS = {
+    **{"stop": "1", "cache": "3", "slots": "5", "step": "6", "filter": "7", "prefix": "8"},
+    **{"eviction": "8", "preempt": "9", "policy": "9", "softmax": "10", "replay": "11"},
+    **{"ngram": "drafts", "engine": "12"},
+}
 CHECK = "python -m lessons build {} --check {}"
 MAX_SECONDS = 60  # of the processor, for one check
 
 
-def write(which: str | None) -> None:
-    """Copy the stub of a task into the current directory, or list the tasks.
+def run(which: str | None = None, check: str | None = None) -> None:
+    """List the tasks, write the stub of one, or check the solution in the file `check`.
 
     Raises ValueError for an unknown task, FileExistsError if there is such a file already.
     """
-    if which is None:
+    if which is None and check is None:
         for name in TASKS:
             text = ast.get_docstring(ast.parse((STUBS / f"{name}.py").read_text())) or ""
             print(fill(text.splitlines()[0], name.ljust(10), " " * 10))
         print("\n`python -m lessons build NAME` writes NAME.py into this directory, and")
         print(f"`{CHECK.format('NAME', 'NAME.py')}` checks it.")
-        return
-    require_task(which)
-    target = Path(f"{which}.py").resolve()
+    elif which not in TASKS:
+        raise ValueError(f"unknown task {which!r}; the tasks are {', '.join(TASKS)}")
+    elif check is None:
+        write(which)
+    else:
+        run_checks(which, check)
+        print(f"All checks of {which} pass.", end="\n\n")
+        if ladder.has_rung(lesson := TASKS[which]):
+            print(f"What lesson {lesson} adds to the ladder, measured:", end="\n\n")
+            ladder.run(lesson)
+
+
+def write(task: str) -> None:
+    """Copy the stub of a task into the current directory."""
+    target = Path(f"{task}.py").resolve()
     if target.exists():
         raise FileExistsError(
             f"{target} exists and is not overwritten; rename it, or work in another directory"
         )
     target.write_text((STUBS / target.name).read_text())
     print(f"{target} is written. The text at its top is the task. To check your solution, run")
-    print(f"  {CHECK.format(which, target)}")
+    print(f"  {CHECK.format(task, target)}")
     print("It stops at the first check that fails. It needs pytest: pip install -e '.[test]'")
 
 
-def check(which: str | None, file: str) -> None:
-    """Run the checks of a task on the solution in `file`, and exit with pytest's status.
+def run_checks(name: str, file: str, **variables: str) -> None:
+    """Run the checks in build_NAME.py on `file`. Exits with pytest's status if one fails.
 
-    They run in another process, which a wrong pointer of a kernel can end. Raises ValueError
-    without pytest or outside a clone.
+    They run in another process, which a wrong pointer of a kernel can end.
     """
-    require_task(which)
-    test = CHECKS / f"build_{which}.py"
-    if not test.exists():
-        raise ValueError(f"the checks are in a clone of the repository, and there is no {test}")
-    if importlib.util.find_spec("pytest") is None:
-        raise ValueError("the checks need pytest: pip install -e '.[test]'")
     short = ["-x", "-q", "-rN", "--tb=short", "--no-header", "--show-capture=stdout"]
     short.append(f"--rootdir={CHECKS.parents[2]}")
-    alone = ["--noconftest", "-n", "0", "-p", "no:cacheprovider", "-p", __name__]
-    command = [sys.executable, "-m", "pytest", *short, *alone, str(test)]
-    environment = os.environ | {"SOLUTION": str(Path(file).resolve())}
+    alone = ["--noconftest", "-n", "0", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
+    alone += ["-p", __name__]
+    command = [sys.executable, "-m", "pytest", *short, *alone, str(CHECKS / f"build_{name}.py")]
+    environment = os.environ | variables | {"SOLUTION": str(Path(file).resolve())}
     status = subprocess.run(command, env=environment, check=False).returncode
-    if status == 0:
-        print(f"All checks of {which} pass.")
-    elif status < 0:
+    if status < 0:
         print(f"It reads or writes where no memory is ({signal.Signals(-status).name}).")
-    raise SystemExit(status)
-
-
-def require_task(which: str | None) -> None:
-    if which not in TASKS:
-        raise ValueError(f"unknown task {which!r}; the tasks are {', '.join(TASKS)}")
+    if status:
+        raise SystemExit(status)
 
 
 # ---- this module is also a plugin of pytest, which calls these functions ----

@@ -2,12 +2,12 @@
 
 python -m lessons                   lists the lessons
 python -m lessons 5                 runs lesson 5
-python -m lessons 3b                runs the second part of lesson 3
+python -m lessons 6b                runs the second part of lesson 6
 python -m lessons beams             runs an elective
 python -m lessons 5 --answers 17 b  compares your answers to its questions
 python -m lessons 5 --answers       shows the answers
 python -m lessons ladder            runs the same requests with one idea after another
-python -m lessons ladder 6          measures what lesson 6 has added
+python -m lessons ladder 6          measures what lesson 6 adds
 python -m lessons puzzle            lists Triton kernels to complete
 python -m lessons break             lists faults of scheduler and block managers to find
 python -m lessons build             lists parts of the engine to write yourself
@@ -16,9 +16,12 @@ python -m lessons build             lists parts of the engine to write yourself
 import argparse
 import ast
 import importlib
+import inspect
 import logging
+from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from lessons.show import fill, say, show_answers, show_command
 from tools.benchmarks import machine
@@ -39,53 +42,54 @@ ELECTIVES = {
     "structured_outputs": "lesson 7",
     "drafts": "lessons 4 and 7",
 }
-# The name of each lesson, such as "3b" or "beams", in the order of the list, and its module.
+# The name of each lesson, such as "6b" or "beams", in the order of the list, and its module.
 LESSONS = {
     **{name[6:].partition("_")[0].lstrip("0"): name for name in ROAD},
     **{name: f"elective_{name}" for name in ELECTIVES},
 }
-MODULES = {
-    "ladder": "ladder",
-    "puzzle": "puzzle_it",
-    "break": "break_it",
-    "build": "build_it",
-}
+MODULES = {"ladder": "ladder", "puzzle": "puzzle_it", "break": "break_it", "build": "build_it"}
 
 
 def load(what: str) -> ModuleType:
     """Import a lesson or an exercise by its name."""
-    return importlib.import_module(f"lessons.{MODULES.get(what) or LESSONS[what]}")
+    return importlib.import_module(f"lessons.{(LESSONS | MODULES)[what]}")
 
 
 def parts(what: str) -> list[str]:
-    """Return the names of the parts of a lesson: "3" has 3a and 3b, and "3a" is one."""
+    """Return the names of the parts of a lesson: "6" has 6a and 6b, and "6a" is one."""
     return [name for name in LESSONS if what in (name, name.rstrip("abcd"))]
 
 
 def title(name: str) -> str:
     """Return the first line of the lesson's docstring."""
-    source = Path(__file__).with_name(f"{LESSONS[name]}.py").read_text()
+    source = Path(__file__).with_name(f"{(LESSONS | MODULES)[name]}.py").read_text()
     return str(ast.get_docstring(ast.parse(source))).splitlines()[0]
 
 
-def run_lesson(what: str, answers: list[str] | None) -> None:
+def run_lesson(what: str, answers: list[str] | None = None) -> None:
     """Run a lesson. With `answers`, compare them to its answers, or show its answers."""
     lessons = [load(name) for name in parts(what)]
     questions = [question for lesson in lessons for question in lesson.QUESTIONS]
     if answers is not None:
         show_answers(questions, answers)
         return
-    since = machine.cpu_seconds()
     for lesson in lessons:
         say(str(lesson.__doc__))
         lesson.run()
     show_command(questions, f"python -m lessons {what} --answers")
-    number = what.rstrip("abcd")
-    if what in (number, parts(number)[-1]) and load("ladder").has_rung(number):
-        print(f"What it adds to the ladder, measured: python -m lessons ladder {number}")
-    if (others := machine.other_load(since)) > BUSY:
-        say(f"""The machine is busy: other programs took {others:.0%} of its processors' time. Times
-            and speeds in this lesson mean little.""")
+
+
+def run(what: str, given: dict[str, Any]) -> None:
+    """Run a lesson or an exercise with the arguments that are given. Raises ValueError."""
+    function = partial(run_lesson, what) if parts(what) else load(what).run
+    for name in given.keys() - inspect.signature(function).parameters:
+        raise ValueError(f"{what} takes no {given[name] if name == 'which' else '--' + name}")
+    since = machine.cpu_seconds()
+    function(**given)
+    shows_times = "answers" not in given and what not in ("break", "puzzle")
+    if shows_times and (others := machine.other_load(since)) > BUSY:
+        say(f"""The machine is busy: other programs took {others:.0%} of its processors' time. The
+            times mean little.""")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -113,33 +117,21 @@ def main(argv: list[str] | None = None) -> None:
         parser.print_help()
         return
     logging.getLogger("nanovllm").setLevel(logging.WARNING)  # no line for each LLM that is made
+    names = ("which", "answers", "check")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     try:
         if args.help:
             for name in parts(args.what) or [args.what]:
                 say(str(load(name).__doc__))
-        elif parts(args.what or "") and args.which is None and args.check is None:
-            run_lesson(args.what, args.answers)
-        elif args.what == "puzzle":
-            load(args.what).run(args.which, args.answers, args.check)
-        elif args.what == "break":
-            load(args.what).run(args.which, args.answers)
-        elif args.check is not None and args.what != "build":
-            raise ValueError("only build and puzzle take --check")
-        elif args.what == "build" and args.answers is None:
-            build = load(args.what)
-            build.write(args.which) if args.check is None else build.check(args.which, args.check)
-        elif args.what == "ladder" and args.answers is None:
-            load(args.what).run(args.which)
-        elif args.what is None and args.answers is None:
+        elif args.what:
+            run(args.what, given)
+        elif given:
+            raise ValueError("without the name of a lesson, nothing else can be given")
+        else:
             for name in LESSONS:
                 needs = f" It needs {ELECTIVES[name]}." if name in ELECTIVES else ""
                 print(fill(title(name) + needs, rest="  "))
             print(f"\n{str(__doc__).partition(chr(10) * 2)[2].strip()}")
-        else:
-            extra = "--answers" if args.which is None else repr(args.which)
-            raise ValueError(f"{args.what or 'the list'} takes no {extra}")
-    except BrokenPipeError:  # of stdout; nanovllm/__main__.py handles it
-        raise
     except (ValueError, OSError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:

@@ -1,12 +1,13 @@
 """The ladder: the same 16 requests on every rung, from no cache to the defaults of LLM().
 
-Each rung adds one idea to the previous rung and gives the same tokens. The table shows the gains.
-`python -m lessons ladder 6` measures the rungs of lesson 6, and the one before them. All of them
-take about a minute, and 15 to 30 s more if the CPU's kernels have to be compiled first. Timings
-mean little while other programs run.
+Each rung adds one idea to the previous rung and gives the same tokens. `python -m lessons ladder 6`
+measures the rungs of lesson 6, and the one before them. All of them take 20 to 60 s, and 15 to
+30 s more if the CPU's kernels have to be compiled first.
+
+    no cache -> a KV cache -> blocks -> batches -> a token budget -> prefix sharing
+             -> kernels -> async scheduling -> the defaults
 """
 
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -18,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from lessons import lesson03a_no_cache, lesson03b_kv_cache
+from lessons import lesson03_kv_cache
 from lessons.lesson import Counters, make_llm, optional
-from lessons.lesson03a_no_cache import Way
-from lessons.show import say, show_table
+from lessons.lesson03_kv_cache import Way
+from lessons.show import faster, link, say, show_source, show_table
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.observer import NO_OBSERVER
 from nanovllm.outputs import RequestOutput
@@ -125,8 +126,8 @@ KERNEL_LESSON = 10
 static, continuous = partial(by_engine, group=ROWS), partial(by_engine, group=sys.maxsize)
 
 RUNGS = [
-    Rung(3, "no cache", PLAIN, partial(by_hand, way=lesson03a_no_cache.generate, reserved=0)),
-    Rung(3, "a KV cache", PLAIN, partial(by_hand, way=lesson03b_kv_cache.generate, reserved=1)),
+    Rung(3, "no cache", PLAIN, partial(by_hand, way=lesson03_kv_cache.without_cache, reserved=0)),
+    Rung(3, "a KV cache", PLAIN, partial(by_hand, way=lesson03_kv_cache.with_cache, reserved=1)),
     Rung(5, "blocks", PLAIN, partial(by_engine, group=1)),
     Rung(6, f"static batches of {ROWS}", PLAIN, static),
     Rung(6, "continuous batching", PLAIN, continuous),
@@ -147,52 +148,39 @@ def has_numba(dtype: torch.dtype = torch.float32) -> bool:
 
 def climb(
     rungs: list[Rung], number: int, repeats: int, warm_up: bool = True
-) -> list[tuple[Rung, list[Run]]]:
-    """Run `number` requests on all rungs in turns, `repeats` times -> each rung and its runs.
+) -> list[tuple[Rung, Run]]:
+    """Run `number` requests on all rungs in turns, `repeats` times -> each rung, its fastest run.
 
     Raises AssertionError if the tokens of a rung differ from the first rung.
     """
-    results: list[tuple[Rung, list[Run]]] = [(rung, []) for rung in rungs]
+    runs: list[list[Run]] = [[] for _ in rungs]
     llms = [make_llm(**rung.options) for rung in rungs]
     requests = make_requests(llms[0], number)
     for rung, llm in zip(rungs if warm_up else (), llms, strict=False):
         rung.run(llm, requests[:ROWS])
     for i in tqdm(range(repeats * len(rungs)), unit="run", leave=False):
-        (rung, runs), llm = results[i % len(rungs)], llms[i % len(rungs)]
-        runs.append(rung.run(llm, requests))
-        assert runs[-1].tokens == results[0][1][0].tokens, f"{rung.adds} changes the tokens"
-    return results
+        place = i % len(rungs)
+        runs[place].append(rungs[place].run(llms[place], requests))
+        same = runs[place][-1].tokens == runs[0][0].tokens
+        assert same, f"{rungs[place].adds} changes the tokens"
+    return [
+        (rung, min(each, key=lambda run: run.seconds))
+        for rung, each in zip(rungs, runs, strict=True)
+    ]
 
 
-def median(runs: list[Run]) -> Run:
-    return sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
-
-
-def gain(previous: list[Run], now: list[Run]) -> str:
-    """Return how many times as fast: the median, the lowest and the highest ratio of the turns.
-
-    The result has no more digits than the spread supports.
-    """
-    ratios = sorted(b.seconds / n.seconds for b, n in zip(previous, now, strict=True))
-    low, ratio, high = ratios[0], ratios[len(ratios) // 2], ratios[-1]
-    digits = min(2, max(1, -math.floor(math.log10(high - low)))) if high > low else 2
-    middle = "about 1" if low <= 1 <= high else f"{ratio:.{digits}f}"
-    return f"{middle} ({low:.{digits}f} to {high:.{digits}f})"
-
-
-def show(results: list[tuple[Rung, list[Run]]]) -> None:
+def show(results: list[tuple[Rung, Run]]) -> None:
     """Print the table. A gain compares a rung with the previous rung."""
     rows: list[tuple[object, ...]] = []
-    previous: list[Run] = []
-    for rung, runs in results:
-        run = median(runs)
+    before = None
+    for rung, run in results:
         speed = f"{sum(map(len, run.tokens)) / run.seconds:,.0f}"
         counts = (run.steps, f"{run.computed:,}", f"{run.slots:,}")
         times = (f"{1e3 * run.first_token:,.0f}", f"{1e3 * run.longest_step:,.0f}")
-        gained = gain(previous, runs) if previous else ""
-        rows.append((f"{rung.lesson} {rung.adds}", speed, gained, *counts, *times))
-        previous = runs
-    names = ("lesson", "tokens/s", "gain", "steps", "computed", "slots", "first ms", "step ms")
+        gain = faster(before.seconds, run.seconds) if before else ""
+        rows.append((f"{rung.lesson} {rung.adds}", *counts, speed, gain, *times))
+        before = run
+    names = ("lesson", "steps", "computed", "slots", "tokens/s", "gain", "first ms", "step ms")
     show_table(names, rows)
 
 
@@ -211,24 +199,25 @@ def rungs_of(lesson: str | None) -> list[Rung]:
     return RUNGS[max(0, numbers[0] - 1) : numbers[-1] + 1]
 
 
-def run(lesson: str | None = None) -> None:
-    rungs = rungs_of(lesson)
-    say(str(__doc__))
+def run(which: str | None = None) -> None:
+    """Run the rungs of the lesson `which`, or all. Raises ValueError if the lesson has none."""
+    rungs = rungs_of(which)
     say(f"""The requests begin with the same conversation and have {min(LENGTHS)} to {max(LENGTHS)}
-        output tokens, in float32. Timings are from the median of 3 runs after one to warm up.
+        output tokens, in float32. Times are of the fastest of three runs, after one to warm up.
 
-        gain: tokens per second compared with the previous rung, with the lowest and the highest
-        ratio of the three turns; "about 1" if the ratios are on both sides of 1. computed: tokens
-        in all steps. slots: the most slots of the KV cache that were reserved. first: mean time
-        from the start to a request's first token. step: the longest step.""")
+        computed: tokens in all steps. slots: the most slots of the KV cache that were reserved.
+        gain: speed compared with the previous rung. first ms: mean time from the start to a
+        request's first token. step ms: the longest step.""")
     if any(rung.lesson >= KERNEL_LESSON for rung in rungs) and not has_numba():
-        say("Without Numba, the rung of its kernels is left out; later ones run in plain torch.")
+        say("Numba is not installed, so its rung is left out; later ones run in plain torch.")
         plain = {"attention_backend": "sdpa"}
         rungs = [r._replace(options=r.options | plain) for r in rungs if r.lesson != KERNEL_LESSON]
     show(climb(rungs, NUM_REQUESTS, repeats=3))
-    if lesson is not None:
-        return
-    say("""A cache, batches, prefix sharing and kernels are about speed, blocks about memory (the
-        slots), and a small token budget about the longest step. Async scheduling is for a GPU; a
-        CPU does not compute while the host plans. The defaults run all requests at once, with 8,192
-        tokens a step.""")
+    if which is None:
+        say("""A cache, batches, prefix sharing and kernels are about speed, blocks about memory
+            (the slots), and a small token budget about the longest step. Async scheduling is for a
+            GPU; a CPU does not compute while the host plans. The defaults run all requests at once,
+            with 8,192 tokens a step.""")
+        show_source(
+            link("engine.llm_engine.LLMEngine.step"), link("engine.scheduler.Scheduler.schedule")
+        )

@@ -4,24 +4,21 @@
 loop, and of the last everything.
 """
 
-import faulthandler
 import inspect
-import multiprocessing
 import re
-import signal
 import tempfile
 import textwrap
 import warnings
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
+from lessons.build_it import run_checks
 from lessons.lesson import optional
 from lessons.show import say
 
-MAX_SECONDS = 10  # of the processor
 COMMAND = "python -m lessons puzzle"
 
 
@@ -116,48 +113,15 @@ def template(kernels: ModuleType, puzzle: Puzzle, lines: str = "...  # your code
     return f"{head}{before}{textwrap.indent(lines.strip(), '    ')}\n{after}"
 
 
-def check(kernels: ModuleType, puzzle: Puzzle, file: Path) -> str:
-    """Run `compare` in a separate process, which a wrong pointer can end in the interpreter.
-
-    Code that does not end is ended by a limit of CPU time, which does not depend on other programs.
-    On a GPU a wrong pointer raises an error, and a forked process could not use the GPU.
-    """
-    if torch.cuda.is_available():
-        return compare(kernels, puzzle, file)
-    import resource  # exists where processes can be forked
-
-    context = multiprocessing.get_context("fork")
-    receive, send = context.Pipe(duplex=False)
-
-    def run() -> None:
-        faulthandler.disable()  # the answer says what happened
-        resource.setrlimit(resource.RLIMIT_CPU, (MAX_SECONDS, MAX_SECONDS))
-        torch.set_num_threads(1)  # a forked process has no threads of its parent
-        send.send(compare(kernels, puzzle, file))
-
-    child = context.Process(target=run)
-    child.start()
-    send.close()
-    try:
-        said: str = receive.recv()
-    except EOFError:
-        child.join()
-        if child.exitcode in (-signal.SIGXCPU, -signal.SIGKILL):
-            return f"It does not end within {MAX_SECONDS} seconds."
-        return f"It reads or writes where no memory is (signal {-(child.exitcode or 0)})."
-    child.join()
-    return said
-
-
 def compare(kernels: ModuleType, puzzle: Puzzle, file: Path) -> str:
-    """Run the kernel of a reader's file. Returns "" if the result is torch's, else the fault."""
+    """Run the kernel of a reader's file -> "" if the result is torch's, else the fault, a hint."""
     module, name = ModuleType(puzzle.kernel), puzzle.kernel
     observed, fault = None, ""
     with warnings.catch_warnings(action="ignore"):  # NumPy warns of NaN in the interpreter
         try:
             exec(compile(file.read_text(), str(file), "exec"), module.__dict__)
             observed = kernels.Observed(getattr(module, name))
-            got, want = getattr(kernels, f"check_{name}")(SimpleNamespace(**{name: observed}))
+            got, want = getattr(kernels, f"check_{name}")(observed)
         except Exception as error:  # whatever a reader's code can raise
             cause = error.__cause__ or error
             message = (str(cause).splitlines() or [""])[-1].strip()
@@ -166,17 +130,16 @@ def compare(kernels: ModuleType, puzzle: Puzzle, file: Path) -> str:
             wrong = ~torch.isclose(got, want, rtol=1e-3, atol=1e-4)
             if wrong.any():
                 place = tuple(wrong.nonzero()[0].tolist())
-                fault = (
-                    f"{int(wrong.sum())} of {wrong.numel()} numbers are wrong. The first is at "
-                    f"{list(place)}: {got[place]:.4f} came out, and torch computes "
-                    f"{want[place]:.4f}."
-                )
+                fault = f"{int(wrong.sum())} of {wrong.numel()} numbers are wrong. The first is at "
+                fault += f"{list(place)}: {got[place]:.4f} came out, not {want[place]:.4f}."
     if fault and observed and observed.programs:
         fault += f" Its programs load and store (->), in this order:\n\n{observed.picture()}"
-    return fault
+    return fault and f"That is not right. {fault}\n\nHint: {puzzle.hint}"
 
 
-def run(which: str | None, answers: list[str] | None, file: str | None) -> None:
+def run(
+    which: str | None = None, answers: list[str] | None = None, check: str | None = None
+) -> None:
     """List the puzzles, show one, or check a line or a file. Without a line the answer is shown."""
     kernels = optional("lessons.puzzles")
     if kernels is None:
@@ -188,25 +151,17 @@ def run(which: str | None, answers: list[str] | None, file: str | None) -> None:
     if which not in numbers:
         raise ValueError(f"puzzle takes a number from 1 to {len(PUZZLES)}, not {which!r}")
     puzzle = PUZZLES[int(which) - 1]
-    if file is None and answers is None:
+    if check is None and answers is None:
         show_puzzle(kernels, puzzle, which)
         return
-    if file is None and not answers:
+    if check is None and not answers:
         print(textwrap.dedent(parts(kernels, puzzle)[1]).rstrip())
         return
-    with tempfile.NamedTemporaryFile(
-        "w", suffix=".py"
-    ) as text:  # Triton reads the source of a file
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as text:  # Triton reads source from a file
         text.write(template(kernels, puzzle, " ".join(answers or ())))
         text.flush()
-        wrong = check(kernels, puzzle, Path(file or text.name))
-    if wrong:
-        fault, _, picture = wrong.partition("\n\n")
-        say(f"That is not right. {fault}")
-        print(picture, end="\n\n" if picture else "")
-        say(f"Hint: {puzzle.hint}")
-    else:
-        say("That is right: the kernel computes what torch does.")
+        run_checks("puzzle", check or text.name, PUZZLE=which)
+    print("That is right: the kernel computes what torch does.")
 
 
 def show_puzzle(kernels: ModuleType, puzzle: Puzzle, number: str) -> None:
@@ -214,7 +169,7 @@ def show_puzzle(kernels: ModuleType, puzzle: Puzzle, number: str) -> None:
     say(f"Puzzle {number}: {puzzle.title}. {puzzle.task}")
     print(textwrap.indent(inspect.cleandoc(puzzle.picture), "    "), end="\n\n")
     observed = kernels.Observed(getattr(kernels, puzzle.kernel))
-    getattr(kernels, f"check_{puzzle.kernel}")(SimpleNamespace(**{puzzle.kernel: observed}))
+    getattr(kernels, f"check_{puzzle.kernel}")(observed)
     if observed.programs:
         print(f"Its programs load and store (->), in this order:\n\n{observed.picture()}\n")
     print(text := template(kernels, puzzle))

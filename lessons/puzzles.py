@@ -1,7 +1,7 @@
 """The Triton kernels of lesson 10a, each with a check. From `# puzzle` to `# end` they are hidden.
 
-A check runs a kernel of `kernels` and returns what it computed and what torch computes. This module
-is imported by `lesson.optional` only.
+A check returns what the kernel computed and what torch computes. This module is imported by
+`lesson.optional` only.
 """
 
 import math
@@ -206,43 +206,43 @@ def random(*shape: int) -> Tensor:
     return place(3 * torch.randn(shape, generator=torch.Generator().manual_seed(0)))
 
 
-def check_add(kernels: Any) -> tuple[Tensor, Tensor]:
+def check_add(kernel: Any) -> tuple[Tensor, Tensor]:
     got, want = [], []
     for n in (19, 6):  # what follows the n numbers must not be changed
         x, y, out = random(21), random(22), place(torch.full((21,), -1.0))
-        kernels.add[(triton.cdiv(n, SIZE),)](x, y, out, n, SIZE)
+        kernel[(triton.cdiv(n, SIZE),)](x, y, out, n, SIZE)
         got.append(out)
         want += [(random(21) + random(22)[:21])[:n], out.new_full((21 - n,), -1.0)]
     return torch.cat(got), torch.cat(want)
 
 
-def check_softmax(kernels: Any) -> tuple[Tensor, Tensor]:
+def check_softmax(kernel: Any) -> tuple[Tensor, Tensor]:
     shift = torch.tensor([[1000.0], [-1000.0], [0.0]])  # exp(1000) is infinite, exp(-1000) is 0
     x, out = place(random(3, 6) + shift.to(random(1).device)), place(torch.zeros(3, 6))
-    kernels.softmax[(3,)](x, out, 6, 5, 8)
+    kernel[(3,)](x, out, 6, 5, 8)
     return out[:, :5], x[:, :5].softmax(1)
 
 
-def check_product(kernels: Any) -> tuple[Tensor, Tensor]:
+def check_product(kernel: Any) -> tuple[Tensor, Tensor]:
     x, y, out = random(32, 48), random(48, 64), place(torch.zeros(32, 64))
-    kernels.product[(2, 4)](x, y, out, 48, 64, 16)
+    kernel[(2, 4)](x, y, out, 48, 64, 16)
     return out, x @ y
 
 
-def check_online_softmax(kernels: Any) -> tuple[Tensor, Tensor]:
+def check_online_softmax(kernel: Any) -> tuple[Tensor, Tensor]:
     # m rises in the second tile and not in the third. All tiles have weights that matter.
     # The second time the first tile has much larger scores than the others.
     values, got, want = random(20, 4), [], []
     for largest in (0, 200):
         scores, out = place(torch.linspace(0, 4, 20).roll(-4)), place(torch.zeros(4))
         scores[0] += largest
-        kernels.online_softmax[(1,)](scores, values, out, 20, 8, 4)
+        kernel[(1,)](scores, values, out, 20, 8, 4)
         got.append(out)
         want.append(scores.softmax(0) @ values)
     return torch.cat(got), torch.cat(want)
 
 
-def check_paged(kernels: Any) -> tuple[Tensor, Tensor]:
+def check_paged(kernel: Any) -> tuple[Tensor, Tensor]:
     # Scores are small, so that a masked position would have a weight that matters.
     q, cache, out = place(random(2, 4, 8) / 10), random(2, 32, 2, 8), place(torch.zeros(2, 4, 8))
     tables, lengths = torch.tensor([[5, 2, 7], [1, 3, 0]]), torch.tensor([10, 8])
@@ -255,5 +255,5 @@ def check_paged(kernels: Any) -> tuple[Tensor, Tensor]:
         weights = torch.einsum("hd,nhd->hn", q[s].cpu(), k).softmax(1)
         want[s] = torch.einsum("hn,nhd->hd", weights, v)
     tables, lengths = place(tables), place(lengths)
-    kernels.paged[(2, 4)](q, keys, values, tables, lengths, out, 3, 2, 4, 8)
+    kernel[(2, 4)](q, keys, values, tables, lengths, out, 3, 2, 4, 8)
     return out, want.to(out.device)

@@ -13,14 +13,15 @@ from nanovllm.engine import block_manager, scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.requests import ngram
 
-NGRAM = ngram
-
 MUTANTS = {
     "a token after a wrong draft is accepted": Mutant(
-        NGRAM, "accept", "A.index(False)", "sum(matches)"
+        ngram, "accept", "[*matches, False].index(False)", "sum(matches)"
     ),
     "a wrong draft counts as computed, and a block that ends with it is cached": Mutant(
-        NGRAM, "_take_back", "A - num_accepted", "A - num_accepted - (num_accepted < num_drafts)"
+        ngram,
+        "_take_back",
+        "num_drafts - num_accepted",
+        "num_drafts - num_accepted - (num_accepted < num_drafts)",
     ),
 }
 

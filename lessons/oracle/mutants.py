@@ -1,175 +1,131 @@
-"""One-line faults of the scheduler and the block manager, made in the syntax tree.
+"""One-line faults of the scheduler and the block manager.
 
-A fault names a function, a pattern in it and the replacement of the one place that matches. In a
-pattern, a single capital letter matches any expression, so variables may be renamed. `apply`
-returns the module with the fault. tests/lessons/test_oracle.py catches every fault. Faults of
-states are in states.py. No torch.
+tests/lessons/test_oracle.py catches every one of them. No torch.
 """
 
 import ast
 import inspect
 import re
 import types
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from nanovllm.engine import block_manager, scheduler
+from nanovllm.engine import block_manager as blocks
+from nanovllm.engine import scheduler
 
 
 class Mutant(NamedTuple):
-    """A fault: in `function` of `module`, `pattern` becomes `replacement`."""
+    """A fault: in `function` of `module`, the text `old` becomes `new`."""
 
     module: types.ModuleType
     function: str
-    pattern: str
-    replacement: str
+    old: str
+    new: str
 
-
-BLOCKS, SCHEDULER = block_manager, scheduler
 
 MUTANTS = {
-    "a reference is not counted": Mutant(BLOCKS, "attach_cached", "A.ref_count += 1", "pass"),
-    "a shared block stays evictable": Mutant(BLOCKS, "attach_cached", "del A[B]", "pass"),
+    "a reference is not counted": Mutant(blocks, "attach_cached", "block.ref_count += 1", "pass"),
+    "a shared block stays evictable": Mutant(
+        blocks, "attach_cached", "del self.evictable[block.block_id]", "pass"
+    ),
     "an evicted block can still be found": Mutant(
-        BLOCKS, "_evict", "del self.hash_to_block[A]", "pass"
+        blocks, "_evict", "del self.hash_to_block[block.block_hash]", "pass"
     ),
-    "a hash lacks the parent": Mutant(
-        BLOCKS, "hash_block", "xxh3_128_digest(A + B)", "xxh3_128_digest(B)"
+    "a hash lacks the parent": Mutant(blocks, "hash_block", "(parent_block_hash + ", "("),
+    "a match does not compare the tokens": Mutant(
+        blocks, "match", " or block.token_ids != self._token_ids(seq, i)", ""
     ),
-    "a match does not compare the tokens": Mutant(BLOCKS, "match", "A is None or B", "A is None"),
-    "a match goes to the very end": Mutant(BLOCKS, "match", "len(A) - 1", "len(A)"),
+    "a match goes to the very end": Mutant(
+        blocks, "match", "len(seq.token_ids) - 1", "len(seq.token_ids)"
+    ),
     "a block is cached before it is full": Mutant(
-        BLOCKS, "cache_full_blocks", "min(A, B) // C", "-(-min(A, B) // C)"
+        blocks, "cache_full_blocks", "// self.block_size", "// -self.block_size * -1"
     ),
     "a block is cached before it is computed": Mutant(
-        BLOCKS, "cache_full_blocks", "min(A, B) // C", "min(len(seq.block_table) * C, B) // C"
+        blocks,
+        "cache_full_blocks",
+        "(seq.num_computed, ",
+        "(len(seq.block_table) * self.block_size, ",
     ),
     "a shared block is written in place": Mutant(
-        BLOCKS, "_shared_block", "A.ref_count == 1 and B", "True"
+        blocks, "_shared_block", "block.ref_count == 1 and not block.is_cached", "True"
     ),
     "a cached block is written in place": Mutant(
-        BLOCKS, "_shared_block", "A.ref_count == 1 and B", "A.ref_count == 1"
+        blocks, "_shared_block", " and not block.is_cached", ""
     ),
     "a block is appended one token late": Mutant(
-        SCHEDULER, "schedule", "A.num_computed == B", "A.num_computed == B + 1"
+        scheduler, "schedule", "* block_size:", "* block_size + 1:"
     ),
     "a block is appended one token early": Mutant(
-        SCHEDULER, "schedule", "A.num_computed == B", "A.num_computed + 1 == B"
+        scheduler, "schedule", "num_computed == len", "num_computed + 1 == len"
     ),
-    "a copy is not planned": Mutant(BLOCKS, "copy_on_write", "A._copies.append(B)", "pass"),
+    "a copy is not planned": Mutant(
+        blocks, "copy_on_write", "self._copies.append(BlockCopy(shared.block_id, copy))", "pass"
+    ),
     "the copied block is not reported": Mutant(
-        SCHEDULER, "allocate", "new.append((A, B // C, D))", "pass"
+        scheduler,
+        "allocate",
+        "new.append((seq.row, seq.num_computed // block_manager.block_size, copy))",
+        "pass",
     ),
     "a fork shares one token too many": Mutant(
-        SCHEDULER, "commit", "seq.num_prompt - 1", "seq.num_prompt"
+        scheduler, "commit", "seq.num_prompt - 1", "seq.num_prompt"
     ),
     "the oldest is preempted": Mutant(
-        SCHEDULER, "_make_room", "self.running[-1]", "self.running[0]"
+        scheduler, "_make_room", "self.running[-1]", "self.running[0]"
     ),
     "a preempted sequence loses its tokens": Mutant(
-        SCHEDULER, "preempt", "seq.preemptions += 1", "del seq.token_ids[seq.num_prompt :]"
+        scheduler, "preempt", "seq.preemptions += 1", "del seq.token_ids[seq.num_prompt:]"
     ),
-    "admission in a step that preempted": Mutant(SCHEDULER, "schedule", "A > preemptions", "False"),
-    "a row is not returned": Mutant(SCHEDULER, "leave", "self.free_rows.append(A)", "pass"),
+    "admission in a step that preempted": Mutant(
+        scheduler, "schedule", "self.preemptions > preemptions", "False"
+    ),
+    "a row is not returned": Mutant(scheduler, "leave", "self.free_rows.append(seq.row)", "pass"),
     "a token sampled too late is kept": Mutant(
-        SCHEDULER, "commit", "A.status is Status.FINISHED", "False"
+        scheduler, "commit", "seq.status is Status.FINISHED", "False"
     ),
-    "the budget is not spent": Mutant(SCHEDULER, "schedule", "budget -= 1", "pass"),
-    "an abandoned step keeps its blocks": Mutant(BLOCKS, "revert", "self._free_all()", "pass"),
-    "max_length is passed by one": Mutant(
-        SCHEDULER, "finish_if_complete", "len(A) >= B.max_length", "len(A) > B.max_length"
-    ),
+    "the budget is not spent": Mutant(scheduler, "schedule", "budget -= 1", "pass"),
+    "an abandoned step keeps its blocks": Mutant(blocks, "revert", "self._free_all()", "pass"),
+    "max_length is passed by one": Mutant(scheduler, "finish_if_complete", ">=", ">"),
     "a resumed chunk starts one token late": Mutant(
-        SCHEDULER,
-        "plan_chunk",
-        "Chunk(A, B, C[start:end], D)",
-        "Chunk(A, B, C[start + 1 : end + 1], D)",
+        scheduler, "plan_chunk", "[start:end]", "[start + 1 : end + 1]"
     ),
     "the cache is reset while sequences run": Mutant(
-        BLOCKS, "reset_prefix_cache", "A < self.num_blocks", "False"
+        blocks, "reset_prefix_cache", "self.num_available < self.num_blocks", "False"
     ),
 }
 
 
-def matches(pattern: object, node: object, wildcards: dict[str, Any]) -> bool:
-    """Return whether two nodes are equal, except for wildcards.
+def change(mutant: Mutant) -> tuple[str, int]:
+    """Return the source of the module with the fault, and the number of the changed line.
 
-    Puts the expression that each wildcard matches into `wildcards`.
+    Raises ValueError unless the old text is at exactly one place of the function.
     """
-    if isinstance(pattern, ast.Name) and re.fullmatch("[A-Z]", pattern.id):
-        wildcards[pattern.id] = node
-        return isinstance(node, ast.expr)
-    if isinstance(pattern, list) and isinstance(node, list):
-        pairs = zip(pattern, node, strict=False)
-        return len(pattern) == len(node) and all(matches(p, n, wildcards) for p, n in pairs)
-    if isinstance(pattern, ast.expr_context):
-        return True
-    if isinstance(pattern, ast.AST):
-        return type(pattern) is type(node) and all(
-            matches(value, getattr(node, name), wildcards)
-            for name, value in ast.iter_fields(pattern)
-        )
-    return pattern == node
-
-
-class Replace(ast.NodeTransformer):
-    """Replaces all nodes that match a pattern."""
-
-    def __init__(self, pattern: ast.AST, replacement: ast.AST) -> None:
-        self.pattern, self.replacement = pattern, replacement
-        self.replaced: list[ast.AST] = []
-        self.made: list[ast.AST] = []
-
-    def visit(self, node: ast.AST) -> Any:
-        wildcards: dict[str, Any] = {}
-        if not matches(self.pattern, node, wildcards):
-            return self.generic_visit(node)
-
-        class Fill(ast.NodeTransformer):
-            def visit_Name(self, name: ast.Name) -> Any:
-                return wildcards.get(name.id, name)
-
-        self.replaced.append(node)
-        self.made.append(ast.copy_location(Fill().visit(self.replacement), node))
-        return self.made[-1]
-
-
-def statement(source: str) -> ast.AST:
-    return ast.parse(source).body[0]
-
-
-def transform(mutant: Mutant) -> tuple[ast.Module, ast.AST, ast.AST]:
-    """Return the tree of the module with the fault, the replaced node, and its replacement.
-
-    Raises ValueError unless exactly one place matches.
-    """
-    tree = ast.parse(inspect.getsource(mutant.module))
-    pattern = statement(mutant.pattern)
-    replacement = statement(mutant.replacement)
-    if isinstance(pattern, ast.Expr) and isinstance(replacement, ast.Expr):
-        pattern, replacement = pattern.value, replacement.value
-    replace = Replace(pattern, replacement)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and node.name == mutant.function:
-            node.body = [replace.visit(child) for child in node.body]
-    if len(replace.replaced) != 1:
-        places = f"{len(replace.replaced)} places of {mutant.function}"
-        raise ValueError(f"{mutant.pattern!r} matches {places}")
-    return ast.fix_missing_locations(tree), replace.replaced[0], replace.made[0]
+    source, old = inspect.getsource(mutant.module), mutant.old
+    places = [
+        place.start()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef) and node.name == mutant.function
+        for place in re.finditer(re.escape(old), source)
+        if node.lineno <= source.count("\n", 0, place.start()) + 1 <= (node.end_lineno or 0)
+    ]
+    if len(places) != 1:
+        raise ValueError(f"{old!r} is at {len(places)} places of {mutant.function}")
+    [start] = places
+    faulty = source[:start] + mutant.new + source[start + len(old) :]
+    return faulty, source.count("\n", 0, start) + 1
 
 
 def apply(mutant: Mutant) -> types.ModuleType:
-    """Return the module with the fault. Raises ValueError unless exactly one place matches."""
-    tree, *_ = transform(mutant)
-    faulty = types.ModuleType("faulty")
-    faulty.__dict__["__name__"] = mutant.module.__name__  # dataclasses look up their module by name
-    exec(compile(tree, "<mutant>", "exec"), faulty.__dict__)
+    """Return the module with the fault."""
+    faulty = types.ModuleType(mutant.module.__name__)  # where dataclasses look up their module
+    exec(compile(change(mutant)[0], "<mutant>", "exec"), faulty.__dict__)
     return faulty
 
 
 def describe(mutant: Mutant) -> str:
     """Return the changed line of the engine, before and after."""
-    _, old, new = transform(mutant)
+    faulty, number = change(mutant)
+    sources = inspect.getsource(mutant.module), faulty
+    old, new = (source.splitlines()[number - 1].strip() for source in sources)
     path = mutant.module.__name__.replace(".", "/")
-    return (
-        f"{path}.py:{getattr(old, 'lineno', 0)}: `{ast.unparse(old)}` became `{ast.unparse(new)}`"
-    )
+    return f"{path}.py:{number}: `{old}` became `{new}`"

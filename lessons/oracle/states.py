@@ -16,19 +16,22 @@ from nanovllm.engine.sequence import Status
 from nanovllm.features.models.hybrid import state_blocks
 from nanovllm.plan import StepPlan
 
-STATES = state_blocks
-
 MUTANTS = {
     "a match does not copy the state": Mutant(
-        STATES, "attach_cached", "self._sources[A] = B", "pass"
+        state_blocks, "attach_cached", "self._sources[seq] = self.snapshots[last]", "pass"
     ),
     "a snapshot is one block early": Mutant(
-        STATES, "cache_blocks", "end // A * B", "(end // A - 1) * B"
+        state_blocks,
+        "cache_blocks",
+        "end // self.block_size * self.block_size",
+        "(end // self.block_size - 1) * self.block_size",
     ),
     "a slot that is freed is still named": Mutant(
-        STATES, "_drop", "self.snapshots.pop(A)", "self.snapshots[A]"
+        state_blocks, "_drop", "self.snapshots.pop(block_id)", "self.snapshots[block_id]"
     ),
-    "a match uses a state of the plan": Mutant(STATES, "is_ready", "A not in self._fresh", "True"),
+    "a match uses a state of the plan": Mutant(
+        state_blocks, "is_ready", "self.snapshots[matched[-1].block_id] not in self._fresh", "True"
+    ),
 }
 
 

@@ -48,10 +48,18 @@ def main(start: int, only: list[str]) -> None:
         print(json.dumps(message), file=messages, flush=True)
 
     device = pick_device("auto")
+    every = list(cases(device))
+    names = [f"{kernel} {name}".lower() for kernel, name, *_ in every]
+    chosen = [i for i, name in enumerate(names) if all(word.lower() in name for word in only)]
+    if not chosen:
+        kernels = "; ".join(dict.fromkeys(kernel for kernel, *_ in every))
+        formats = "; ".join(dict.fromkeys(name for _, name, *_ in every))
+        words = " and ".join(map(repr, only))
+        send(refused=f"no row has {words}; kernels: {kernels}; formats: {formats}")
+        return
     send(about=about(device))
-    for number, (kernel, name, dtype, row) in enumerate(cases(device)):
-        if number < start or not all(word in f"{kernel} {name}" for word in only):
-            continue
+    for number in (i for i in chosen if i >= start):
+        kernel, name, dtype, row = every[number]
         send(begin=number, kernel=kernel, format=name)
         with torch.inference_mode():
             send(**result(row, dtype, device))
@@ -67,7 +75,7 @@ def about(device: torch.device) -> str:
         return f"Kernels of {place}{system(device)}, {torch.get_num_threads()} threads"
     free, total = (size / 2**30 for size in torch.cuda.mem_get_info(device))
     driver = Path("/proc/driver/nvidia/version")
-    version = driver.read_text().splitlines()[0] if driver.exists() else "unknown driver"
+    version = driver.read_text().partition("\n")[0] if driver.exists() else "unknown driver"
     return f"Kernels of {system(device)}, {free:.1f} of {total:.1f} GiB free; {version}"
 
 

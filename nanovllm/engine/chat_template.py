@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 from nanovllm.engine.detokenizer import Tokenizer
 from nanovllm.utils.checks import check_scalar
@@ -23,10 +24,10 @@ def as_conversations(
             f"such lists, not {messages!r}"
         )
     is_one = not messages or not isinstance(messages[0], list | tuple)
-    conversations = [messages] if is_one else list(messages)
+    conversations: list[Any] = [messages] if is_one else list(messages)
     if not all(conversations):
         raise ValueError("the conversation is empty; give at least one message")
-    return cast("list[Sequence[Message]]", conversations)
+    return conversations
 
 
 def render(
@@ -50,9 +51,13 @@ def render(
                 f"chat_template={template!r} is a file; pass its text: "
                 f"Path({template!r}).read_text()"
             )
+    known = str(template or getattr(tokenizer, "chat_template", ""))  # the embedded one knows none
+    if variables.get("tools") and "tools" not in known:
+        text = "the chat template ignores `tools`; give another one, or describe them in a message"
+        warnings.warn(text, stacklevel=2)  # which Python shows once; the log would repeat it
     messages = plain_messages(conversation, tokenizer, template)
     try:
-        return apply(tokenizer, messages, variables)
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **variables))
     except Exception as error:  # A template can raise any error, such as ZeroDivisionError.
         shown = "the tokenizer's" if template is None else f"{template!r:.80}"
         raise ValueError(
@@ -60,10 +65,6 @@ def render(
             f"({type(error).__name__}: {error}); change them, or use "
             f"chat_template=... to replace the template, which is {shown}"
         ) from error
-
-
-def apply(tokenizer: Tokenizer, messages: list[Message], variables: dict[str, Any]) -> str:
-    return cast(str, tokenizer.apply_chat_template(messages, tokenize=False, **variables))
 
 
 def plain_messages(
@@ -131,7 +132,7 @@ def takes_parts(tokenizer: Tokenizer, chat_template: str | None) -> bool:
     parts = [{"type": "text", "text": "probe text", "name": "probe name"}]
     probe: list[Message] = [{"role": "user", "content": parts}]
     try:
-        shown = apply(tokenizer, probe, {"chat_template": chat_template})
+        text = tokenizer.apply_chat_template(probe, chat_template=chat_template, tokenize=False)
     except Exception:  # A template that takes strings only may fail in any way.
         return False
-    return "probe text" in shown and "probe name" not in shown
+    return "probe text" in text and "probe name" not in text

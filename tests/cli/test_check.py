@@ -67,13 +67,17 @@ send(done=True)
     assert "ZeroDivisionError" not in shown
 
 
-def test_no_row_has_the_words(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = "send(done=True)"
-    assert check.run_table(lambda start: python(f"START = {start}\n{CHILD}{rows}"), limit=60) == 1
-    assert "No row has all words of --only" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        check.main(["--limit", "-3"])
-    assert "--limit: -3 is not more than 0" in capsys.readouterr().err
+def test_words_of_rows(capfd: pytest.CaptureFixture[str]) -> None:
+    """All words of --only are in a row, in upper or lower case. Without such a row: the names."""
+    assert check.main(["--only", "FLOAT32", "foo"]) == 2
+    shown = capfd.readouterr()
+    assert "kernel  " not in shown.out
+    wanted = "error: no row has 'FLOAT32' and 'foo'; kernels: add_rms_norm; silu_and_mul; "
+    assert shown.err.startswith(wanted)
+    assert "float32, int4" in shown.err
+    assert check.main(["--only", "FLOAT32", "silu"]) == 0
+    assert "silu_and_mul     float32           right" in (shown := capfd.readouterr().out)
+    assert "rows that are right: 1; rows that are wrong or have failed: 0" in shown
 
 
 @pytest.mark.parametrize(("compiler", "shown"), [("/nonexistent", " (not found)"), ("sh", "")])

@@ -1,5 +1,6 @@
 """Chats, and messages that are refused."""
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,12 @@ def test_chat_template_kwargs_overrule_the_arguments(embedded: LLM) -> None:
     more = {"continue_final_message": True, "add_generation_prompt": False}
     assert prompt(more).endswith("Well")
     more = {"tools": [tool, tool], "chat_template": template, "tokenizer": "!"}
-    assert prompt(more, tools=[tool], chat_template="{{ 1 }}") == "2Hi!"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert prompt(more, tools=[tool], chat_template="{{ 1 }}") == "2Hi!"
+    for more in ({"tools": [tool]}, {"tools": [tool], "chat_template": "{{ 1 }}"}):
+        with pytest.warns(UserWarning, match="the chat template ignores `tools`"):
+            prompt(more)
     with pytest.raises(ValueError, match="add_generation_prompt are not compatible"):
         prompt({}, continue_final_message=True)
     for name in ("messages", "tokenize"):

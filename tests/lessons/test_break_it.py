@@ -27,7 +27,7 @@ def test_exercise_asks(
     if number not in FEW:  # one failing history is made shorter, and in fewer ways
         monkeypatch.setattr(break_it, "FAILURES", 1)
         monkeypatch.setattr(break_it, "VARIATIONS", 3)
-    break_it.run(str(number), None)
+    break_it.run(str(number))
     asked = capsys.readouterr().out
     assert "Which of these is the first that was found not to hold?" in asked
     assert "step free cached" in asked
@@ -88,7 +88,7 @@ def test_each_exercise_has_a_theme_and_a_level(capsys: pytest.CaptureFixture[str
     assert sorted(i for theme in break_it.THEMES for i in theme.exercises) == list(EXERCISES)
     assert set(break_it.EASY) | set(break_it.HARD) <= set(EXERCISES)
     assert not set(break_it.EASY) & set(break_it.HARD)
-    break_it.run(None, None)
+    break_it.run()
     listed = capsys.readouterr().out
     assert "Prefix cache:\n" in listed
     assert "  break  1  easy    a fault in block_manager.py\n" in listed
@@ -120,8 +120,10 @@ def test_shorter_histories_fail_too() -> None:
         (["break", "one"], "not 'one'"),
         (["break", "1", "--answers", "1", "2", "3"], "there are 2 questions, and 3 answers"),
         (["99"], "invalid choice: '99'"),
-        (["3", "4"], "takes no '4'"),
-        (["--answers"], "takes no --answers"),
+        (["3", "4"], "3 takes no 4"),
+        (["3", "--check", "slots.py"], "3 takes no --check"),
+        (["--answers"], "without the name of a lesson"),
+        (["build", "none"], "unknown task 'none'; the tasks are stop, cache, slots"),
         (["ladder", "2"], "lesson 2 has no rung of the ladder; these have: 3, 5, 6, 8, 10, 11, 12"),
         (["puzzle", "6"], "a number from 1 to 5, not '6'"),
     ],

@@ -22,13 +22,14 @@ PROMPTS = ("prompt", "prompt_token_ids", "messages")
 SCHEMA = pa.schema(
     [
         ("text", pa.string()),
+        ("reasoning", pa.string()),  # with the option reasoning_parser
         ("token_ids", pa.list_(pa.int64())),
         ("finish_reason", pa.string()),
         ("num_prompt_tokens", pa.int64()),
         ("num_cached_tokens", pa.int64()),
         ("time_to_first_token", pa.float64()),  # seconds since the batch was given
         ("time_to_finish", pa.float64()),
-        ("error", pa.string()),  # null without an error; with one, all other columns are null
+        ("error", pa.string()),  # null without an error; with one, the other columns are null
     ]
 )
 
@@ -129,6 +130,7 @@ def as_row(result: Request | Exception) -> dict[str, Any]:
     (sample,) = output.outputs
     return {
         "text": sample.text,
+        "reasoning": sample.reasoning,
         "token_ids": sample.token_ids,
         "finish_reason": sample.finish_reason,
         "num_prompt_tokens": len(output.prompt_token_ids),

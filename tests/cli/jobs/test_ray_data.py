@@ -105,6 +105,15 @@ def test_structured_outputs_of_all_rows():
         Generate(sampling_params={"structured_outputs": {}})
 
 
+def test_thinking_is_a_column():
+    llm = Generate(sampling_params=PARAMS, reasoning_parser="qwen3")
+    rows = llm(pa.table({"prompt": ["2 + 3?\n<think>\n", "2 + 3?\n"]})).to_pylist()
+    assert rows[0]["reasoning"]
+    assert rows[0]["text"] == ""
+    assert rows[1]["reasoning"] is None
+    assert rows[1]["text"]
+
+
 @pytest.mark.parametrize("ids", [[], [10**9]])
 def test_token_ids_that_are_refused(generate, ids):
     rows = generate(pa.table({"prompt_token_ids": [[1, 2, 3], ids]})).to_pylist()

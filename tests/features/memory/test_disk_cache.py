@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from lessons.oracle.disk import MUTANTS, DiskHistory
-from lessons.oracle.mutants import apply
+from lessons.oracle.mutants import Mutant, apply
 from lessons.oracle.oracle import plain_sequence, run_history
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.block_manager import Block
@@ -90,11 +90,28 @@ def test_random_histories_with_restarts(make: Any) -> None:
     assert sum(history.num_loaded for history in histories) > 500
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+# Faults, besides the ones that are exercises.
+FAULTS = MUTANTS | {
+    "the block before a cached one is saved": Mutant(
+        disk_cache, "cached_blocks", "blocks.blocks[block_id]", "blocks.blocks[block_id - 1]"
+    ),
+    "a loaded block stays free": Mutant(
+        disk_cache, "restore", "evictable[blocks.free.pop()]", "evictable[block.block_id]"
+    ),
+    "a block is loaded that is cached already": Mutant(
+        disk_cache, "restore", "blocks.find(block_hash) is not None", "False"
+    ),
+    "another block is taken than the one with the KV": Mutant(
+        disk_cache, "restore", "blocks.blocks[blocks.free[-1]]", "blocks.blocks[blocks.free[0]]"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_caught(name: str) -> None:
     with pytest.raises(AssertionError, match="fails"):
         for seed in range(200):
-            run_history(seed, make=DiskHistory, disks=apply(MUTANTS[name]))
+            run_history(seed, make=DiskHistory, disks=apply(FAULTS[name]))
 
 
 # ---- after a restart ----
@@ -193,7 +210,7 @@ def test_the_file_is_in_the_format_of_safetensors(path: Path, saved: tuple[Path,
     ("options", "message"),
     [
         ({"dtype": "bfloat16"}, r"dtype, .*\(torch.float32, .*; here torch.bfloat16, "),
-        ({"block_size": 32}, r"block_size than this engine has \(16; here 32\)"),
+        ({"block_size": 32}, r"block_size \(16; here 32\)"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype .*here torch.float8_e4m3fn"),
         ({"quantization": "int8"}, "quantization .*None; here int8"),
         ({"load_format": "dummy"}, "weights .*here random with seed 0"),
@@ -205,7 +222,7 @@ def test_other_options(
     path: Path, saved: tuple[Path, Any], options: dict[str, Any], message: str
 ) -> None:
     llm = random_llm(path, **options)
-    with pytest.raises(ValueError, match=f"was saved with another {message}"):
+    with pytest.raises(ValueError, match=f"they differ in {message}"):
         llm.load_prefix_cache(saved[0])
     assert is_empty(llm)
     still_serves(llm)
@@ -217,7 +234,7 @@ def test_another_model(path: Path, saved: tuple[Path, Any], tmp_path: Path) -> N
     other = random_llm(tmp_path / "other")
     with pytest.raises(
         ValueError,
-        match=rf"another model, weights than .* \({path}, \w+; here {tmp_path}/other, \w+\); use",
+        match=rf"differ in model, weights \({path}, \w+; here {tmp_path}/other, \w+\); use",
     ):
         other.load_prefix_cache(saved[0])
     assert is_empty(other)
@@ -308,6 +325,8 @@ def test_nothing_to_save_or_load(path: Path, tmp_path: Path) -> None:
     assert llm.load_prefix_cache(tmp_path) > 0
     with pytest.raises(OSError, match="cannot be written: .*File exists"):
         llm.save_prefix_cache(tmp_path / disk_cache.NAME)
+    with pytest.raises(NotADirectoryError):
+        llm.load_prefix_cache(tmp_path / disk_cache.NAME)
 
 
 # ---- at any time ----

@@ -28,23 +28,23 @@ def test_random_histories_with_beams_and_a_host_cache() -> None:
 
 
 FAULTS = {
-    "a beam that awaits its token is queued": (scheduler, "preempt", "A.awaits_token", "False"),
+    "a beam that awaits its token is queued": (scheduler, "preempt", "seq.awaits_token", "False"),
     "nothing is preempted for a beam that waits": (
         result_kinds,
         "preempt_idle_beam",
-        "A and B and not C",
+        "scheduler.waiting and idle and not scheduler.in_flight",
         "False",
     ),
     "a beam preempted in flight stays queued": (
         result_kinds,
         "commit_other_results",
-        "A.status is Status.WAITING",
+        "seq.status is Status.WAITING",
         "False",
     ),
     "a beam that has its token still awaits it": (
         result_kinds,
         "append",
-        "A.awaits_token = False",
+        "seq.awaits_token = False",
         "pass",
     ),
 }

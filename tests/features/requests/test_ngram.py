@@ -128,10 +128,13 @@ def test_random_histories_with_drafts(seeds: range) -> None:
 # Faults, besides the ones that are exercises.
 DRAFT_FAULTS = MUTANTS | {
     "one token too many is accepted": Mutant(
-        ngram, "accept", "drawn[: A + 1]", "drawn[: num_accepted + 2]"
+        ngram, "accept", "drawn[: num_accepted + 1]", "drawn[:num_accepted + 2]"
     ),
     "a draft is compared with the token before": Mutant(
-        ngram, "accept", "chunk.token_ids[A:]", "chunk.token_ids[-chunk.num_drafts - 1 : -1]"
+        ngram,
+        "accept",
+        "chunk.token_ids[-chunk.num_drafts :]",
+        "chunk.token_ids[-chunk.num_drafts - 1:-1]",
     ),
     "the runner is asked for a token that it does not know": Mutant(
         ngram, "_take_back", "seq.decoding = False", "pass"
@@ -139,12 +142,17 @@ DRAFT_FAULTS = MUTANTS | {
     "a step with drafts stays in flight": Mutant(
         ngram, "needs_results", "return True", "return False"
     ),
-    "drafts are not in the budget": Mutant(ngram, "plan", "return 1 + len(A)", "return 1"),
+    "drafts are not in the budget": Mutant(ngram, "plan", "return 1 + len(drafts)", "return 1"),
     "drafts are more than the budget": Mutant(ngram, "plan", "budget - 1", "budget"),
     "drafts take blocks that are not available": Mutant(
-        ngram, "propose", "A + B > blocks.num_available", "False"
+        ngram, "propose", "needed + scheduler.reserve() > blocks.num_available", "False"
     ),
-    "the blocks of drafts are not reported": Mutant(ngram, "plan", "A.new_blocks += B", "B"),
+    "the blocks of drafts are not reported": Mutant(
+        ngram,
+        "plan",
+        "step.plan.new_blocks += scheduler.allocate(seq, len(drafts))",
+        "scheduler.allocate(seq, len(drafts))",
+    ),
     "drafts follow a token that is not known": Mutant(
         ngram, "propose", "seq.num_computed != length - 1", "False"
     ),
@@ -365,16 +373,19 @@ def test_low_precision(name: str) -> None:
 
 FAULTS = {
     "the random number is one position late": Mutant(
-        rows, "build", "A[step.sampled] - step.tokens_after", "A[step.sampled]"
+        rows,
+        "build",
+        "context_lens[step.sampled] - step.tokens_after",
+        "context_lens[step.sampled]",
     ),
     "logits are of the last draft": Mutant(
-        rows, "_start_step", "A[sampled] - 1 - tokens_after", "A[sampled] - 1"
+        rows, "_start_step", "starts[1:][sampled] - 1 - tokens_after", "starts[1:][sampled] - 1"
     ),
     "tokens after a stop string stay": Mutant(
-        sampling, "_add_text", "del seq.token_ids[A:]", "pass"
+        sampling, "_add_text", "del seq.token_ids[seq.num_prompt + i + 1 :]", "pass"
     ),
     "log-probabilities after a stop string stay": Mutant(
-        sampling_with_rules, "receive", "del sample.logprobs[A:]", "pass"
+        sampling_with_rules, "receive", "del sample.logprobs[seq.num_output :]", "pass"
     ),
 }
 

@@ -38,39 +38,50 @@ def test_random_histories_with_beams_and_states() -> None:
 # Faults, besides the ones that are exercises.
 FAULTS = MUTANTS | {
     "a snapshot is one token late": Mutant(
-        state_blocks, "_save", "A.num_computed - position", "A.num_computed - position - 1"
+        state_blocks, "_save", "seq.num_computed - position", "seq.num_computed - position - 1"
     ),
     "a snapshot where a match ran out is one block early": Mutant(
         state_blocks,
         "cache_blocks",
-        "self._snapshot(A, position, B)",
-        "self._snapshot(A, position - self.block_size, B)",
+        "self._snapshot(seq, position, block)",
+        "self._snapshot(seq, position - self.block_size, block)",
     ),
     "a snapshot is of another row": Mutant(state_blocks, "_save", "seq.row", "0"),
     "a fork begins with the row of its parent": Mutant(
-        state_blocks, "fork", "self.fork_slots[A]", "A.row"
+        state_blocks, "fork", "self.fork_slots[parent]", "parent.row"
     ),
     "a beam begins without a state": Mutant(
-        state_blocks, "fork", "self._sources[A] = B.row", "pass"
+        state_blocks, "fork", "self._sources[child] = parent.row", "pass"
     ),
-    "a fork needs no state": Mutant(state_blocks, "can_fork", "A and B", "True"),
+    "a fork needs no state": Mutant(
+        state_blocks, "can_fork", "has_state and parent not in self._sources", "True"
+    ),
     "a match passes a block without a state": Mutant(
-        state_blocks, "match", "B.block_id not in self.snapshots", "B.block_id < 0"
+        state_blocks,
+        "match",
+        "matched[-1].block_id not in self.snapshots",
+        "matched[-1].block_id < 0",
     ),
     "a slot that the plan writes is written again": Mutant(
-        state_blocks, "_return_slot", "A in self._fresh", "False"
+        state_blocks, "_return_slot", "slot in self._fresh", "False"
     ),
     "a snapshot outlives its block": Mutant(
-        state_blocks, "_evict", "A.block_id in self.snapshots", "False"
+        state_blocks, "_evict", "block.block_id in self.snapshots", "False"
     ),
     "a snapshot of a token that is not known is shared": Mutant(
-        state_blocks, "_snapshot_at_boundary", "A < boundary", "False"
+        state_blocks,
+        "_snapshot_at_boundary",
+        "seq.num_cached_blocks * self.block_size < boundary",
+        "False",
     ),
     "a snapshot in flight is not returned": Mutant(
-        state_blocks, "_forget_blocks", "self._return_unknown(A)", "pass"
+        state_blocks, "_forget_blocks", "self._return_unknown(seq)", "pass"
     ),
     "a preempted sequence still copies a state": Mutant(
-        state_blocks, "_forget_blocks", "(A, B, C)", "(B, C)"
+        state_blocks,
+        "_forget_blocks",
+        "(self._sources, self.wanted, self.rolling)",
+        "(self.wanted, self.rolling)",
     ),
 }
 
