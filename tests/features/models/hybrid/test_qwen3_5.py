@@ -308,8 +308,8 @@ def test_embeddings_and_loglikelihood(checkpoint: tuple[Path, torch.nn.Module]) 
 
 
 BAD_CONFIGS = {
-    "'mamba' in layer_types is not supported; supported are": {"layer_types": ["mamba"] * 4},
-    "layer_types has 2 entries for 4 layers": {"layer_types": ["linear_attention"] * 2},
+    "layer_types must have 4 .* with 'mamba'": {"layer_types": ["mamba"] * 4},
+    "layer_types must have 4 .* has 2": {"layer_types": ["linear_attention"] * 2},
     "linear_conv_kernel_dim 3 is not supported; only 4": {"linear_conv_kernel_dim": 3},
     "linear_key_head_dim 6 is no multiple of 4": {"linear_key_head_dim": 6},
     "no 'linear_num_value_heads'": {"linear_num_value_heads": None},
