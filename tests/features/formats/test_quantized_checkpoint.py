@@ -74,7 +74,9 @@ def test_the_name_of_the_format_as_quantization(tmp_path: Path, name: str, metho
 
 
 def test_a_format_that_the_checkpoint_does_not_have(path: Path) -> None:
-    with pytest.raises(ValueError, match="quantization='fp8' is a format .* has None; leave it out"):
+    with pytest.raises(
+        ValueError, match="quantization='fp8' is a format .* has None; leave it out"
+    ):
         random_llm(path, quantization="fp8")
 
 
