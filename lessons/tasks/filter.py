@@ -16,7 +16,7 @@ What must stay true:
     earlier filter has hidden it, stays -inf, and does not disturb the others.
   - Each row has its own p. The result of a row does not depend on the other rows.
 
-Where it goes. See FilterFunction and FILTER_FUNCTIONS in nanovllm/models/sampler.py, where
+Where it goes. See FILTER_FUNCTIONS in nanovllm/models/sampler.py, where
 keep_top_p is similar, and FILTERS in nanovllm/plan.py. The check generates with it as
 SamplingParams(typical_p=...).
 

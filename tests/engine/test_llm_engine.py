@@ -41,7 +41,7 @@ def test_manual_loop_and_abort(path: Path, asynchronous: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("where", ["run", "_sample"])
+@pytest.mark.parametrize("where", ["run", "sample"])
 def test_engine_survives_a_failing_step(path: Path, asynchronous: bool, where: str) -> None:
     """What the failed step promised is taken back; the same requests then finish, unchanged."""
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
