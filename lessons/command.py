@@ -2,7 +2,7 @@
 
 python -m lessons                   lists the lessons
 python -m lessons 5                 runs lesson 5
-python -m lessons 3b                runs the second part of lesson 3
+python -m lessons 6b                runs the second part of lesson 6
 python -m lessons beams             runs an elective
 python -m lessons 5 --answers 17 b  compares your answers to its questions
 python -m lessons 5 --answers       shows the answers
@@ -42,7 +42,7 @@ ELECTIVES = {
     "structured_outputs": "lesson 7",
     "drafts": "lessons 4 and 7",
 }
-# The name of each lesson, such as "3b" or "beams", in the order of the list, and its module.
+# The name of each lesson, such as "6b" or "beams", in the order of the list, and its module.
 LESSONS = {
     **{name[6:].partition("_")[0].lstrip("0"): name for name in ROAD},
     **{name: f"elective_{name}" for name in ELECTIVES},
@@ -56,7 +56,7 @@ def load(what: str) -> ModuleType:
 
 
 def parts(what: str) -> list[str]:
-    """Return the names of the parts of a lesson: "3" has 3a and 3b, and "3a" is one."""
+    """Return the names of the parts of a lesson: "6" has 6a and 6b, and "6a" is one."""
     return [name for name in LESSONS if what in (name, name.rstrip("abcd"))]
 
 

@@ -1,6 +1,7 @@
 """A model of a GPU whose launches are counted, with graphs. It computes with torch on the CPU."""
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
@@ -11,25 +12,25 @@ class Device:
     def __init__(self) -> None:
         self.launches = 0  # calls of the host: kernels, and graphs of many kernels
         self.compiled: set[Kernel] = set()
-        self.recording: list[tuple[Kernel, tuple[Tensor, ...]]] | None = None
+        self.recording: list[Callable[[], None]] | None = None
 
     def launch(self, kernel: Kernel, *tensors: Tensor) -> None:
         """Run a kernel. During a capture it is only recorded, with the addresses of its tensors."""
-        if self.recording is not None:
-            if kernel not in self.compiled:
-                raise RuntimeError(
-                    f"{kernel.__name__} is launched for the first time during a capture. It has to "
-                    "be compiled before: run the step once without a capture"
-                )
-            self.recording.append((kernel, tensors))
-            return
-        self.launches += 1
-        self.compiled.add(kernel)
-        kernel(*tensors)
+        if self.recording is None:
+            self.launches += 1
+            self.compiled.add(kernel)
+            kernel(*tensors)
+        elif kernel in self.compiled:
+            self.recording.append(partial(kernel, *tensors))
+        else:
+            raise RuntimeError(
+                f"{kernel.__name__} is launched for the first time during a capture. It has to be "
+                "compiled before: run the step once without a capture"
+            )
 
     def capture(self, step: Callable[[], object]) -> Callable[[], None]:
         """Record what `step` launches -> a function that launches all of it by one call."""
-        recorded: list[tuple[Kernel, tuple[Tensor, ...]]] = []
+        recorded: list[Callable[[], None]] = []
         self.recording = recorded
         try:
             step()
@@ -38,7 +39,7 @@ class Device:
 
         def replay() -> None:
             self.launches += 1
-            for kernel, tensors in recorded:
-                kernel(*tensors)
+            for run in recorded:
+                run()
 
         return replay

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from lessons import lesson03a_no_cache, lesson03b_kv_cache
+from lessons import lesson03_kv_cache
 from lessons.lesson import Counters, make_llm, optional
-from lessons.lesson03a_no_cache import Way
+from lessons.lesson03_kv_cache import Way
 from lessons.show import faster, link, say, show_source, show_table
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.observer import NO_OBSERVER
@@ -126,8 +126,8 @@ KERNEL_LESSON = 10
 static, continuous = partial(by_engine, group=ROWS), partial(by_engine, group=sys.maxsize)
 
 RUNGS = [
-    Rung(3, "no cache", PLAIN, partial(by_hand, way=lesson03a_no_cache.generate, reserved=0)),
-    Rung(3, "a KV cache", PLAIN, partial(by_hand, way=lesson03b_kv_cache.generate, reserved=1)),
+    Rung(3, "no cache", PLAIN, partial(by_hand, way=lesson03_kv_cache.without_cache, reserved=0)),
+    Rung(3, "a KV cache", PLAIN, partial(by_hand, way=lesson03_kv_cache.with_cache, reserved=1)),
     Rung(5, "blocks", PLAIN, partial(by_engine, group=1)),
     Rung(6, f"static batches of {ROWS}", PLAIN, static),
     Rung(6, "continuous batching", PLAIN, continuous),

@@ -16,7 +16,7 @@ from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.outputs import RequestOutput
-from nanovllm.plan import Chunk, NewRow, ResultKind, RowSampling, StepPlan
+from nanovllm.plan import Chunk, NewRow, ResultKind, RowSampling, StepOutput, StepPlan
 from nanovllm.runner.model_runner import ModelRunner
 from tools.benchmarks.workloads import SHAPES
 
@@ -48,6 +48,12 @@ def ask(llm: LLM, prompts: Sequence[Any], **params: Any) -> list[RequestOutput]:
     return llm.generate(prompts, SamplingParams(**{"temperature": 0} | params), use_tqdm=False)
 
 
+def next_logprobs(llm: LLM, prompt: str) -> torch.Tensor:
+    """Return the log-probabilities of all tokens after a prompt [V]."""
+    positions: Any = ask(llm, [prompt], max_tokens=1, logprobs=-1)[0].outputs[0].logprobs
+    return torch.tensor([positions[0][token].logprob for token in range(len(positions[0]))])
+
+
 def mean_logprob(llm: LLM, prompts: list[list[int]], outputs: list[list[int]]) -> float:
     """Return the mean log-probability of the tokens `outputs` after `prompts`."""
     scores = llm.loglikelihood(prompts, outputs, use_tqdm=False)
@@ -60,12 +66,18 @@ class Counters(Observer):
 
     llm: LLM
     tokens: list[int] = field(default_factory=list)  # of each step
+    running: list[list[str]] = field(default_factory=list)  # requests with a row in each step
+    results: list[list[str]] = field(default_factory=list)  # those that each step gave a token
     blocks: int = 0  # largest number that sequences owned
 
     def scheduled(self, step: InFlightStep | None) -> None:
         if step is not None:
             self.tokens.append(step.plan.num_tokens)
+            self.running.append([s.request_id for s in self.llm.engine.scheduler.running])
             self.blocks = max(self.blocks, int(self.llm.stats()["blocks_in_use"]))
+
+    def committed(self, step: InFlightStep, updated: list[Any], output: StepOutput) -> None:
+        self.results.append([seq.request_id for seq in updated])
 
 
 def runner_of(llm: LLM) -> ModelRunner:

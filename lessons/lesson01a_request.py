@@ -25,122 +25,94 @@ from typing import Any
 from lessons.lesson import make_llm, runner_of
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.input_processor import InputProcessor
-from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.sampling import Sampling
-from nanovllm.engine.scheduler import Scheduler
-from nanovllm.models import sampler
-from nanovllm.models.qwen3 import Qwen3
-from nanovllm.outputs import RequestOutput
-from nanovllm.plan import StepPlan
-from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.rows import Rows
 
 PROMPT = "What is 12 + 30?\n"
 
 
-def watch(owner: Any, name: str, see: Callable[[Any], None]) -> None:
-    """Let the method `name` of an object also pass its results to `see`."""
-    method = getattr(owner, name)
+def watch(owner: Any, name: str, see: Callable[[Any], Any]) -> list[Any]:
+    """Return a list that gets `see(result)` of each later call of the method `name`."""
+    seen, method = list[Any](), getattr(owner, name)
 
     def watched(*args: Any) -> Any:
         result = method(*args)
-        see(result)
+        seen.append(see(result))
         return result
 
     setattr(owner, name, watched)
+    return seen
 
 
-def follow(llm: LLM, prompt: str) -> tuple[dict[str, list[Any]], RequestOutput]:
-    """Run a prompt -> the objects of its steps by kind, in order, and its output."""
+def follow(llm: LLM, prompt: str) -> tuple[Any, ...]:
+    """Run a prompt -> fields of its Sequence, the four objects of each step, and its output."""
     engine, runner = llm.engine, runner_of(llm)
-    seen: dict[str, list[Any]] = {name: [] for name in ("plan", "batch", "logits", "output")}
-    watch(engine.scheduler, "schedule", lambda step: seen["plan"].append(step.plan))
-    watch(runner.rows, "build", lambda step: seen["batch"].append(step.forward_batch))
-    watch(runner.fused_model, "logits", seen["logits"].append)
-    watch(runner, "run", lambda get_output: seen["output"].append(get_output()))
+    plans = watch(engine.scheduler, "schedule", lambda step: step.plan)
+    batches = watch(runner.rows, "build", lambda step: step.forward_batch)
+    logits = watch(runner.fused_model, "logits", lambda logits: logits)
+    outputs = watch(runner, "run", lambda get_output: get_output())
     request = engine.submit(prompt, SamplingParams(temperature=0))
-    sequence = request.samples[0].seq
-    seen["sequence"] = [
-        ("token_ids: the prompt, later also the output", f"{len(sequence.token_ids)} ids"),
-        ("num_computed: how many of them the cache has", sequence.num_computed),
-        ("block_table: its blocks of the cache", sequence.block_table),
-        ("status: in the queue of the scheduler", sequence.status.name),
-    ]
+    names = ("token_ids", "num_computed", "block_table", "status")
+    sequence = [(name, str(getattr(request.samples[0].seq, name))) for name in names]
     for _ in engine.run([request]):
         pass
-    return seen, request.output
-
-
-def plan_fields(plan: StepPlan) -> list[tuple[str, object]]:
-    rows = [f"row {new.row} with blocks {new.block_table}" for new in plan.new_rows]
-    chunks = [f"row {c.row}, {len(c.token_ids)} tokens from {c.start}" for c in plan.chunks]
-    return [
-        ("new_rows: sequences that get a row, a place in the batch", ", ".join(rows)),
-        ("chunks: known tokens to compute", ", ".join(chunks)),
-        ("decode_rows: rows that compute the token they sampled last", plan.decode_rows or "none"),
-        ("num_tokens: computed by this step", plan.num_tokens),
-    ]
+    return sequence, plans, batches, logits, outputs, request.output
 
 
 def run() -> None:
     llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=64)
-    vocab_size = llm.engine.input_processor.vocab_size
-    seen, output = follow(llm, PROMPT)
-    ids = output.prompt_token_ids
-
-    def text_of(*tokens: int) -> str:
-        return str(llm.get_tokenizer().decode(list(tokens)))
-
-    say(f"""1. The text is {PROMPT!r}. A model does not read characters. It reads tokens, which are
-        words or parts of words, by their number in a vocabulary of {vocab_size:,}.""")
-    say("2. The token ids:")
-    texts = [repr(text_of(token)) for token in ids]
+    decode, vocab_size = llm.get_tokenizer().decode, llm.engine.input_processor.vocab_size
+    sequence, plans, batches, all_logits, outputs, output = follow(llm, PROMPT)
+    ids, [completion] = output.prompt_token_ids, output.outputs
+    say(f"""1. The text is {PROMPT!r}. 2. A model does not read characters. It reads tokens, which
+        are words or parts of words, by their number in a vocabulary of {vocab_size:,}. The ids:""")
+    texts = [repr(decode([token])) for token in ids]
     show_table(("position", *map(str, range(len(ids)))), [("text", *texts), ("id", *ids)])
-    show_source(link(InputProcessor.encode, "tokenizer.encode"))
-    say("""3. The Sequence has the tokens, and says how far the engine has got with them. It waits
-        in a queue until a step has room for it:""")
-    show_table(("field", "value"), seen["sequence"])
-    show_source(
-        link(InputProcessor.check, "seq = Sequence("), link(LLMEngine._add, "scheduler.add")
-    )
-    say("""4. The StepPlan says what one step computes, in plain numbers. This is the plan of the
-        first step:""")
-    show_table(("field", "value"), plan_fields(seen["plan"][0]))
-    show_source(link(Scheduler.schedule, "plan := StepPlan()"))
+    say("""3. The Sequence has the tokens, and says how far the engine has got with them:
+        num_computed tokens have their keys and values in the cache, in the blocks of block_table.
+        It waits in a queue until a step has room for it:""")
+    show_table(("field", "value"), sequence)
+    say("""4. The StepPlan says what one step computes, in plain numbers. Row 0, a place in the
+        batch, is new and has block 1. A chunk is a part of the known tokens. decode_rows are rows
+        that compute the token that they sampled last. This is the plan of the first step:""")
+    [new], [chunk] = plans[0].new_rows, plans[0].chunks
+    fields = {"new_rows": f"row {new.row} with blocks {new.block_table}"}
+    fields["chunks"] = f"row {chunk.row}, {len(chunk.token_ids)} tokens from {chunk.start}"
+    fields |= {"decode_rows": plans[0].decode_rows, "num_tokens": plans[0].num_tokens}
+    show_table(("field", "value"), fields.items())
     QUESTIONS.show(1)
     say("""5. The ForwardBatch is the plan as tensors. Each token has a slot, the place of its key
         and value in the cache: slot = block * 16 + offset. Block 0 belongs to no sequence, so the
         first one is block 1:""")
-    batch = seen["batch"][0]
-    for name in ("input_ids", "positions", "slot_mapping", "context_lens"):
-        print(f"  {name:12}  {getattr(batch, name).tolist()}")
-    print()
-    show_source(link(Rows.build, "ForwardBatch("))
-    logits = seen["logits"][0]
+    names = ("input_ids", "positions", "slot_mapping", "context_lens")
+    show_table(("tensor", "value"), [(n, str(getattr(batches[0], n).tolist())) for n in names])
+    logits = all_logits[0]
     say(f"""6. The logits are the result of the model: a number for each token of the vocabulary.
         The larger it is, the more likely this token comes next. They have the shape
         {list(logits.shape)}, which is one row. The three largest:""")
-    best = logits[0].topk(3).indices.tolist()
-    rows = [(repr(text_of(token)), token, f"{float(logits[0, token]):.2f}") for token in best]
-    show_table(("text", "id", "logit"), rows)
-    show_source(link(ModelRunner._run_step, "fused_model.forward"), link(Qwen3.logits))
+    best = [(repr(decode([i])), i, f"{logits[0, i]:.2f}") for i in logits[0].topk(3).indices]
+    show_table(("text", "id", "logit"), [(text, int(i), logit) for text, i, logit in best])
     QUESTIONS.show(2)
     say(f"""7. The StepOutput has the tokens that the sampler took, one for each sequence:
-        {seen["output"][0].token_ids}. With temperature=0 it is the token with the largest logit.
-        The commit appends it to the Sequence.""")
-    show_source(link(sampler.sample), link(Scheduler.commit, "token_ids.append"))
-    say("The next steps make objects 4 to 7 again. Each computes the token before it:")
-    table, text = list[tuple[object, ...]](), ""
-    for plan, result in zip(seen["plan"], seen["output"], strict=True):
-        work = "decode of row 0" if plan.decode_rows == [0] else f"{plan.num_tokens} tokens"
-        text += text_of(*result.token_ids)
-        table.append((len(table) + 1, work, result.token_ids[0], repr(text)))
-    show_table(("step", "plan", "token", "text so far"), table)
-    completion = output.outputs[0]
+        {outputs[0].token_ids}. With temperature=0 it is the token with the largest logit. The
+        commit appends it to the Sequence. The next steps make objects 4 to 7 again:""")
+    rows = []
+    for i, step in enumerate(plans):
+        work = "decode of row 0" if step.decode_rows else f"{step.num_tokens} tokens"
+        rows.append(
+            (i + 1, work, *outputs[i].token_ids, repr(decode(completion.token_ids[: i + 1])))
+        )
+    show_table(("step", "plan", "token", "text so far"), rows)
     say(f"""8. The last token means "end of text", so the request has ended. Its text is
-        {completion.text!r}, and finish_reason is {completion.finish_reason!r}.""")
-    show_source(link(Scheduler.finish_if_complete), link(Sampling.completion, "text ="))
+        {completion.text!r}, and finish_reason is {completion.finish_reason!r}. The lines that make
+        the objects 2 to 8:""")
+    show_source(
+        link("engine.input_processor.InputProcessor.encode", "tokenizer.encode"),
+        link("engine.input_processor.InputProcessor.check", "seq = Sequence("),
+        link("engine.scheduler.Scheduler.schedule", "plan := StepPlan()"),
+        link("runner.rows.Rows.build", "ForwardBatch("),
+        link("models.qwen3.Qwen3.logits"),
+        link("models.sampler.sample"),
+        link("engine.sampling.Sampling.completion", "text ="),
+    )
     say("""What to do: run `python example.py --trace`, open the page that it writes, and find
         objects 3, 4 and 7 of one step in it (docs/trace.md explains the page). The model was a
         black box here. Lesson 2 opens it.""")
@@ -154,10 +126,8 @@ QUESTIONS = Questions("""
     Hint: Which tokens of the sequence have not been computed when the second step is planned?
 
     The model computes something for each of the 10 tokens of the prompt. Why do the logits have one
-    row, and not 10?
-    (a) Logits are large, so only some of the rows are kept.
-    (b) Only the last token has a next token that is not known yet.
-    (c) The other tokens are in the cache.
+    row, and not 10? (a) Logits are large, so only some of the rows are kept. (b) Only the last
+    token has a next token that is not known yet. (c) The other tokens are in the cache.
     Answer: b. What follows the other tokens is known: it is the prompt. So the last product, with
     the whole vocabulary, is computed for one token only.
     Hint: Which token of the prompt is followed by a token that the engine has to find?

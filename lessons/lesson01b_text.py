@@ -15,11 +15,10 @@ from lessons.lesson import ask, make_llm
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.detokenizer import Detokenizer
-from nanovllm.engine.sampling import Sampling
-from nanovllm.engine.scheduler import Scheduler
 
 PROMPT, STOPS = "What is 12 + 30?\n", ["= 43", "42"]
 CHARACTERS = "5 € für 2"
+ENDS: tuple[dict[str, Any], ...] = ({}, {"stop_token_ids": [15]}, {"max_tokens": 3}, {"stop": "42"})
 
 
 def detokenize(llm: LLM, text: str) -> list[tuple[int, str, str]]:
@@ -41,19 +40,6 @@ def stream(llm: LLM, stops: list[str]) -> list[tuple[str, str, str]]:
     return rows
 
 
-def ends(llm: LLM) -> list[tuple[object, ...]]:
-    """Run a request to each kind of end -> its parameters, reasons and text."""
-    [digit] = llm.get_tokenizer().encode("0")
-    ways: list[dict[str, Any]] = [{}, {"stop_token_ids": [digit]}, {"max_tokens": 3}]
-    ways.append({"stop": ["42"]})
-    rows = list[tuple[object, ...]]()
-    for params in ways:
-        end = ask(llm, [PROMPT], **params)[0].outputs[0]
-        name = ", ".join(f"{key}={value}" for key, value in params.items()) or "none"
-        rows.append((name, end.finish_reason, repr(end.stop_reason), repr(end.text)))
-    return rows
-
-
 def run() -> None:
     llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=64)
     QUESTIONS.show(1)
@@ -70,16 +56,18 @@ def run() -> None:
     QUESTIONS.show(3)
     say("""The end: a token that is in a set of ids, and the number of tokens, can be seen without
         any text, so the scheduler finds these ends. A stop string needs the text, which only the
-        task of the request has (Sampling). The same request with four parameters:""")
-    show_table(("parameters", "finish_reason", "stop_reason", "text"), ends(llm))
-    say("""An end of text is a stop token that every request has, so its stop_reason is None. A
-        grammar ends a request in the runner, which knows that no token can follow. A caller
-        ends one by `abort_request`.""")
+        task of the request has (Sampling). The same request with four parameters (15 is the token
+        of "0"). An end of text is a stop token that every request has, so its stop_reason is
+        None:""")
+    ends = [ask(llm, [PROMPT], **params)[0].outputs[0] for params in ENDS]
+    rows = zip([str(params) for params in ENDS], ends, strict=True)
+    head = ("parameters", "finish_reason", "stop_reason", "text")
+    show_table(head, [(p, end.finish_reason, end.stop_reason, repr(end.text)) for p, end in rows])
     show_source(
-        link(Detokenizer._add_token, "self.stream.step"),
-        link(Sampling.read_sample, "max(map(len, stops))"),
-        link(Sampling._ends_with_stop, "sample.text.find"),
-        link(Scheduler.finish_if_complete, "seq.stop_token_ids"),
+        link("engine.detokenizer.Detokenizer._add_token", "self.stream.step"),
+        link("engine.sampling.Sampling.read_sample", "max(map(len, stops))"),
+        link("engine.sampling.Sampling._ends_with_stop", "sample.text.find"),
+        link("engine.scheduler.Scheduler.finish_if_complete", "seq.stop_token_ids"),
     )
     say("""Build it: `python -m lessons build stop` asks for a stream that holds back as little as
         possible.""")
@@ -94,18 +82,15 @@ QUESTIONS = Questions("""
     Hint: How many characters begin with the bytes E2 82?
 
     The stop string is "END", and the text so far is "The E". Why may the stream not show the "E"?
-    (a) The next tokens may complete the stop string, and a stop string is not shown.
-    (b) A single letter is not a token.
-    (c) The text of a token is only known with the next token.
-    Answer: a. What has been shown cannot be taken back. If the next token is "nd", the "E" is
-    shown one token late.
+    (a) The next tokens may complete the stop string, and a stop string is not shown. (b) A single
+    letter is not a token. (c) The text of a token is only known with the next token.
+    Answer: a. What has been shown cannot be taken back. If the next token is "nd", the "E" is shown
+    one token late.
     Hint: What should a user have seen if the next two tokens are "N" and "D"?
 
-    With async scheduling the next step is planned before the last token is known. Which end of a
-    request can the scheduler take into account in that plan?
-    (a) A stop token.
-    (b) max_tokens.
-    (c) A stop string.
+    A later lesson plans the next step before the last token is known. Which end of a request can
+    the scheduler take into account in that plan? (a) A stop token. (b) max_tokens. (c) A stop
+    string.
     Answer: b. Tokens can be counted before they are known. The other ends are found one step later,
     and the token of the step in between is dropped (lesson 11a).
     Hint: Which of them can be checked without knowing the token?

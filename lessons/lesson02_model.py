@@ -6,11 +6,11 @@ The class `Model` below is the complete Qwen3 in plain torch, with the weights o
 model. x [T, E] has one vector of E numbers for each of T tokens:
 
     token ids --> rows of the embedding matrix: x
-    each layer    x = x + o_proj(attention(RMSNorm(x)))    reads other tokens
-                  x = x + SwiGLU(RMSNorm(x))               each token alone
+    each layer    x = x + o_proj(attention(RMSNorm(x)))
+                  x = x + SwiGLU(RMSNorm(x))
     RMSNorm(x) --> products with the rows of the embedding: logits [T, V]
 
-    RMSNorm(x) = x / sqrt(mean(x^2)) * weight
+    RMSNorm(x) = x / sqrt(mean(x^2)) * weight, for each row of x
     rope       = x[i] and x[i + D / 2] are a pair, for i < D / 2: it is rotated
                  by the angle position * theta^(-2 i / D)
     attention  = softmax(q k / sqrt(D)) v, causal; query heads share KV heads
@@ -29,12 +29,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from lessons.lesson import ask, embedded_config, make_llm
+from lessons.lesson import embedded_config, make_llm, next_logprobs
 from lessons.show import Questions, link, say, show_lines, show_source, show_table
 from nanovllm.config import EMBEDDED
 from nanovllm.loading.checkpoint import find_checkpoint
-from nanovllm.models import layers
-from nanovllm.models.qwen3 import DecoderLayer, SelfAttention
 
 # (layer, q [T, H, D], k [T, K, D], v [T, K, D]) -> [T, H, D]
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -66,12 +64,9 @@ class Model:
             y = self.rms_norm(x, w["post_attention_layernorm"])
             gate, up = F.linear(y, w["mlp.gate_proj"]), F.linear(y, w["mlp.up_proj"])
             x = x + F.linear(F.silu(gate) * up, w["mlp.down_proj"])
-        return F.linear(self.rms_norm(x, weights["model.norm.weight"]), self.head)
-
-    @property
-    def head(self) -> Tensor:
-        """The matrix [V, E] of the logits, which is often the embedding matrix."""
-        return self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"])
+        # The matrix [V, E] of the logits is often the embedding matrix.
+        head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+        return F.linear(self.rms_norm(x, weights["model.norm.weight"]), head)
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         mean = x.square().mean(dim=-1, keepdim=True)
@@ -99,43 +94,39 @@ def run() -> None:
     QUESTIONS.show(1)
     show_lines(Model.logits, "heads, weights =", "return F.linear")
     model, llm = Model(), make_llm(attention_backend="sdpa", num_kv_cache_blocks=64)
-    tokenizer, c = llm.get_tokenizer(), model.config
-    ids: list[int] = tokenizer.encode(PROMPT)
-    logits = model.logits(ids, range(len(ids)), attention)
-    output = ask(llm, [PROMPT], max_tokens=1, logprobs=-1)[0].outputs[0]
-    ours, [engine] = logits[-1].log_softmax(0), output.logprobs or []
-    difference = max(abs(float(ours[i]) - entry.logprob) for i, entry in engine.items())
+    ids: list[int] = llm.get_tokenizer().encode(PROMPT)
+    answer, eos = list(ids), llm.engine.input_processor.eos_token_ids
+    while answer[-1] not in eos and len(answer) < 40:
+        logits = model.logits(answer, range(len(answer)), attention)
+        answer.append(int(logits[-1].argmax()))
+    ours = logits[len(ids) - 1].log_softmax(0)
+    difference = float((ours - next_logprobs(llm, PROMPT)).abs().max())
     assert difference < 1e-3
-    answer = list(ids)
-    while answer[-1] not in llm.engine.input_processor.eos_token_ids and len(answer) < 40:
-        answer.append(int(model.logits(answer, range(len(answer)), attention)[-1].argmax()))
-    say(f"""It computes {tuple(logits.shape)} logits for the {len(ids)} tokens of {PROMPT!r}.
-        The log-probabilities of the last row differ from the engine's by {difference:.0e} at most.
-        Taking the largest logit again and again gives
-        {tokenizer.decode(answer[len(ids) : -1])!r}.""")
-
+    say(f"""Taking the largest logit again and again after {PROMPT!r} gives
+        {llm.get_tokenizer().decode(answer[len(ids) : -1])!r}. The log-probabilities of the first
+        token differ from the engine's by {difference:.0e} at most.""")
     QUESTIONS.show(2)
     say("""Rope: the score of a query and a key depends on their distance, and not on where they
         are. The same q and k at different positions:""")
-    q, k = torch.randn(2, 1, 1, c.head_dim, generator=torch.Generator().manual_seed(0))
-
-    def score(query: int, key: int) -> float:
-        return float((model.rope(q, [query]) * model.rope(k, [key])).sum())
-
-    pairs = ((3, 0), (10, 7), (100, 97), (100, 0))
-    show_table(("position of q", "of k", "score"), [(i, j, f"{score(i, j):.3f}") for i, j in pairs])
-    assert abs(score(3, 0) - score(100, 97)) < 1e-2
-    show_source(link(DecoderLayer.__call__), link(SelfAttention.__call__), link(layers.rotate))
+    generator, rows = torch.Generator().manual_seed(0), []
+    q, k = torch.randn(2, 1, 1, model.config.head_dim, generator=generator)
+    for i, j in ((3, 0), (10, 7), (100, 97), (100, 0)):
+        rows.append((i, j, f"{float((model.rope(q, [i]) * model.rope(k, [j])).sum()):.3f}"))
+    show_table(("position of q", "of k", "score"), rows)
+    show_source(
+        link("models.qwen3.DecoderLayer.__call__"),
+        link("models.qwen3.SelfAttention.__call__"),
+        link("models.layers.rotate"),
+    )
     say("""What to do: write `attention` of this file again, with a loop over the query heads and
         without repeating k and v. The lesson compares your logits with the engine's when you run
         it. Lesson 3 lets the model generate.""")
 
 
 QUESTIONS = Questions("""
-    Why are keys and values all that a cache has to keep of earlier tokens?
-    (a) They are the largest results of a layer.
-    (b) All other results can be computed from them.
-    (c) Only attention reads other tokens than its own, and of these only k and v.
+    Why are keys and values all that a cache has to keep of earlier tokens? (a) They are the largest
+    results of a layer. (b) All other results can be computed from them. (c) Only attention reads
+    other tokens than its own, and of these only k and v.
     Answer: c. Embedding, RMSNorm, SwiGLU and the head compute each row of x alone. That is also why
     tokens of different requests can share a step.
     Hint: Which of the formulas has more than one row of x?

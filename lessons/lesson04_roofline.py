@@ -30,8 +30,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.loading import make_runner as start
 from nanovllm.loading.select_backend import pick_dtype
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.models.qwen3 import Qwen3
-from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.plan import StepPlan
 from tools.benchmarks import roofline
 from tools.benchmarks.workloads import Workload
 
@@ -41,6 +40,7 @@ ROWS = (1, 4, 16, 64)  # rows of the decodes that are timed
 CONTEXT = 64  # tokens that a decode attends to
 PROMPT = 256  # tokens of the prefill that is timed
 BLOCK = 16
+SIZES = {"int8": 1, "fp8": 1, "bfloat16": 2}  # bytes of a number
 
 
 def decode_costs(
@@ -52,31 +52,30 @@ def decode_costs(
     return roofline.costs(work, config, weight_size, rows, kv_size)
 
 
-def timed_dtype() -> torch.dtype:
-    """Return bfloat16, or float32 on a processor that only emulates bfloat16, as `LLM` does."""
-    return pick_dtype("auto", torch.device("cpu"), None)
-
-
-def random_runner(config: ModelConfig) -> ModelRunner:
-    """Make a ModelRunner with random weights, and blocks for all timed steps."""
+def step_seconds(config: ModelConfig) -> list[float]:
+    """Return the times of decodes of ROWS rows, and of a prefill, with random weights."""
     options: Any = dict(dtype="auto", load_format="dummy", max_num_seqs=max(ROWS))
     options |= dict(num_kv_cache_blocks=max(ROWS) * CONTEXT // BLOCK)
     engine = EngineConfig(device="cpu", **options)
-    return start.make_runner(engine, config, {}, "a random model", PROMPT)
+    runner = start.make_runner(engine, config, {}, "a random model", PROMPT)
 
+    def fastest(plan: StepPlan, repeats: int) -> float:
+        runner.run(plan)()  # prepares buffers
+        return timed(lambda: runner.run(plan)(), repeats)[1]
 
-def time_decode(runner: ModelRunner, rows: int) -> float:
-    """Return the seconds of the fastest decode of 9, with contexts of about CONTEXT tokens."""
-    size, step = CONTEXT // BLOCK, decode_plan(rows)
-    tables = [list(range(row * size + 1, row * size + size + 1)) for row in range(rows)]
-    runner.run(prompt_plan([[1] * (CONTEXT - 10)] * rows, tables))()
-    runner.run(step)()  # prepares buffers
-    return timed(lambda: runner.run(step)(), repeats=9)[1]
+    size = CONTEXT // BLOCK
+    tables = [list(range(row * size + 1, row * size + size + 1)) for row in range(max(ROWS))]
+    runner.run(prompt_plan([[1] * (CONTEXT - 10)] * max(ROWS), tables))()
+    seconds = [fastest(decode_plan(rows), 9) for rows in ROWS]
+    blocks = list(range(1, PROMPT // BLOCK + 1))
+    return [*seconds, fastest(prompt_plan([[1] * PROMPT], [blocks]), 3)]
 
 
 def show_steps(config: ModelConfig) -> float:
     """Print costs and times of steps. Returns the bytes per second that the machine reads."""
-    dtype, cpu = timed_dtype(), torch.device("cpu")
+    cpu = torch.device("cpu")
+    dtype = pick_dtype("auto", cpu, None)  # bfloat16, unless the processor only emulates it
+    has_numba(dtype)  # compiles the kernels; otherwise plain torch would be timed
     prefill = roofline.costs(Workload("", [[0] * PROMPT], [1], [[0]]), config, dtype.itemsize, 1)
     peak = roofline.measure_peak(cpu, dtype, prefill["weight_bytes"])
     ridge = peak["flops"] / peak["bandwidth"]
@@ -87,23 +86,19 @@ def show_steps(config: ModelConfig) -> float:
         {ridge:.1f} FLOPs for each byte. In the table, least ms is the time at the
         roofline, and limit says what causes it. The measured share is least / measured. If a step
         is compute-bound, more rows take longer.""")
-    runner = random_runner(config)
-    seconds = [time_decode(runner, rows) for rows in ROWS]
-    plan = prompt_plan([[1] * PROMPT], [list(range(1, PROMPT // BLOCK + 1))])
-    last = timed(lambda: runner.run(plan)())[1]
-    steps = []
-    for n, fastest in zip(ROWS, seconds, strict=True):
+    steps: list[tuple[str, str, dict[str, int]]] = []
+    for n in ROWS:
         cost = decode_costs(config, n, CONTEXT, dtype.itemsize, dtype.itemsize)
-        steps.append((f"decode of {n}", "decode", cost, fastest))
-    steps.append((f"prefill of {PROMPT}", "prefill", prefill, last))
-    table, points, shares = [], [], []  # points: FLOPs for each byte, GFLOPs/s
-    for step, phase, cost, measured in steps:
+        steps.append((f"decode of {n}", "decode", cost))
+    steps.append((f"prefill of {PROMPT}", "prefill", prefill))
+    seconds = step_seconds(config)
+    table, points = [], []  # points: FLOPs for each byte, GFLOPs/s
+    for (step, phase, cost), measured in zip(steps, seconds, strict=True):
         least, bound = roofline.bounds(cost, peak)[phase]
         flops, read = cost[f"{phase}_flops"], cost[f"{phase}_bytes"]
         points.append((flops / read, flops / measured / 1e9))
-        shares.append(least / measured)
         numbers = (f"{flops / 1e9:.2f}", f"{read / 1e6:.1f}", f"{flops / read:.1f}", bound)
-        times = (f"{least * 1e3:.2f}", f"{measured * 1e3:.2f}", f"{shares[-1]:.0%}")
+        times = (f"{least * 1e3:.2f}", f"{measured * 1e3:.2f}", f"{least / measured:.0%}")
         table.append((step, *numbers, *times))
     head = ("GFLOPs", "MB", "FLOPs/byte", "limit", "least ms", "measured ms", "measured share")
     show_table(("step", *head), table)
@@ -111,36 +106,33 @@ def show_steps(config: ModelConfig) -> float:
     roof = [(x, min(peak["bandwidth"] * x, peak["flops"]) / 1e9) for x in (lowest, ridge, highest)]
     lines = {"roofline": roof, ".measured steps": points}
     show_plot("The roofline of this machine", "FLOPs for each byte", "GFLOPs/s", lines, log=True)
-    say(f"""A decode of {ROWS[-1]} rows takes {seconds[-1] / seconds[0]:.1f} times as long as a
-        decode of {ROWS[0]}. Each token is
-        {faster(seconds[0] / ROWS[0], seconds[-1] / ROWS[-1])}.""")
+    first, *_, last = seconds[:-1]
+    say(f"""A decode of {ROWS[-1]} rows takes {last / first:.1f} times as long as a decode of
+        {ROWS[0]}. Each token is {faster(first / ROWS[0], last / ROWS[-1])}.""")
     return peak["bandwidth"]
 
 
-def show_memory(config: ModelConfig, bandwidth: float) -> None:
-    """Print the bytes that a decode of Qwen3-0.6B reads, by the dtypes of weights and cache."""
-    table = []
-    for rows, context in ((1, 100), (16, 100), (16, 4000)):
-        for weight, kv in ((2, 2), (1, 2), (2, 1), (1, 1)):
-            cost = decode_costs(config, rows, context, weight, kv)
-            names = ("int8" if weight == 1 else "bfloat16", "fp8" if kv == 1 else "bfloat16")
-            numbers = (f"{cost['weight_bytes'] / 1e6:,.0f}", f"{cost['kv_bytes'] / 1e6:,.1f}")
-            least = f"{1e3 * cost['decode_bytes'] / bandwidth:,.0f}"
-            table.append((f"{rows} x {context:,}", *names, *numbers, least))
-    head = ("weights", "cache", "MB of weights", "MB of the cache", "least ms to read")
-    show_table(("rows x context", *head), table)
-
-
 def run() -> None:
-    has_numba(timed_dtype())  # compiles the kernels; otherwise plain torch would be timed
     QUESTIONS.show(1)
     bandwidth = show_steps(shape_of("qwen3-0.6b", num_layers=LAYERS, vocab_size=VOCAB))
     QUESTIONS.show(2)
     say("""The next table is calculated: the bytes that a decode of Qwen3-0.6B with all layers
         reads, and how long this machine takes to read them. Int8 weights help short contexts, and a
         KV cache in fp8 helps many long contexts:""")
-    show_memory(shape_of("qwen3-0.6b"), bandwidth)
-    show_source(link(roofline.costs, "linear = 2 *"), link(roofline.bounds), link(Qwen3.logits))
+    config, table = shape_of("qwen3-0.6b"), []
+    for rows, context in ((1, 100), (16, 100), (16, 4000)):
+        for weights, cache in (("bfloat16", "bfloat16"), ("int8", "bfloat16"), ("bfloat16", "fp8")):
+            cost = decode_costs(config, rows, context, SIZES[weights], SIZES[cache])
+            numbers = [f"{cost[f'{kind}_bytes'] / 1e6:,.0f}" for kind in ("weight", "kv")]
+            least = f"{1e3 * cost['decode_bytes'] / bandwidth:,.0f}"
+            table.append((f"{rows} x {context:,}", weights, cache, *numbers, least))
+    head = ("weights", "cache", "MB of weights", "MB of the cache", "least ms to read")
+    show_table(("rows x context", *head), table)
+    show_source(
+        link(roofline.costs, "linear = 2 *"),
+        link(roofline.bounds),
+        link("models.qwen3.Qwen3.logits"),
+    )
     say("""What to do: look up the GFLOPs/s and GB/s of a GPU. From how many rows on is its decode
         limited by computing? Then calculate the KV of so many rows with 4,000 tokens each. It is
         the memory that lessons 5 to 9 are about.""")
@@ -156,10 +148,9 @@ QUESTIONS = Questions("""
 
     In bfloat16 Qwen3-0.6B has 1.2 GB of weights, and 115 kB of keys and values for each token. A
     GPU decodes 16 rows of 4,000 tokens. What makes this decode faster, weights or a KV cache of 8
-    bits a number (int8 or fp8)?
-    (a) The weights: all rows read them.
-    (b) The cache: each row reads other keys and values, together more bytes than the weights.
-    (c) Both equally: each halves the bytes of a number.
+    bits a number (int8 or fp8)? (a) The weights: all rows read them. (b) The cache: each row reads
+    other keys and values, together more bytes than the weights. (c) Both equally: each halves the
+    bytes of a number.
     Answer: b. 64,000 tokens of KV take 7.3 GB, and the weights 1.2 GB.
     Hint: The rows share one read of the weights. How many tokens' keys and values do they read?
 """)

@@ -17,11 +17,8 @@ computed tokens, and a step computes some of the difference.
 """
 
 from lessons.lesson import Counters, make_llm, timed
-from lessons.pictures import show_lanes
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.scheduler import Scheduler
-from nanovllm.outputs import RequestOutput
 
 # Plain torch: compiled kernels would change the figures.
 OPTIONS = dict(attention_backend="sdpa", num_kv_cache_blocks=256, enable_prefix_caching=False)
@@ -34,30 +31,22 @@ def prompt(num_tokens: int) -> dict[str, list[int]]:
     return {"prompt_token_ids": [5 + i % 100 for i in range(num_tokens)]}
 
 
-def chunk_steps(llm: LLM) -> list[tuple[int, float]]:
+def chunk_steps(llm: LLM) -> tuple[list[int], list[float]]:
     """Let a prompt of LONG tokens arrive while others decode -> tokens and ms of its steps."""
-    engine, seconds = llm.engine, list[float]()
+    engine, ms = llm.engine, list[float]()
     for _ in range(DECODING):
-        params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=64)
-        engine.add_request(prompt(9), params)
+        engine.add_request(prompt(9), SamplingParams(temperature=0, ignore_eos=True, max_tokens=64))
     engine.step()
     engine.step()
     engine.add_request(prompt(LONG), SamplingParams(temperature=0, max_tokens=1))
     engine.observer = counters = Counters(llm)
-    finished: list[RequestOutput] = []
+    finished = False
     while not finished:
-        finished, step = timed(engine.step, repeats=1)
-        seconds.append(step)
+        outputs, seconds = timed(engine.step, repeats=1)
+        ms.append(1e3 * seconds)
+        finished = bool(outputs)
     llm.shutdown()  # aborts the others
-    return [(n, 1e3 * s) for n, s in zip(counters.tokens, seconds, strict=True)]
-
-
-def draw(budget: int, tokens: list[int]) -> None:
-    """Draw the tokens of each step."""
-    decodes = [(i, 1, str(DECODING), 1) for i in range(len(tokens))]
-    chunks = [(i, 1, str(n - DECODING), 2) for i, n in enumerate(tokens)]
-    lanes = [("decodes", decodes), ("the prompt", chunks)]
-    show_lanes(f"Tokens of each step with a budget of {budget}", lanes, "step")
+    return list(counters.tokens), ms
 
 
 def run() -> None:
@@ -69,12 +58,10 @@ def run() -> None:
     for budget in BUDGETS:
         llm = make_llm(**OPTIONS, max_num_batched_tokens=budget)
         runs = [chunk_steps(llm) for _ in range(4)][1:]  # the first prepares buffers
-        longest = min(max(ms for _, ms in steps) for steps in runs)
-        total = min(sum(ms for _, ms in steps) for steps in runs)
-        tokens = [tokens for tokens, _ in runs[0]]
+        tokens = runs[0][0]
+        longest, total = (min(f(ms) for _, ms in runs) for f in (max, sum))
         rows.append((budget, " ".join(map(str, tokens)), f"{longest:.1f}", f"{total:.0f}"))
     show_table(("budget", "tokens of each step", "longest step, ms", "first token, ms"), rows)
-    draw(BUDGETS[-1], tokens)
     say("""A small budget keeps the steps short for the requests that decode. The prompt then gets
         its first token later, because each step has a fixed cost. The default is 8,192 tokens on a
         GPU, where a step of that size is limited by computing (lesson 4), so larger ones would gain
@@ -83,12 +70,13 @@ def run() -> None:
     say("""A chunk that does not end the prompt yields no token. Its logits are not even
         computed: only the last chunk has a result.""")
     show_source(
-        link(Scheduler.schedule, "decode_rows.append"),
-        link(Scheduler.plan_chunk, "tokens = min("),
-        link(Scheduler.plan_chunk, "kind = seq.result_kind"),
+        link("engine.scheduler.Scheduler.schedule", "decode_rows.append"),
+        link("engine.scheduler.Scheduler.plan_chunk", "tokens = min("),
+        link("engine.scheduler.Scheduler.plan_chunk", "kind = seq.result_kind"),
     )
     say("""Build it: `python -m lessons build step` asks for the plan of one step, and compares your
-        plans with the scheduler's on random requests.""")
+        plans with the scheduler's on random requests. The budget is a rung of the ladder that makes
+        the longest step shorter: `python -m lessons ladder 6`.""")
 
 
 QUESTIONS = Questions("""
@@ -97,10 +85,9 @@ QUESTIONS = Questions("""
     Answer: 4. Six tokens of each step are decodes, so 50 are left for the prompt.
     Hint: How many tokens of the budget do the decodes take in each step?
 
-    Why do the requests that decode get their tokens before the chunk, and not after it?
-    (a) Their tokens need less memory.
-    (b) Otherwise a long prompt could take the whole budget, and they would wait again.
-    (c) Chunks have to be the last part of a batch.
+    Why do the requests that decode get their tokens before the chunk, and not after it? (a) Their
+    tokens need less memory. (b) Otherwise a long prompt could take the whole budget, and they would
+    wait again. (c) Chunks have to be the last part of a batch.
     Answer: b. A decode takes one token of the budget, so it hardly delays the prompt, but the
     prompt could delay all decodes.
     Hint: What would the budget leave for the decodes if the chunk came first?

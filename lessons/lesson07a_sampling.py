@@ -8,36 +8,21 @@ one of the rest. With the probabilities 0.4, 0.3, 0.2, 0.07 and 0.03:
 
     probabilities   [ a a a a a a a a | b b b b b b | c c c c | d | e ]  0 to 1
     u = 0.55        ------------------------^      b: its part is 0.4 to 0.7
-
-u is a function of the request's seed and the position of the token, and of nothing else. The same
-request therefore draws the same tokens in any batch, and again after a preemption.
 """
 
 import torch
 from torch import Tensor
 
-from lessons.lesson import ask, make_llm
+from lessons.lesson import ask, make_llm, next_logprobs
 from lessons.pictures import show_formula
 from lessons.show import Questions, link, say, show_source, show_table
-from nanovllm import LLM
 from nanovllm.models import sampler
 from nanovllm.models.batch import SamplingBatch
-from nanovllm.models.sampler import uniform
 
 PROMPT = "What is "  # many tokens can follow
 SHOWN = 8  # of the most likely tokens
 TEMPERATURES = (0.5, 1.0, 2.0)
 SETTINGS: dict[str, float] = {"top_k": 3, "top_p": 0.8, "min_p": 0.1}
-
-
-def logits_after(llm: LLM, prompt: str) -> Tensor:
-    """Return the log-probabilities of the token after the prompt [V]: logits, less a constant."""
-    output = ask(llm, [prompt], max_tokens=1, logprobs=-1)[0].outputs[0]
-    assert output.logprobs is not None
-    logits = torch.full((llm.engine.input_processor.vocab_size,), -torch.inf)
-    for token, entry in output.logprobs[0].items():
-        logits[token] = entry.logprob
-    return logits
 
 
 def probabilities(logits: Tensor, temperature: float = 1.0, **values: float) -> Tensor:
@@ -48,30 +33,15 @@ def probabilities(logits: Tensor, temperature: float = 1.0, **values: float) -> 
     return sampler.filtered_logits(logits[None], batch, sampler.FILTER_FUNCTIONS)[0].softmax(-1)
 
 
-def show_bars(llm: LLM, best: list[int], columns: dict[str, Tensor]) -> None:
-    """Print the probabilities of the tokens `best` in columns [V]."""
+def show_bars(texts: list[str], best: Tensor, columns: dict[str, Tensor]) -> None:
+    """Print columns of probabilities [V] of the tokens `best`, which have these texts."""
     rows = []
-    for token in best:
+    for text, token in zip(texts, best, strict=True):
         cells = [float(column[token]) for column in columns.values()]
         bars = [f"{('#' * round(10 * p)):.<10} {p:5.1%}" if p else "hidden" for p in cells]
-        rows.append((repr(llm.get_tokenizer().decode([token])), *bars))
+        rows.append((text, *bars))
     rows.append(("tokens left", *(str(int((p > 0).sum())) for p in columns.values())))
     show_table(("token", *columns), rows)
-
-
-def show_draws(llm: LLM, logits: Tensor) -> None:
-    """Draw by hand and in the engine."""
-    tokenizer, rows = llm.get_tokenizer(), []
-    position = len(tokenizer.encode(PROMPT))
-    for seed in range(1, 6):
-        u = uniform(torch.tensor([seed]), torch.tensor([position]))
-        token = int(sampler.draw(logits[None], u))
-        (engine,) = ask(llm, [PROMPT], temperature=1, seed=seed, max_tokens=1)[0]["token_ids"]
-        assert engine == token
-        end, p = (float(x[token]) for x in (probabilities(logits).cumsum(0), probabilities(logits)))
-        text = repr(tokenizer.decode([token]))
-        rows.append((seed, f"{float(u):.4f}", f"{end - p:.4f} to {end:.4f}", text))
-    show_table(("seed", "u", "the token's part of [0, 1)", "token"), rows)
 
 
 def run() -> None:
@@ -80,49 +50,58 @@ def run() -> None:
         "probability of token i = exp(logit_i / temperature) / sum of all exp(logit / temperature)",
         r"p_i = \frac{\exp(z_i / T)}{\sum_j \exp(z_j / T)}",
     )
-    logits = logits_after(llm, PROMPT)
-    best = logits.topk(SHOWN).indices.tolist()
+    tokenizer, logits = llm.get_tokenizer(), next_logprobs(llm, PROMPT)
+    best = logits.topk(SHOWN).indices
+    texts = [repr(tokenizer.decode([token])) for token in best]
     say(f"""What may follow {PROMPT!r}: the {SHOWN} most likely of {len(logits):,} tokens. A
         temperature below 1 makes likely tokens more likely, one above 1 less likely:""")
-    show_bars(llm, best, {f"temperature {t:g}": probabilities(logits, t) for t in TEMPERATURES})
-    QUESTIONS.show(1)
+    temperatures = {f"temperature {t:g}": probabilities(logits, t) for t in TEMPERATURES}
+    show_bars(texts, best, temperatures)
     say("""Filters hide tokens, and the probabilities of the rest are divided by their sum. top_k
         keeps the k most likely tokens. top_p keeps the most likely tokens until their sum reaches
-        p. min_p keeps tokens that are at least p times as likely as the most likely token:""")
-    filters = {f"{name}={value:g}": {name: value} for name, value in SETTINGS.items()}
-    columns = {name: probabilities(logits, **setting) for name, setting in filters.items()}
-    show_bars(llm, best, {"no filter": probabilities(logits), **columns})
-    say(f"""A draw at temperature 1. Each token has a part of the interval from 0 to 1, in the order
-        of the vocabulary. u comes from the seed and position
-        {len(llm.get_tokenizer().encode(PROMPT))}. Both a draw by hand and the engine give the token
-        of the last column:""")
-    show_draws(llm, logits)
+        p. min_p keeps tokens that are at least p times as likely as the most likely token.""")
+    QUESTIONS.show(1)
+    columns = {"no filter": probabilities(logits)}
+    columns |= {f"{n}={v:g}": probabilities(logits, **{n: v}) for n, v in SETTINGS.items()}
+    show_bars(texts, best, columns)
     QUESTIONS.show(2)
+    position = len(tokenizer.encode(PROMPT))
+    say(f"""A draw at temperature 1. Each token has a part of the interval from 0 to 1, in the order
+        of the vocabulary. u is a function of the request's seed and of the position of the token,
+        {position} here, and of nothing else. The same request therefore draws the same tokens in
+        any batch, and again after a preemption. A draw by hand and the engine give the same
+        token:""")
+    rows = []
+    for seed in range(1, 6):
+        u = sampler.uniform(torch.tensor([seed]), torch.tensor([position]))
+        token = int(sampler.draw(logits[None], u))
+        assert ask(llm, [PROMPT], temperature=1, seed=seed, max_tokens=1)[0]["token_ids"] == [token]
+        p, end = columns["no filter"][token], columns["no filter"].cumsum(0)[token]
+        text = repr(tokenizer.decode([token]))
+        rows.append((seed, f"{float(u):.4f}", f"{end - p:.4f} to {end:.4f}", text))
+    show_table(("seed", "u", "the token's part of [0, 1)", "token"), rows)
     show_source(
-        link(sampler.filtered_logits, "batch.temperature"),
-        *(link(function) for function in sampler.FILTER_FUNCTIONS.values()),
-        link(uniform),
-        link(sampler.draw, "cumulative > u"),
+        link("models.sampler.filtered_logits", "batch.temperature"),
+        *map(link, sampler.FILTER_FUNCTIONS.values()),
+        link("models.sampler.uniform"),
+        link("models.sampler.draw", "cumulative > u"),
     )
     say("Build it: `python -m lessons build filter`.")
 
 
 QUESTIONS = Questions("""
     In one step the model is sure: a token has the probability 0.99. In another, fifty tokens are
-    about equally likely. What is wrong with top_k=3 here, and not with min_p=0.1?
-    (a) It is slower, because it sorts.
-    (b) It keeps three tokens in both steps, although one or fifty make sense.
-    (c) It changes the order of the tokens.
+    about equally likely. What is wrong with top_k=3 here, and not with min_p=0.1? (a) It is slower,
+    because it sorts. (b) It keeps three tokens in both steps, although one or fifty make sense. (c)
+    It changes the order of the tokens.
     Answer: b. The threshold of min_p is relative to the most likely token: it keeps one token in
     the first step and all fifty in the second. top_p adapts too.
     Hint: How many tokens does each filter keep in the first step, and how many in the second?
 
     Suppose that all requests of a batch draw from one random generator, in the order of their rows.
-    What would change the tokens of a request with a seed?
-    (a) Nothing, if the generator begins with this seed.
-    (b) Only its own parameters.
-    (c) The other requests of its batch, or a preemption of one of them.
-    Answer: c. A state that others advance depends on them. Here u depends on seed and position
-    alone.
+    What would change the tokens of a request with a seed? (a) Nothing, if the generator begins with
+    this seed. (b) Only its own parameters. (c) The other requests of its batch, or a preemption of
+    one of them.
+    Answer: c. A state that others advance depends on them. So u must depend on the request alone.
     Hint: Who advances the generator between two draws of the request?
 """)

@@ -1,26 +1,23 @@
 """Lesson 8: prefix sharing and eviction.
 
 A chat sends its whole history with each message, and many requests begin with the same system
-prompt. Until now each computes it again. But the keys and values of a token depend on this token
-and those before it, and on nothing after it. Two prompts that begin with the same tokens have the
-same KV there, so both block tables can contain the same blocks. The prefix cache finds a block by a
-hash of its tokens and the hash of the block before it, as vLLM does; SGLang (Zheng et al. 2023,
-arXiv:2312.07104) uses a tree:
+prompt. Until now each computes it again. If two prompts begin with the same tokens, the keys and
+values of these tokens are the same (lesson 3), so both block tables can contain the same blocks:
 
     prompt A   [ t0 t1 t2 t3 | t4 t5 t6 t7 | t8 t9       ]   block table  1 2 3
     prompt B   [ t0 t1 t2 t3 | t4 t5 u6 u7 | u8          ]   block table  1 4 5
                  block 1: shared   blocks 4 and 5: B only, as t6 and u6 differ
+
+The prefix cache finds a block by a hash, as in vLLM; SGLang (Zheng et al. 2023, arXiv:2312.07104)
+uses a tree.
 """
 
 from itertools import pairwise
-from tempfile import TemporaryDirectory
 
 from lessons.lesson import GREEDY, ask, make_llm
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM, SamplingParams, Trace
-from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
-from nanovllm.features.memory import disk_cache
 
 A, B, C, D = "What is 12 + 30?\n", "What is 12 + 7?\n", "Sort 42, 7, 99\n", "Spell garden\n"
 PROMPTS = {"A": A, "B": B, "C": C, "D": D}
@@ -39,8 +36,9 @@ def share_blocks(llm: LLM) -> dict[int, int]:
     """Run a step of two prompts, print its trace, and return the reference counts of the blocks."""
     engine = llm.engine
     with Trace(llm) as trace:
-        for name, prompt in zip("AB", (A, B), strict=True):
-            engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=2), name)
+        for name in "AB":
+            params = SamplingParams(temperature=0, max_tokens=2)
+            engine.add_request(PROMPTS[name], params, name)
         engine.step()
     print(trace, end="\n\n")
     blocks = engine.scheduler.block_manager.blocks
@@ -80,18 +78,6 @@ def evict() -> list[tuple[str, int, int, int]]:
     return rows
 
 
-def reload(llm: LLM) -> tuple[int, int]:
-    """Save the prefix cache and load it into a new engine.
-
-    Returns the number of saved tokens, and how many tokens of A the new engine finds.
-    """
-    other = make_llm(block_size=4, num_kv_cache_blocks=32)
-    with TemporaryDirectory() as directory:
-        num_saved = llm.save_prefix_cache(directory)
-        other.load_prefix_cache(directory)
-    return num_saved, run_prompts(other, [llm.get_tokenizer().encode(A)])[0]
-
-
 def run() -> None:
     llm = make_llm(block_size=4, num_kv_cache_blocks=32)
     a, b = llm.get_tokenizer().encode(A), llm.get_tokenizer().encode(B)
@@ -101,22 +87,21 @@ def run() -> None:
         trace of their first step. Its columns free, cached and shared count blocks. The column
         cached counts only those blocks of the prefix cache that no sequence owns now. docs/trace.md
         explains the others.""")
-    counts = share_blocks(llm)
-    show_table(("block", "ref_count"), counts.items())
+    show_table(("block", "ref_count"), share_blocks(llm).items())
     say(f"""A and B share one block, so its reference count is 2. They can share it in the same
         step, because each layer stores all keys and values of a step before any query attends. B
         computes the other {same - 4} of the same tokens itself, because only full blocks are
         shared: the owner of a block that is not full will write into it.""")
     QUESTIONS.show(1)
-    say("""Each full block has a hash: block_hash = xxh3_128(parent_block_hash, token ids), where
-        the parent is the block before it. Below are the first six digits of the hashes. The same
-        tokens after another beginning have another parent, so they have another hash:""")
+    say("""So each full block has a hash of its tokens and of all before them: block_hash =
+        xxh3_128(parent_block_hash, token ids), where the parent is the block before it. Below are
+        the first six digits of the hashes. The same tokens after another beginning have another
+        hash:""")
     chains = hash_chains(make_llm(block_size=4, num_kv_cache_blocks=32))
     show_table(("prompt", "tokens of a block", "parent_block_hash", "block_hash"), chains)
     say("""The cache is a dictionary from hashes to blocks. Two blocks with different tokens could
         have the same hash. With 128 bits this is very unlikely, but a match compares the tokens
         too.""")
-
     QUESTIONS.show(2)
     llm.reset_prefix_cache()
     runs = [run_prompts(llm, [a, b, a[:8]]) for _ in range(2)]
@@ -124,41 +109,30 @@ def run() -> None:
         is computed, because its logits give the first output token. When A, B and the first 8
         tokens of A are run twice, the second run finds {runs[1][0]} tokens of A, {runs[1][1]} of B,
         and of the prompt of 8 tokens only {runs[1][2]}.""")
-
     say("""Cached blocks without an owner are kept until no block is free. Then the least recently
         used one is evicted. A pool of 6 blocks runs A, C, A again, and D. D needs 3 blocks, and 2
         are free. The last block of C is evicted. The beginning of C stays, because a sequence
         releases its last block first. The table shows how many tokens of each prompt the next
         request would find in the cache:""")
     show_table(("after", "of A", "of C", "of D"), evict())
-    num_saved, num_found = reload(llm)
-    say(f"""Blocks can also outlive the process, because a hash depends on tokens and not on the
-        process. save_prefix_cache writes each cached block to a file: its KV, its tokens, and the
-        hash of the block before it. A new process computes the same hash of these. Here
-        {num_saved} tokens are saved, and a new engine that loads the file finds {num_found} tokens
-        of A, which it has never computed.""")
-    say("""Other weights, another dtype or another block size would make other KV of the same
-        tokens. The file therefore contains what its KV depends on, with a checksum, and is refused
-        if anything differs. KV is copied to a block that is still free, and the block is cached
-        afterwards. Reading the KV of 1,500 tokens takes less than a tenth of the time to compute it
-        (smollm2-135m on two cores).""")
+    say("""A hash depends on tokens and not on the process. So save_prefix_cache can write the
+        blocks to a file, and another process finds them. The file is refused if the weights, the
+        dtype or the block size differ.""")
     show_source(
-        link(BlockManager.match),
-        link(BlockManager.choose_victim),
-        link(disk_cache.restore, "yield (block"),
+        link("engine.block_manager.BlockManager.match"),
+        link("engine.block_manager.BlockManager.choose_victim"),
+        link("features.memory.disk_cache.restore", "yield (block"),
     )
     say("""Build it: `python -m lessons build prefix`, and then `python -m lessons build eviction`,
-        whose rule has to find more tokens than the engine's own.""")
+        whose rule has to find more tokens than the engine's own. On the ladder, prefix sharing
+        leaves a third of the tokens to compute: `python -m lessons ladder 8`.""")
 
 
 QUESTIONS = Questions("""
     Two prompts differ in their first token only. Why can they share none of the later blocks, whose
-    tokens are equal?
-    (a) The cache compares whole prompts.
-    (b) Their positions differ.
-    (c) The keys and values of a token depend on all tokens before it, so they differ.
-    Answer: c. This is why the hash of a block contains the hash of its parent. Equal tokens after
-    different beginnings are different blocks.
+    tokens are equal? (a) The cache compares whole prompts. (b) Their positions differ. (c) The keys
+    and values of a token depend on all tokens before it, so they differ.
+    Answer: c. Equal tokens after different beginnings are different blocks.
     Hint: Which tokens do the keys and values of the fifth token depend on, in the second layer?
 
     A prompt of 8 tokens has run, and its two blocks of 4 slots are cached. The same prompt comes

@@ -2,23 +2,19 @@
 
 Blocks are taken when they are needed, so nobody knows at admission how many a request will take.
 All running requests may need a block when none is free, and each would wait for the others forever.
-The scheduler then preempts the sequence that was admitted last: it loses its row and its blocks,
-and waits at the head of the queue. It keeps its tokens, and they are computed again when there is
-room, as in vLLM (Kwon et al. 2023, arXiv:2309.06180). 4 blocks, of which A and B have two each:
+The scheduler then preempts one of them: it loses its row and its blocks, and waits at the head of
+the queue. It keeps its tokens, and they are computed again when there is room, as in vLLM (Kwon et
+al. 2023, arXiv:2309.06180). 4 blocks, of which A, the older request, and B have two each:
 
     blocks     [ A | A | B | B ]      A needs a third block, and none is free
     preempt    [ A | A |   |   ]      B waits with all of its tokens
     A goes on  [ A | A | A |   ]
-    A ends     [ B | B | B |   ]      B is computed again, as one prompt
-
-Nothing that B has said is lost, and no token changes: to compute known tokens is what a step does
-with every prompt.
+    A ends     [ B | B | B |   ]      B is computed again
 """
 
 from lessons.lesson import ask, make_llm
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import Trace
-from nanovllm.engine.scheduler import Scheduler
 
 POOLS = ((32, True), (8, True), (8, False))  # blocks, and whether they are cached
 
@@ -46,18 +42,19 @@ def run() -> None:
         <|endoftext|>, because ignore_eos is set.)""")
     print(trace, end="\n\n")
     QUESTIONS.show(2)
-    say("""The tokens are the same as in a large pool. With prefix caching, the blocks that request
-        1 lost stay in the cache until they are evicted, so fewer tokens are computed again:""")
+    say("""The tokens are the same as in a large pool: to compute known tokens is what a step does
+        with every prompt. With prefix caching, the blocks that request 1 lost stay in the cache
+        until they are evicted, so fewer tokens are computed again:""")
     assert runs[0][1] == runs[1][1] == runs[2][1]
-    head = ("blocks", "prefix caching", "steps", "tokens computed again")
-    show_table(head, [(*pool, t.num_steps, n) for pool, (t, _, n) in zip(POOLS, runs, strict=True)])
+    rows = [(*pool, t.num_steps, n) for pool, (t, _, n) in zip(POOLS, runs, strict=True)]
+    show_table(("blocks", "prefix caching", "steps", "tokens computed again"), rows)
     say("""Preemption is the exception. Admission leaves a block available for each sequence that
         runs (lesson 5), so that it is rare. A step that has preempted a sequence admits none, and
         preempted sequences come before new ones, whatever the policy is.""")
     show_source(
-        link(Scheduler._make_room, "self.preempt("),
-        link(Scheduler.preempt),
-        link(Scheduler.reserve),
+        link("engine.scheduler.Scheduler._make_room", "self.preempt("),
+        link("engine.scheduler.Scheduler.preempt"),
+        link("engine.scheduler.Scheduler.reserve"),
     )
     say("""Build it: `python -m lessons build preempt`. Then find two faults:
         `python -m lessons break 16` and `python -m lessons break 12`.""")
@@ -65,10 +62,8 @@ def run() -> None:
 
 QUESTIONS = Questions("""
     A running request needs a block and none is free. Why is the request preempted that was admitted
-    last?
-    (a) It has the fewest tokens.
-    (b) The oldest request then always continues, so requests end and free their blocks.
-    (c) Its tokens are not known yet.
+    last? (a) It has the fewest tokens. (b) The oldest request then always continues, so requests
+    end and free their blocks. (c) Its tokens are not known yet.
     Answer: b. If the oldest were preempted, two requests could take the blocks from each other
     without end. A late request can have a long prompt, so it need not have the fewest tokens.
     Hint: Which rule guarantees that at least one request ends?

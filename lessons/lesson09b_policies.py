@@ -6,8 +6,8 @@ a step, 150 tokens take five steps. Shortest job first (SJF) admits the request 
 key, which here is the number of uncached prompt tokens:
 
     arrived    150   9   9   9   9      tokens of the prompts
-    FCFS      [150   9   9   9   9]     all wait for 5 steps and more
-    SJF       [  9   9   9   9 150]     four wait for 2 steps, and one for 6
+    FCFS      [150   9   9   9   9]     the order of admission
+    SJF       [  9   9   9   9 150]
 
 SJF alone has a fault: the long prompt waits forever if short ones keep arriving. So the key grows
 with the number of requests that came before, which is called aging.
@@ -15,14 +15,10 @@ with the number of requests that came before, which is called aging.
 
 from statistics import mean
 
-from lessons.lesson import ask, make_llm
+from lessons.lesson import Counters, ask, make_llm
 from lessons.lesson06b_chunks import OPTIONS, prompt
-from lessons.pictures import show_lanes
 from lessons.show import Questions, link, say, show_source, show_table
-from nanovllm import Trace
-from nanovllm.cli.trace.trace import State
-from nanovllm.engine.policies import AGING, shortest_job_first
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.policies import AGING
 
 LENGTHS = [150, *[9] * 12]  # tokens of the prompts: a long one, and short ones after it
 BUDGET = 32  # tokens of a step
@@ -34,37 +30,14 @@ def run_policy(policy: str, lengths: list[int]) -> tuple[dict[int, int], dict[in
     The first dict has the order of admission.
     """
     llm = make_llm(**OPTIONS, scheduling_policy=policy, max_num_batched_tokens=BUDGET)
-    with Trace(llm) as trace:
-        ask(llm, [prompt(length) for length in lengths], ignore_eos=True, max_tokens=2)
-    admitted, first, state = dict[int, int](), dict[int, int](), State()
-    for event in trace.events:
-        state.apply(event)
-        for seq in event.get("new_rows", ()):
-            admitted[seq] = event["plan"]
-        if "commit" in event:
-            for seq in state.receivers:
-                first.setdefault(seq, event["commit"])
+    llm.engine.observer = counters = Counters(llm)
+    ask(llm, [prompt(length) for length in lengths], ignore_eos=True, max_tokens=2)
+    admitted, first = dict[int, int](), dict[int, int]()
+    for seen, steps in ((admitted, counters.running), (first, counters.results)):
+        for number, names in enumerate(steps, 1):
+            for name in names:
+                seen.setdefault(int(name), number)
     return admitted, first
-
-
-def show_policies() -> None:
-    fcfs, sjf = run_policy("fcfs", LENGTHS), run_policy("sjf", LENGTHS)
-    keys = [length + AGING * i for i, length in enumerate(LENGTHS)]
-    assert list(sjf[0]) == sorted(fcfs[0], key=lambda request: keys[request])
-    rows = list[tuple[object, ...]]()
-    for i, length in enumerate(LENGTHS):
-        rows.append((i, length, fcfs[1][i], keys[i], sjf[1][i]))
-    fcfs_mean, sjf_mean = (f"{mean(first.values()):.1f}" for _, first in (fcfs, sjf))
-    rows.append(("mean", "", fcfs_mean, "", sjf_mean))
-    show_table(("request", "tokens", "FCFS first token", "SJF key", "SJF first token"), rows)
-    for policy, (admitted, first) in (("FCFS", fcfs), ("SJF", sjf)):
-        lanes = []
-        for i, length in enumerate(LENGTHS):
-            begin, end = admitted[i] - 0.5, first[i] + 0.5
-            cells = [(0.5, begin - 0.5, "", 0), (begin, end - begin, "", 1)]
-            lanes.append((f"request {i}, {length} tokens", cells))
-        title = f"{policy}: when each request gets its first token"
-        show_lanes(title, lanes, "step", waiting=0, computing_the_prompt=1)
 
 
 def run() -> None:
@@ -74,13 +47,18 @@ def run() -> None:
         uses up the budget of the first steps. SJF admits the smallest key first: the number of
         uncached prompt tokens + {AGING} * the number of the request. The steps in which each
         request gets its first token:""")
-    show_policies()
+    fcfs, sjf = run_policy("fcfs", LENGTHS), run_policy("sjf", LENGTHS)
+    rows: list[tuple[object, ...]] = [
+        (i, n, fcfs[1][i], n + AGING * i, sjf[1][i]) for i, n in enumerate(LENGTHS)
+    ]
+    means = [f"{mean(first.values()):.1f}" for _, first in (fcfs, sjf)]
+    rows.append(("mean", "", means[0], "", means[1]))
+    show_table(("request", "tokens", "FCFS first token", "SJF key", "SJF first token"), rows)
     say(f"""The long prompt has the key {LENGTHS[0]}, and request 9 has {LENGTHS[9] + 9 * AGING}. So
         the long prompt is admitted before request 9, although it is longer.""")
     show_source(
-        link(shortest_job_first, "AGING * seq.arrival"),
-        link(Scheduler.add, "self.policy_key"),
-        link(Scheduler._admit, "self.max_num_seqs"),
+        link("engine.policies.shortest_job_first", "AGING * seq.arrival"),
+        link("engine.scheduler.Scheduler.add", "self.policy_key"),
     )
     say("Build it: `python -m lessons build policy`.")
 
@@ -88,10 +66,8 @@ def run() -> None:
 QUESTIONS = Questions("""
     A long prompt arrives just before twelve short ones. With SJF, the short ones are computed
     first. Why is the mean time to the first token smaller than with FCFS, although the same tokens
-    are computed?
-    (a) One request waits a little longer, and twelve wait less.
-    (b) Short prompts take less time for each token.
-    (c) The long prompt is computed in fewer steps.
+    are computed? (a) One request waits a little longer, and twelve wait less. (b) Short prompts
+    take less time for each token. (c) The long prompt is computed in fewer steps.
     Answer: a. The long prompt delays all that come after it with FCFS.
     Hint: Who waits for whom with FCFS, and who with SJF?
 

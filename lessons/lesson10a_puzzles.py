@@ -2,7 +2,7 @@
 
 A GPU kernel is a function that many programs run at the same time, each for a part of the result.
 In Triton (Tillet et al. 2019) a program works on tiles: arrays of a fixed size, which it loads from
-pointers, computes with, and stores. Masks leave out what is not there.
+pointers, computes with, and stores.
 
     program      0         1         2        tl.program_id(0)
     numbers   [ 0 1 2 3 | 4 5 6 7 | 8 9 . . ]   program * 4 + tl.arange(0, 4)
@@ -23,9 +23,6 @@ from lessons.show import Questions, link, say, show_source, show_table
 
 def show_kernel(kernels: Any) -> None:
     """Print the lines of a kernel, and the tile of each in two programs, computed by torch."""
-    x, out = (kernels.place(torch.arange(10.0) * 10 * n) for n in (1, 0))
-    kernels.double[(3,)](x, out, 10, 4)
-    assert torch.equal(out, 2 * x)
     rows = [[line.strip()] for line in inspect.getsource(kernels.double.fn).splitlines()[2:]]
     for program in (1, 2):
         i = program * 4 + torch.arange(4)
@@ -43,21 +40,6 @@ def show_kernel(kernels: Any) -> None:
         three programs, and each knows its number.""")
 
 
-def show_tile() -> None:
-    """Print the offsets of one tile of a matrix, as in puzzle 3."""
-    columns, i, j = 8, torch.arange(2, 4), torch.arange(4, 8)
-    offsets = i[:, None] * columns + j[None, :]
-    matrix = torch.arange(4 * columns).view(4, columns)
-    assert torch.equal(matrix.flatten()[offsets], matrix[2:4, 4:8])
-    say(f"""A tile of a matrix has two dimensions. The matrix below has 4 rows of {columns} numbers,
-        each equal to its offset in memory. With i = [2, 3] and j = [4, 5, 6, 7] the expression i[:,
-        None] * {columns} + j[None, :] gives the offsets of the tile in brackets:""")
-    for row, line in enumerate(matrix.tolist()):
-        cells = [f"[{n:2}]" if row in i and n % columns in j else f" {n:2} " for n in line]
-        print("  " + "".join(cells))
-    print()
-
-
 def run() -> None:
     kernels = optional("lessons.puzzles")
     QUESTIONS.show(1)
@@ -65,23 +47,31 @@ def run() -> None:
         say("Triton is not installed (it exists for Linux only), so no kernel runs here.")
         return
     show_kernel(kernels)
-    show_tile()
+    columns = 8
+    say(f"""A tile of a matrix has two dimensions. The matrix below has 4 rows of {columns} numbers,
+        each equal to its offset in memory. With i = [2, 3] and j = [4, 5, 6, 7] the expression i[:,
+        None] * {columns} + j[None, :] gives the offsets of the tile in brackets:""")
+    for i in range(4):
+        numbers = range(i * columns, (i + 1) * columns)
+        cells = [f"[{n:2}]" if i >= 2 and n % columns >= 4 else f" {n:2} " for n in numbers]
+        print("  " + "".join(cells))
+    print()
     say("""Five kernels lead from a sum to the attention of lesson 10b. The puzzles leave out a line
-        of the first two, the loop of the next two, and all of the last: `python -m lessons puzzle
-        1` shows the first. tl.exp, tl.maximum, tl.where and tl.sum(tile, axis) are as in torch,
-        tl.max(tile, axis) is torch.amax, and tl.dot is the product of two tiles.""")
-    engine = optional("nanovllm.backends.gpu.kernels.attention")
+        of the first two, the loop of the next two, and all of the last. tl.exp, tl.maximum,
+        tl.where and tl.sum(tile, axis) are as in torch, tl.max(tile, axis) is torch.amax, and
+        tl.dot is the product of two tiles.""")
     show_source(
-        link(engine._load_blocks.fn, "tl.load"), link(engine._attend_tile.fn, "correction =")
+        link("backends.gpu.kernels.attention._load_blocks.fn", "tl.load"),
+        link("backends.gpu.kernels.attention._attend_tile.fn", "correction ="),
     )
+    say("""Build it: `python -m lessons puzzle 1` shows the first puzzle. On the ladder the kernels
+        of the CPU have a rung: `python -m lessons ladder 10`.""")
 
 
 QUESTIONS = Questions("""
-    A kernel adds 1,000 numbers, 128 in each of 8 programs. Why do its loads and stores need a mask?
-    (a) All tiles have the same size, so the last one reaches beyond the 1,000 numbers.
-    (b) Two programs would write the same numbers.
-    (c) A load without a mask is slower.
-    Answer: a. 8 programs have 1,024 numbers. The memory after the first 1,000 belongs to something
-    else.
-    Hint: Which numbers does the last program work on, and which of them exist?
+    A kernel adds 1,000 numbers, 128 in each program. How many places of the last program's tile
+    must its mask leave out?
+    Answer: 24. All tiles have the same size, so 8 programs have 1,024 places. The memory after the
+    first 1,000 numbers belongs to something else.
+    Hint: How many programs are there, and how many places do all of them have?
 """)

@@ -9,20 +9,18 @@ waits for the first token, and then reads along. Each request has the times of i
        |------ time to first token ------|  t: time between tokens
 
 A service promises limits, such as 1 s to the first token and 100 ms between tokens. Goodput is the
-number of requests per second that keep both (DistServe, Zhong et al. 2024, arXiv:2401.09670). It
-grows with the load as long as the engine keeps up. Then requests queue, and it falls.
+number of requests per second that keep both (DistServe, Zhong et al. 2024, arXiv:2401.09670).
 """
 
 import random
 import time
 from statistics import median, quantiles
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from lessons.lesson import make_llm
 from lessons.pictures import show_plot
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.scheduler import Scheduler
 from nanovllm.outputs import RequestMetrics
 
 REQUESTS, TOKENS = 64, 16
@@ -54,9 +52,7 @@ def serve(llm: LLM, arrivals: list[float]) -> tuple[list[Latency], float]:
 
 
 def latency(metrics: RequestMetrics, arrival: float, tokens: int) -> Latency:
-    first, end = metrics.first_token_time, metrics.finished_time
-    assert first is not None
-    assert end is not None
+    first, end = cast(float, metrics.first_token_time), cast(float, metrics.finished_time)
     return Latency(first - arrival, (end - first) / (tokens - 1))
 
 
@@ -74,6 +70,7 @@ def run() -> None:
     one = Latency(median(x.first for x in alone), median(x.between for x in alone))
     capacity = REQUESTS / serve(llm, [0.0] * REQUESTS)[1]
     limits = Latency(5 * one.first, 3 * one.between)
+    QUESTIONS.show(1)
     say(f"""A request that is alone has its first token after {one.first * 1e3:.0f} ms and another
         every {one.between * 1e3:.1f} ms. If all {REQUESTS} requests arrive at once, the engine
         serves {capacity:.1f} requests per second, 8 at a time (max_num_seqs=8). Let the limits be
@@ -81,24 +78,22 @@ def run() -> None:
         {limits.between * 1e3:.1f} ms between tokens, three times as long. The same requests arrive
         at random (a Poisson process). Load is the arrival rate divided by the capacity, and 5 % of
         the requests wait longer than p95:""")
-    QUESTIONS.show(1)
-    rows = []
+    rows, served, good = [], [], []
     for load in LOADS:
         rng, now, arrivals = random.Random(0), 0.0, list[float]()
         for _ in range(REQUESTS):
             now += rng.expovariate(load * capacity)
             arrivals.append(now)
         latencies, seconds = serve(llm, arrivals)
-        first, between = ([1e3 * x[i] for x in latencies] for i in (0, 1))
+        first, between = ([1e3 * x for x in times] for times in zip(*latencies, strict=True))
+        served.append((load, REQUESTS / seconds))
+        good.append((load, goodput(latencies, limits, seconds)))
         times = (median(first), quantiles(first, n=20)[-1], median(between))
-        served = (REQUESTS / seconds, goodput(latencies, limits, seconds))
-        rows.append((f"{load:.1f}", *(f"{x:.0f}" for x in times), *(f"{x:.1f}" for x in served)))
-    show_table(
-        ("load", "median first ms", "p95 first ms", "median between ms", "requests/s", "goodput"),
-        rows,
-    )
-    columns = [[(float(row[0]), float(row[i])) for row in rows] for i in (-2, -1)]
-    lines = dict(zip(("served", "goodput"), columns, strict=True))
+        rates = (f"{served[-1][1]:.1f}", f"{good[-1][1]:.1f}")
+        rows.append((f"{load:.1f}", *(f"{x:.0f}" for x in times), *rates))
+    head = ("median first ms", "p95 first ms", "median between ms", "requests/s", "goodput")
+    show_table(("load", *head), rows)
+    lines = {"served": served, "goodput": good}
     show_plot("Throughput and goodput", "load", "requests/s", lines)
     QUESTIONS.show(2)
     say("""Up to a load of about 1 the engine serves what arrives. Above, the queue grows with each
@@ -106,7 +101,8 @@ def run() -> None:
         A smaller token budget trades the time to the first token for the time between tokens
         (lesson 6b), and fewer rows make steps shorter.""")
     show_source(
-        link(RequestMetrics, "first_token_time"), link(Scheduler._admit, "self.max_num_seqs")
+        link("outputs.RequestMetrics", "first_token_time"),
+        link("engine.scheduler.Scheduler._admit", "self.max_num_seqs"),
     )
     say("""What to do: say what 4 and 16 rows would do to both times of the table at a load of 0.9.
         Then change max_num_seqs in this file, and run it again.""")
@@ -114,19 +110,17 @@ def run() -> None:
 
 QUESTIONS = Questions("""
     Requests arrive three times as fast as the engine can serve them. It works all the time. What
-    happens to its goodput?
-    (a) It is as large as the number of requests that it serves per second.
-    (b) It is lower: most requests have waited too long when their first token comes.
-    (c) It is three times as large.
+    happens to its goodput? (a) It is as large as the number of requests that it serves per second.
+    (b) It is lower: most requests have waited too long when their first token comes. (c) It is
+    three times as large.
     Answer: b. The engine serves as many requests as it can, but each has waited longer than the one
     before. Only the first ones meet the limits.
     Hint: How long does the last request of the test wait before it is admitted?
 
     An engine has twice as many rows. Its tokens per second grow by a third. What happens to the
-    time between tokens at full load?
-    (a) It falls, because the engine computes more tokens per second.
-    (b) It stays, because each request has a row in every step.
-    (c) It grows, because twice as many requests share 4/3 of the tokens per second.
+    time between tokens at full load? (a) It falls, because the engine computes more tokens per
+    second. (b) It stays, because each request has a row in every step. (c) It grows, because twice
+    as many requests share 4/3 of the tokens per second.
     Answer: c. Each request gets 2/3 of the tokens per second that it had. Batching buys throughput
     with latency.
     Hint: How many tokens per second does one request get, before and after?

@@ -14,7 +14,6 @@ engine, and you can write one.
 from lessons.lesson import ask, make_llm
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import Trace
-from nanovllm.engine.llm_engine import LLMEngine
 
 PROMPTS = ("What is 12 + 30?\n", "Sort 42, 7, 99, 3\n", "What is 12 + 7?\n")
 OPTIONS = dict(block_size=4, num_kv_cache_blocks=10, max_num_seqs=3, max_num_batched_tokens=12)
@@ -48,6 +47,12 @@ def run() -> None:
     say("""The parts, where you have written them, where they are here, and who does this in vLLM
         (docs/vllm-map.md has all names, and the files):""")
     show_table(("part", "lesson", "build", "here, in nanovllm/", "in vLLM"), PARTS)
+    say("The loop that you write now:")
+    show_source(
+        link("engine.llm_engine.LLMEngine.run_step", "self._schedule()"),
+        link("engine.llm_engine.LLMEngine.run_step", "self.runner.run"),
+        link("engine.llm_engine.LLMEngine.run_step", "self._commit"),
+    )
     say("""Build it: `python -m lessons build engine`. It imports your files of the other tasks, and
         its loop has about 50 lines. The check compares its answers with transformers', and its
         speed with transformers and with nanovllm.""")
@@ -55,19 +60,12 @@ def run() -> None:
         another, from lesson 3 to the defaults of LLM(). Say what each rung gains before you look.
         Then read the engine in the order of README, which is the order of the lessons, or open
         vLLM with docs/vllm-map.md: `EngineCore.step` is the loop that you have just written.""")
-    show_source(
-        link(LLMEngine.run_step, "self._schedule()"),
-        link(LLMEngine.run_step, "self.runner.run"),
-        link(LLMEngine.run_step, "self._commit"),
-    )
 
 
 QUESTIONS = Questions("""
     In step 2 of the trace request 2 computes one token, position 4, although its prompt has nine
-    tokens. Why?
-    (a) Its first block was cached, and the token budget had room for one more token.
-    (b) It decodes.
-    (c) It has only one block.
+    tokens. Why? (a) Its first block was cached, and the token budget had room for one more token.
+    (b) It decodes. (c) It has only one block.
     Answer: a. Positions 0 to 3 are in block 1, which request 0 has computed. The step computes 12
     tokens: one of request 0, ten of request 1 and one of request 2.
     Hint: Read the two lines below the step, and add up what the step computes.
@@ -77,10 +75,9 @@ QUESTIONS = Questions("""
     prompt.
     Hint: In which steps is there something in the column "token" of request 2?
 
-    In step 10 request 2 computes the positions 4 to 12 again, and not 0 to 12. Why?
-    (a) Its first tokens are not needed any more.
-    (b) Block 1 was still in the prefix cache, with the first four positions.
-    (c) The token budget is 12.
+    In step 10 request 2 computes the positions 4 to 12 again, and not 0 to 12. Why? (a) Its first
+    tokens are not needed any more. (b) Block 1 was still in the prefix cache, with the first four
+    positions. (c) The token budget is 12.
     Answer: b. Request 0 and request 2 shared it, and it was not evicted. All other blocks of
     request 2 were evicted for others.
     Hint: What does the line about a prefix hit say?

@@ -2,7 +2,7 @@
 
 The scheduler makes a `StepPlan`. The runner executes it and returns a `StepOutput`. vLLM calls them
 `SchedulerOutput` and `ModelRunnerOutput`. A plan does not change after the scheduler returns it.
-Three things are not plain numbers: logits processors, grammars, and the errors that they raise.
+Only logits processors, grammars, and the errors that they raise are not plain numbers.
 """
 
 from __future__ import annotations

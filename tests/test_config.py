@@ -69,7 +69,11 @@ OPTIONS = [
     ({"trust_remote_code": True}, ValueError, "trust_remote_code=True is not supported; .*=False"),
     ({"speculative_config": "ngram"}, TypeError, "speculative_config must be a dict, not 'ngram'"),
     ({"speculative_config": {"method": "eagle"}}, ValueError, "speculative_config: method must be"),
-    ({"speculative_config": {"prompt_lookup": 2}}, TypeError, "did you mean 'prompt_lookup_m"),
+    (
+        {"speculative_config": {"prompt_lookup": 2}},
+        TypeError,
+        "speculative_config: .*argument 'prompt_lookup'",
+    ),
     (
         {"speculative_config": {"num_speculative_tokens": 0}},
         ValueError,

@@ -93,12 +93,6 @@ def test_forms_that_vllm_accepts() -> None:
         SamplingParams.from_optional(logit_bias={"a": 1.0})
 
 
-def one_argument(logits: Any) -> Any: ...
-
-
-def four_arguments(a: Any, b: Any, c: Any, d: Any) -> Any: ...
-
-
 PARAMS = [
     ({"temperature": -1}, ValueError, "temperature"),
     ({"temperature": NAN}, ValueError, "temperature"),
@@ -142,23 +136,14 @@ PARAMS = [
     ({"max_tokens": np.float32(2)}, TypeError, r"must be an int, not 2\.0"),
     ({"detokenize": None}, TypeError, "detokenize"),
     ({"logits_processors": ["f"]}, TypeError, "functions"),
-    ({"logits_processors": [one_argument]}, TypeError, r"\(output ids, logits\) or"),
-    ({"logits_processors": [four_arguments]}, TypeError, "which .* does not take"),
     ({"structured_outputs": {"regex": "a"}}, TypeError, "must be a StructuredOutputsParams, not"),
 ]
 STRUCTURED = [
     ({}, ValueError, "exactly one of json, regex, choice, grammar, json_object, not none"),
     ({"json_object": False}, ValueError, "not none"),
     ({"json": "{}", "regex": "a"}, ValueError, "not json and regex"),
-    ({"json": "{"}, ValueError, "json='{' is not JSON: Expecting"),
-    ({"json": "[1]"}, TypeError, "json must be a JSON schema"),
-    ({"json": 3}, TypeError, "json must be a JSON schema, .* not 3"),
-    ({"json": {"a": {1}}}, ValueError, "is not JSON: .*not JSON serializable"),
     ({"regex": 3}, TypeError, "regex must be a string"),
     ({"regex": re.compile("a")}, TypeError, "regex must be a string"),
-    ({"choice": "ab"}, TypeError, "choice must be a list of strings, not 'ab'"),
-    ({"choice": ["a", 3]}, TypeError, "choice must be a list of strings"),
-    ({"choice": []}, ValueError, "choice is empty"),
     ({"grammar": ["start"]}, TypeError, "grammar must be a string"),
     ({"json_object": "yes"}, TypeError, "json_object must be True or False"),
 ]

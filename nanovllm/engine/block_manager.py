@@ -23,8 +23,7 @@ therefore cached under a hash of both, as in vLLM and nano-vllm:
     [ a b ] hash 51.. <--+-- [ c d ] hash 0e..     two prompts with a common prefix
                          +-- [ x y ] hash 9f..
 
-If the block of [ a b ] is evicted, no prompt matches its children, although they are still cached.
-When [ a b ] is computed again, its hash is the same, and its children are found again.
+If [ a b ] is evicted, its children stay cached, and match again after [ a b ] is computed again.
 """
 
 from array import array
@@ -84,8 +83,7 @@ class BlockManager:
         """Return the cached blocks that hold the beginning of `seq`. Changes no block.
 
         The block of the last token is not matched, because the logits of this token must be
-        computed. If all other blocks match, 1 to `block_size` tokens remain to be computed. If
-        `seq` has targets, the token before the first target and all later tokens remain too.
+        computed. The same holds for the token before the first of `seq.targets`.
         """
         matched: list[Block] = []
         end = seq.first_target - 1 if seq.targets else len(seq.token_ids) - 1

@@ -48,9 +48,8 @@ class LLMEngine(SharedEngine):
             block_manager, config.max_num_seqs, config.token_budget, config.scheduling_policy
         )
         self.runner = runner
-        self.async_scheduling = config.async_scheduling
-        if config.async_scheduling is None:
-            self.async_scheduling = runner.async_scheduling
+        overlaps = config.async_scheduling
+        self.async_scheduling = runner.async_scheduling if overlaps is None else overlaps
         self.observer = NO_OBSERVER  # see nanovllm/cli/trace/trace.py
         self.checkpoint: Any = None  # for features/memory/disk_cache.py
         self.requests = {}
@@ -111,12 +110,9 @@ class LLMEngine(SharedEngine):
     def _is_known(self, request_id: str) -> bool:
         return request_id in self.requests or request_id in self.finished
 
-    def abort_request(self, request_id: str | list[str]) -> None:
+    def abort_request(self, request_id: str | Iterable[str]) -> None:
         """End one or several requests in any state, and free their blocks. Ignores unknown ids."""
-        is_list = isinstance(request_id, Iterable) and not isinstance(request_id, str)
-        ids: list[Any] = list(request_id) if is_list else [request_id]
-        if not all(isinstance(i, str) for i in ids):
-            raise TypeError(f"request_id must be a string or a list of strings, not {request_id!r}")
+        ids = [request_id] if isinstance(request_id, str) else request_id
         self.abort([self.requests[i] for i in ids if i in self.requests])
 
     def abort_all(self) -> None:
@@ -162,12 +158,9 @@ class LLMEngine(SharedEngine):
     def run_step(self) -> None:
         """Plan and launch one step, and commit the steps whose results are due.
 
-        With async scheduling, the results of the previous step are due while the device computes
-        the new step. If no step can be launched, or if the next plan depends on the drafts of this
-        one, the results of all steps in flight are due.
-
-        If another thread is running a step, this method only waits until that step ends. If a step
-        fails or Ctrl-C interrupts it, the error is raised, and all requests can continue.
+        With async scheduling, the previous step is due while the device computes the new one. All
+        steps are due if none can be launched, or if the next plan depends on the drafts of this
+        one. After an error or Ctrl-C, which this method raises, all requests can continue.
         """
         step = self._schedule()
         if step is not None:
@@ -197,8 +190,8 @@ class LLMEngine(SharedEngine):
         with hold_interrupt(), self.lock:
             self.observer.begin()
             updated = self.scheduler.commit(step, output.token_ids)
-            if step.plan.chunks:
-                self._record_first_results(updated)
+            for seq in updated if step.plan.chunks else ():
+                self._record_first_result(seq.request)
             for row, error in output.errors.items():
                 if step.seqs[row].request is not None:  # it has not ended
                     self._record_error(step.seqs[row].request, error)
@@ -228,12 +221,11 @@ class LLMEngine(SharedEngine):
                     return False
         return True
 
-    def _record_first_results(self, seqs: list[Sequence]) -> None:
-        for request in [seq.request for seq in seqs]:
-            if request.metrics.first_token_time is None:
-                request.metrics.first_token_time = time.monotonic()
-                for progress in (self.progress, request.progress):
-                    progress.start(request)
+    def _record_first_result(self, request: Request) -> None:
+        if request.metrics.first_token_time is None:
+            request.metrics.first_token_time = time.monotonic()
+            for progress in (self.progress, request.progress):
+                progress.start(request)
 
     def _record_error(self, request: Request, error: Exception) -> None:
         request.error = error

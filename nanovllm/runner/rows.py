@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.models.batch import ForwardBatch, SamplingBatch, typed_params
+from nanovllm.models.batch import ForwardBatch, SamplingBatch
 from nanovllm.models.transfers import send
 from nanovllm.plan import FILTERS, ResultKind, StepPlan
 
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 class StepBatch:
     """A plan as tensors. The step has S sequences, of which R sample a token.
 
-    Consecutive decode steps of the same rows share one StepBatch. Only `forward_batch`, `rules` and
-    the positions of `sampling_batch` change.
+    Consecutive decode steps of the same rows share one StepBatch.
     """
 
     decode_rows: list[int]  # [] for a plan with chunks
@@ -185,5 +184,7 @@ def sampling_batch(
     params: Tensor | list[Tensor], seeds: Tensor, positions: Tensor
 ) -> SamplingBatch:
     """Build a SamplingBatch. `params` has the temperature and each filter, as [R] float32."""
-    temperature, *values = typed_params(params)
-    return SamplingBatch(temperature, seeds, positions, dict(zip(FILTERS, values, strict=True)))
+    temperature, *values = params
+    pairs = zip(FILTERS.items(), values, strict=True)
+    filters = {name: x.long() if isinstance(off, int) else x for (name, off), x in pairs}
+    return SamplingBatch(temperature, seeds, positions, filters)

@@ -131,15 +131,11 @@ def test_a_question_waits_for_an_answer_in_a_terminal(
 def test_lesson_1a() -> None:
     """It shows the objects of each step, and without a terminal no answer."""
     llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=16, block_size=4)
-    seen, output = lesson01a_request.follow(llm, "What is 2 + 30?\n")
-    [completion] = output.outputs
-    assert [n for result in seen["output"] for n in result.token_ids] == completion.token_ids
-    assert [step.num_tokens for step in seen["plan"]] == [9] + [1] * (len(seen["plan"]) - 1)
-    assert seen["batch"][0].slot_mapping.tolist() == list(range(4, 13))
-    assert all(
-        rows.argmax() == new.token_ids[0]
-        for rows, new in zip(seen["logits"], seen["output"], strict=True)
-    )
+    _, plans, batches, logits, outputs, output = lesson01a_request.follow(llm, "What is 2 + 30?\n")
+    assert [n for result in outputs for n in result.token_ids] == output.outputs[0].token_ids
+    assert [step.num_tokens for step in plans] == [9] + [1] * (len(plans) - 1)
+    assert batches[0].slot_mapping.tolist() == list(range(4, 13))
+    assert [int(rows.argmax()) for rows in logits] == output.outputs[0].token_ids
     printed = run_lesson("1a")
     assert "11    decode of row 0   1033  '12 + 30 = 42<|endoftext|>'" in printed
     assert "Answer" not in printed
@@ -157,8 +153,8 @@ def test_lesson_1b() -> None:
         assert rows[-1][1:] == (repr(text), "''")
         held = [ast.literal_eval(row[2]) for row in rows[:-1]]
         assert max(map(len, held)) == len(stops[0]) - 1
-    assert lesson01b_text.ends(llm)[2] == ("max_tokens=3", "length", "None", "'12 + '")
     printed = run_lesson("1b")
+    assert re.search(r"^\{'max_tokens': 3\} +length +None +'12 \+ '$", printed, re.MULTILINE)
     assert max(map(len, printed.splitlines())) <= 100
 
 
@@ -188,10 +184,9 @@ def test_lesson_5() -> None:
     for table in ([1, 2, 3, 4, 5], [16, 3, 9, 1, 7]):
         assert lesson05_blocks.answer_with(llm, table, 10) == "12 + 30 = 42"
     printed = run_lesson("5")
-    assert "With 4 large blocks, 4 requests run at once" in printed
     rows = [line.split() for line in printed.splitlines() if " blocks of " in line]
     (_, _, _, _, few, slow), (_, _, _, _, many, fast) = (row for row in rows if row[0].isdigit())
-    assert int(few) == 4
+    assert few == lesson05_blocks.QUESTIONS[1].answer == "4"
     assert int(many) == 24
     assert int(fast) * 4 < int(slow)
     assert max(map(len, printed.splitlines())) <= 100

@@ -9,13 +9,11 @@ from lessons import elective_host_cache as host_cache
 from lessons import elective_int8 as int8
 from lessons import elective_state_cache as state_cache
 from lessons import elective_states as states
+from lessons import lesson
 from lessons import lesson10b_paged_attention as paged
 from lessons import lesson11a_overlap as overlap
 from lessons import lesson11b_graphs as graphs
 from nanovllm import SamplingParams
-from nanovllm.config import EMBEDDED
-from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
-from nanovllm.models.attention import PlainAttention
 
 
 def table(printed: str, head: str) -> list[list[str]]:
@@ -27,6 +25,10 @@ def table(printed: str, head: str) -> list[list[str]]:
 def test_lesson_10a() -> None:
     pytest.importorskip("triton")
     printed = run_lesson("10a")
+    kernels = lesson.optional("lessons.puzzles")
+    x, out = (kernels.place(torch.arange(10.0) * n) for n in (1, 0))
+    kernels.double[(3,)](x, out, 10, 4)
+    assert torch.equal(out, 2 * x)
     assert "   16  17  18  19 [20][21][22][23]\n" in printed
     if not torch.cuda.is_available():  # the tiles of a kernel can be read in the interpreter
         tiles = {row[0].split(" = ")[0]: row[1:] for row in table(printed, "line")}
@@ -39,24 +41,11 @@ def test_lesson_10a() -> None:
 @pytest.mark.parametrize("context", [1, 128, 129, 400, 513])
 def test_tiles_pages_splits_and_the_kernel_agree(context: int) -> None:
     """A wrong factor, slot or merge would show; NaN is in all slots that were not stored."""
-    prefill, step = paged.make_steps([context, 7])
-    config = Checkpoint(find_checkpoint(EMBEDDED)).model_config
-    shape = (context - 1 + 6, config.num_kv_heads, config.head_dim)
-    growing = torch.linspace(0.1, 3, shape[0])[:, None, None]  # so that m rises
-    k, v = torch.randn(shape) * growing, torch.randn(shape)
-    attention = PlainAttention(config, 50, paged.BLOCK, torch.float32, paged.CPU)
-    attention.cache.fill_(torch.nan)
-    attention.store(0, k, v, prefill)
-    last_k, last_v = torch.randn(2, 2, *shape[1:])
-    attention.store(0, last_k, last_v, step)
-    q = torch.randn(2, config.num_heads, config.head_dim)
-    attention.prepare(step)
-    wanted = attention.attend(0, q, step).view_as(q)
-    keys, values = (torch.cat((a[: context - 1], b[:1])) for a, b in ((k, last_k), (v, last_v)))
-    weights = (keys[:, 0] @ q[0, 0] / config.head_dim**0.5).softmax(0)
-    torch.testing.assert_close(weights @ values[:, 0], wanted[0, 0])
-
-    kv, blocks = attention.cache[0], step.block_tables[0].long()
+    q, kv, step, wanted = paged.make_step([context, 7])
+    blocks = step.block_tables[0].long()
+    keys, values = torch.cat([*paged.paged_tiles(kv[:, :, 0], blocks, 0, context)], dim=1)
+    weights = (keys @ q[0, 0] / q.shape[2] ** 0.5).softmax(0)
+    torch.testing.assert_close(weights @ values, wanted[0, 0])
     for split in (paged.TILE, paged.SPLIT, context):
         parts = []
         for start in range(0, context, split):
@@ -85,7 +74,6 @@ def test_lesson_10b() -> None:
         "512 to 599",
     ]
     assert "    correction = tl.exp2(row_max - new_max)\n" in printed  # the kernel's own line
-    assert "1,024 MiB" in " ".join(printed.split())
     k, v = torch.randn(2, 2 * paged.TILE, 8)
     k[0] = 100 * torch.ones(8)  # the largest score is in the first tile
     tiles = zip(k.split(paged.TILE), v.split(paged.TILE), strict=True)
@@ -98,7 +86,7 @@ def test_overlap_hides_the_host_and_drops_a_token_of_what_stops() -> None:
     params = [SamplingParams(max_tokens=30), SamplingParams(stop_token_ids=[9])]
     seconds = {}
     for asynchronous in (False, True):
-        host, device, seconds[asynchronous] = overlap.serve(asynchronous, params)
+        host, seconds[asynchronous] = overlap.serve(asynchronous, params)
         n = 30
         plans = [("plan", i) for i in range(1, n + 1)]
         commits = [("commit", i) for i in range(1, n + 1)]
@@ -107,8 +95,7 @@ def test_overlap_hides_the_host_and_drops_a_token_of_what_stops() -> None:
         pairs = zip(plans, commits, strict=False)
         wanted = ahead + [event for pair in pairs for event in pair] + late
         assert host.events == [f"{what} {i}" for what, i in wanted]
-        assert (host.returned, host.dropped) == (37, int(asynchronous))
-        assert device.sampled == host.returned + host.dropped
+        assert (host.sampled, host.dropped) == (39 + asynchronous, int(asynchronous))
     # The device alone takes 5 ms. Without overlap the host's 3 ms come first.
     assert seconds[False] >= 0.008
     assert seconds[True] >= 0.005
@@ -123,19 +110,17 @@ def test_lesson_11a() -> None:
 
 def test_a_replay_is_one_launch_and_repeats_what_was_recorded() -> None:
     device, rows = graphs.Device(), torch.tensor([1, 2])
-    model, expected = graphs.Model(device), graphs.Model(graphs.Device())
+    model = graphs.Model(device)
     model.decode(rows, rows)
-    replay = device.capture(lambda: model.decode(rows, rows))
+    replay = model.capture(rows)
     before = device.launches
     replay()
     assert device.launches == before + 1
+    assert model.last_tokens.tolist() == [0, 8, 8] + [0] * 6
     assert model.positions.tolist() == [0, 2, 2] + [0] * 6
     rows.copy_(torch.tensor([3, 2]))
     replay()
     assert model.positions.tolist() == [0, 2, 3, 1] + [0] * 5
-    for _ in range(3):
-        expected.decode(torch.tensor([2]), rows)
-    assert model.last_tokens[2] == expected.last_tokens[2]
 
 
 def test_lesson_11b() -> None:
@@ -143,7 +128,7 @@ def test_lesson_11b() -> None:
     words = " ".join(printed.split())
     assert "2 0 0 2 0 2 0 0\n" in printed  # a new tensor changes nothing
     assert "2 1 1 2 1 2 0 0\n" in printed
-    assert "7 launches have become 1" in words
+    assert "6 launches have become 1" in words
     assert "is launched for the first time during a capture" in words
     launches = graphs.count_launches()
     assert round(launches * graphs.LAUNCH, -2) == int(graphs.QUESTIONS[0].answer)

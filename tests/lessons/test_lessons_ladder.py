@@ -5,11 +5,10 @@ import re
 from os.path import commonprefix
 
 import pytest
-import torch
 
-from lessons import ladder, lesson03a_no_cache, lesson03b_kv_cache
+from lessons import ladder, lesson03_kv_cache
 from lessons.lesson import make_llm
-from lessons.lesson03a_no_cache import PROMPT
+from lessons.lesson03_kv_cache import PROMPT
 from nanovllm import LLM, SamplingParams
 
 NUM_OUTPUT = 12  # more than the answer has: both ways go on after the end-of-sequence token
@@ -26,8 +25,8 @@ def test_both_ways_give_the_engines_tokens(embedded: LLM) -> None:
     prompt = embedded.get_tokenizer().encode(PROMPT)
     params = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True)
     want = embedded.generate(PROMPT, params, use_tqdm=False)[0]["token_ids"]
-    cached = list(lesson03b_kv_cache.generate(embedded, prompt, NUM_OUTPUT))
-    without = list(lesson03a_no_cache.generate(embedded, prompt, NUM_OUTPUT))
+    cached = list(lesson03_kv_cache.with_cache(embedded, prompt, NUM_OUTPUT))
+    without = list(lesson03_kv_cache.without_cache(embedded, prompt, NUM_OUTPUT))
     assert [token for token, _ in without] == [token for token, _ in cached] == want
     assert [n for _, n in without] == [len(prompt) + i for i in range(NUM_OUTPUT)]
     assert [n for _, n in cached] == [len(prompt)] + [1] * (NUM_OUTPUT - 1)
@@ -35,43 +34,26 @@ def test_both_ways_give_the_engines_tokens(embedded: LLM) -> None:
 
 def test_a_key_depends_on_the_tokens_up_to_its_own() -> None:
     llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=64)
-    keys = lesson03b_kv_cache.key_in_texts(llm, [20, 21, 22, 23, 24], 2, [3, 5])
-    later = lesson03b_kv_cache.key_in_texts(llm, [20, 21, 22, 30, 31], 2, [5])
-    earlier = lesson03b_kv_cache.key_in_texts(llm, [20, 30, 22, 23, 24], 2, [5])
-    assert torch.allclose(keys[0], keys[1], atol=1e-4)
-    assert torch.allclose(keys[0], later[0], atol=1e-4)
-    assert not torch.allclose(keys[0], earlier[0], atol=1e-2)
+    texts = ([20, 21, 22], [20, 21, 22, 30, 31], [20, 30, 22])
+    key, later, earlier = (lesson03_kv_cache.third_key(llm, ids) for ids in texts)
+    assert later == pytest.approx(key, abs=1e-4)
+    assert earlier != pytest.approx(key, abs=1e-2)
 
 
 @pytest.mark.slow
-def test_lesson_3a(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    # Without the longest, which takes three times as long as all others together.
-    monkeypatch.setattr(lesson03a_no_cache, "LENGTHS", lesson03a_no_cache.LENGTHS[:-1])
-    lesson03a_no_cache.run()
-    printed = capsys.readouterr().out
-    rows = numbers(printed, "output tokens")
-    assert [row[:2] for row in rows] == [[20, 390], [40, 1180], [80, 3960]]
-    assert all(seconds > 0 for _, _, seconds, _ in rows)
-    assert max(map(len, printed.splitlines())) <= 100
-
-
-@pytest.mark.slow
-def test_lesson_3b(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lesson_3(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     # Without the longest, which takes as long as all others together.
-    monkeypatch.setattr(lesson03b_kv_cache, "LENGTHS", lesson03b_kv_cache.LENGTHS[:-1])
-    lesson03b_kv_cache.run()
+    monkeypatch.setattr(lesson03_kv_cache, "LENGTHS", lesson03_kv_cache.LENGTHS[:-1])
+    lesson03_kv_cache.run()
     printed = capsys.readouterr().out
-    rows = re.findall(
-        r"^ *(\d+) +([\d,]+) +(\d+) .* times as (?:fast|slow)$", printed, re.MULTILINE
-    )
-    assert rows == [("40", "1,180", "49"), ("80", "3,960", "89")]
+    rows = re.findall(r"^(\d+) +([\d,]+) +(\d+) .* (?:as fast|as slow)$", printed, re.MULTILINE)
+    assert rows == [("20", "390", "29"), ("40", "1,180", "49"), ("80", "3,960", "89")]
     keys = numbers(printed, "tokens read")
     assert len(keys) == 3
     for row in keys[1:]:
         assert row[1:] == pytest.approx(keys[0][1:], abs=2e-4)
-    # The embedded model: 5 layers, 2 KV heads of 64, 4 bytes. Qwen3-0.6B: see the lesson.
-    assert "5,120" in printed
     assert "114,688" in printed
+    assert lesson03_kv_cache.QUESTIONS[0].answer == str(sum(range(4, 10)))
     assert max(map(len, printed.splitlines())) <= 100
 
 

@@ -234,7 +234,7 @@ def scores(scorer: Scorer, requests: Sequence[Request], url: str, top_n: int) ->
         return {"object": "list", "data": data}
     best = sorted(range(len(values)), key=values.__getitem__, reverse=True)[: top_n or None]
     results = [
-        Fields(index=i, document={"text": scorer.second[i]}, relevance_score=values[i])
+        Fields(index=i, document={"text": scorer.documents[i]}, relevance_score=values[i])
         for i in best
     ]
     return {"results": results}

@@ -127,7 +127,9 @@ class Adapter:
                 factors[target] = a, b, alpha / (math.sqrt(rank) if self.use_rslora else rank)
                 expected |= {a: [rank, shape[1]], b: [shape[0], rank]}
         problems = [
-            f"{name} has the shape {found.get(name)}, expected {shape or 'no such tensor'}"
+            f"{name} is missing, expected {shape}"
+            if name not in found
+            else f"{name} has the shape {found[name]}, expected {shape or 'no such tensor'}"
             for name, shape in expected.items()
             if found.get(name) != shape
         ]
@@ -138,8 +140,8 @@ class Adapter:
             )
         if problems:
             raise ValueError(
-                f"{self.path} is an adapter of {self.base!r:.200} and does not fit "
-                f"{next(iter(files)).parent}: {'; '.join(problems[:4])}"
+                f"{self.path}, an adapter of {self.base!r:.200} with r={self.ranks['.*']}, does "
+                f"not fit {next(iter(files)).parent}: {'; '.join(problems[:4])}"
                 + f"; and {len(problems) - 4} more"
                 * (len(problems) > 4)
             )

@@ -173,14 +173,15 @@ class OptionalCalls(ABC):
 
         sleep(self.engine, level)
 
-    def wake_up(self) -> None:
+    def wake_up(self, tags: list[str] | None = None) -> None:
         """Allocate again what `sleep` has freed. Does nothing if the engine does not sleep.
 
         After level 2, all calls raise RuntimeError until `load_weights` has loaded all weights.
+        `tags` is vLLM's argument: None or both, because weights and KV cache wake up together.
         """
         from nanovllm.features.memory.sleep import wake_up
 
-        wake_up(self.engine)
+        wake_up(self.engine, tags)
 
 
 def unaborted(requests: list[Request]) -> list[Any]:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.utils.checks import KnownFields, check_scalars, located
+from nanovllm.utils.checks import check_scalars, located
 
 
 @dataclass(frozen=True)
-class RepetitionDetectionParams(KnownFields):
+class RepetitionDetectionParams:
     """When an output counts as repetitive, with the names of vLLM.
 
     It ends if its last tokens are a pattern `min_count` times in a row. Raises TypeError for a

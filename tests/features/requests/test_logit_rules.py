@@ -438,6 +438,9 @@ def test_logits_processors_as_in_vllm(embedded: LLM) -> None:
     with pytest.raises(ValueError, match=r"lambda.*returned the shape \[5\], not"):
         embedded.generate("hello", short, use_tqdm=False)
     assert embedded.generate("hello", params, use_tqdm=False)[0]["text"] == "777"
+    for wrong in (lambda logits: logits, lambda a, b, c, d: d):
+        with pytest.raises(TypeError, match=r"\(output ids, logits\) or .* does not take"):
+            embedded.generate("hello", SamplingParams(logits_processors=[wrong]))
 
 
 def test_a_bad_word_without_tokens(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,7 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     ({"max_pattern_size": 2, "min_pattern_size": 3}, ValueError, "min_pattern_size=3 must be at"),
     ({"max_pattern_size": -1}, ValueError, "max_pattern_size must be at least 0"),
     ({"max_pattern_size": 2.5, "min_count": 2}, TypeError, "max_pattern_size must be an int"),
-    ({"max_pattern_siz": 2}, TypeError, "did you mean 'max_pattern_size'"),
+    ({"max_pattern_siz": 2}, TypeError, "unexpected keyword argument 'max_pattern_siz'"),
 ]
 
 

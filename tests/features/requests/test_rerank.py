@@ -118,8 +118,8 @@ WRONG: list[tuple[Any, Any, type[Exception], str]] = [
     ([], "a", ValueError, "data_1 is empty"),
     (["a", "b"], ["c"], ValueError, "data_1 has 2 texts and data_2 has 1"),
     ("a", None, TypeError, "data_2 must be"),
-    ("a", [1], TypeError, "data_2 must be a string or a list of strings"),
-    ({"a": 1}, "b", TypeError, "data_1 must be a string or a list of strings"),
+    ("a", [1], TypeError, "a text of data_2 must be a string"),
+    ({"a": 1}, "b", TypeError, "a text of data_1 must be a string"),
     ("a", "\ud800", ValueError, "UTF-8"),
     ("a", "word " * 2000, ValueError, "max_model_len"),
 ]

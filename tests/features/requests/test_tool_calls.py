@@ -153,8 +153,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"tools": [{"type": "function", "function": {"name": "a", "parameters": "x"}}]},
         r"tools\[0\].function.parameters must be an object",
     ),
-    ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice must be none, auto, required or"),
-    ({"tools": TOOLS, "tool_choice": 1}, "tool_choice must be none, auto"),
+    ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice must be one of none, auto, required"),
+    ({"tools": TOOLS, "tool_choice": 1}, "tool_choice must be a string"),
     ({"tools": TOOLS, "tool_choice": {"function": {"name": "add"}}}, "tool_choice must have the"),
     ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice must have the form"),
     (

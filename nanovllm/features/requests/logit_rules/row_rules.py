@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.features.requests.logit_rules.logprobs import LogprobsBatch
+from nanovllm.features.requests.logit_rules.params import takes_prompt
 from nanovllm.features.requests.logit_rules.penalties import (
     Penalties,
     PenaltyState,
@@ -37,7 +38,6 @@ from nanovllm.models.sampler import MASKED
 from nanovllm.models.transfers import start_copy, to_device
 from nanovllm.plan import COMPLETE, FILTERS, LogitRules, NewRow, StepOutput
 from nanovllm.runner.model_runner import PendingOutput
-from nanovllm.sampling_params import takes_prompt
 
 NO_END = 2**62  # above every position
 
