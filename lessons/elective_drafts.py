@@ -26,8 +26,6 @@ from lessons.lesson04_roofline import decode_costs
 from lessons.pictures import show_lanes
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM, Trace
-from nanovllm.features.requests.ngram import Lookup, NgramSpeculation
-from nanovllm.runner.rows import Rows
 
 RIDGE = 20  # FLOPs that a processor computes while it reads a byte, for the calculation
 DRAFTS, CONTEXT = 5, 100
@@ -118,10 +116,10 @@ def run() -> None:
         snapshot, so the engine refuses drafts for such models.""")
     QUESTIONS.show(2)
     show_source(
-        link(Lookup.find, "followers.get"),
-        link(NgramSpeculation.accept, "index(False)"),
-        link(NgramSpeculation._take_back, "num_computed -="),
-        link(Rows.build, "step.tokens_after"),
+        link("features.requests.ngram.Lookup.find", "followers.get"),
+        link("features.requests.ngram.NgramSpeculation.accept", "index(False)"),
+        link("features.requests.ngram.NgramSpeculation._take_back", "num_computed -="),
+        link("runner.rows.Rows.build", "step.tokens_after"),
     )
 
 

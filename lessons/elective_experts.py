@@ -18,38 +18,20 @@ experts in each layer. A batch reads all experts that one of its tokens uses.
 """
 
 from functools import partial
-from pathlib import Path
 from statistics import mean
 
 import torch
 from torch import Tensor
 
-from lessons.lesson import timed
+from lessons.lesson import shape_of, timed
 from lessons.pictures import show_lanes, show_plot
 from lessons.show import Questions, link, say, show_source, show_table
-from nanovllm.features.models.moe.experts import Groups, expert_linear, expert_mlp
 from nanovllm.features.models.moe.moe_config import Experts, MoeConfig
 from nanovllm.features.models.moe.qwen3_moe import SparseMLP
 from nanovllm.loading.memory import num_weights
 from nanovllm.models.backend import Backend
 from nanovllm.models.qwen3 import MLP
 
-# The fields of Qwen3-30B-A3B's config.json.
-QWEN3_MOE = dict(
-    architectures=["Qwen3MoeForCausalLM"],
-    vocab_size=151_936,
-    hidden_size=2048,
-    intermediate_size=6144,
-    num_hidden_layers=48,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    head_dim=128,
-    num_experts=128,
-    num_experts_per_tok=8,
-    moe_intermediate_size=768,
-    norm_topk_prob=True,
-    max_position_embeddings=40_960,
-)
 ROWS = (1, 2, 4, 16, 64)
 NUMBER, USED, BATCH = 64, 8, 16  # experts, those that a token uses, and tokens of a step
 HIDDEN, SIZE, TIMED = 512, 256, (1, 4, 16)  # of the layer that is timed, and its numbers of tokens
@@ -122,7 +104,8 @@ def time_rows() -> list[tuple[object, ...]]:
 
 def reads() -> list[tuple[object, ...]]:
     """Return what a decode step of Qwen3-30B-A3B reads, in billions of weights and in GB."""
-    config = MoeConfig.from_json(QWEN3_MOE, Path("config.json"))
+    config = shape_of("qwen3-30b-a3b")
+    assert isinstance(config, MoeConfig)
     assert config.experts is not None
     total, rows = num_weights(config.model_class().on_meta(config)), list[tuple[object, ...]]()
     for num in ROWS:
@@ -170,10 +153,10 @@ def run() -> None:
         tokens a step has, the more of them share an expert.""")
     show_source(
         link(SparseMLP.route, "topk"),
-        link(Groups.of, "sort(stable"),
-        link(Groups.of, "searchsorted"),
-        link(expert_linear, "backend.linear"),
-        link(expert_mlp, "embedding_bag"),
+        link("features.models.moe.experts.Groups.of", "sort(stable"),
+        link("features.models.moe.experts.Groups.of", "searchsorted"),
+        link("features.models.moe.experts.expert_linear", "backend.linear"),
+        link("features.models.moe.experts.expert_mlp", "embedding_bag"),
         link(Experts.expected_hits),
     )
 

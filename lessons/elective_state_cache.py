@@ -17,11 +17,10 @@ state is the list of all tokens that it has consumed. It stops if a row has cons
 """
 
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from lessons.elective_states import QWEN3_5
+from lessons.lesson import shape_of
 from lessons.oracle.oracle import make_samples
 from lessons.oracle.states import HybridRunner
 from lessons.show import Questions, link, say, show_source, show_table
@@ -131,7 +130,8 @@ def run() -> None:
         the request made snapshots:""")
     head = ("request", "prompt", "has KV", "found", "computed", "new snapshots")
     show_table(head, share(prompts))
-    config = HybridConfig.from_json(QWEN3_5, Path("config.json"))
+    config = shape_of("qwen3.5-0.8b")
+    assert isinstance(config, HybridConfig)
     ratio = config.state_bytes(2) / config.block_bytes(16, 2)
     say(f"""Request 1 made one snapshot, after the last full block of its prompt. Request 2 found KV
         of 12 tokens and no state, so it computed them again. Other prompts may begin with the same

@@ -14,7 +14,6 @@ The model computes g and beta from the token, for each head. Three of four layer
 this kind, and the fourth has a KV cache.
 """
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -27,23 +26,6 @@ from lessons.show import Questions, faster, link, say, show_source, show_table
 from nanovllm.features.models.hybrid.delta_rule import CHUNK, advance, decode, solve
 from nanovllm.features.models.hybrid.hybrid_config import HybridConfig
 
-# The fields of Qwen3.5-0.8B's config.json.
-QWEN3_5 = dict(
-    architectures=["Qwen3_5ForCausalLM"],
-    vocab_size=248_320,
-    hidden_size=1024,
-    intermediate_size=3584,
-    num_hidden_layers=24,
-    full_attention_interval=4,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=256,
-    linear_num_key_heads=16,
-    linear_num_value_heads=16,
-    linear_key_head_dim=128,
-    linear_value_head_dim=128,
-    max_position_embeddings=262_144,
-)
 LENGTH, HEADS, DIM = 128, 16, 128  # of the comparison of steps with chunks
 CONTEXTS = (100, 1_000, 10_000, 40_000)
 KEYS = {"a": (1.0, 0.0), "b": (0.0, 1.0), "c": (0.6, 0.8)}
@@ -188,7 +170,8 @@ def run() -> None:
         {slow * 1e3:.0f} ms in steps and {fast * 1e3:.0f} ms in chunks, which is
         {faster(slow, fast)}. The largest difference of outputs and states is {difference:.0e}.""")
 
-    config, other = HybridConfig.from_json(QWEN3_5, Path("config.json")), shape_of("qwen3-0.6b")
+    config, other = shape_of("qwen3.5-0.8b"), shape_of("qwen3-0.6b")
+    assert isinstance(config, HybridConfig)
     kv, hybrid_kv, state = other.block_bytes(1, 2), config.block_bytes(1, 2), config.state_bytes(2)
     QUESTIONS.show(2)
     say(f"""A decode of Qwen3-0.6B reads {kv / 2**10:g} KiB for each token of the context, in

@@ -22,7 +22,6 @@ import json
 from lessons.lesson import ask, make_llm, optional, timed
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM
-from nanovllm.features.requests.logit_rules.row_rules import RulesBatch
 from nanovllm.features.requests.structured import GrammarCompiler, Matcher
 from nanovllm.sampling_params import StructuredOutputsParams
 
@@ -82,8 +81,8 @@ def run() -> None:
         the layers do. On a CPU both take turns.""")
     show_source(
         link(Matcher.mask, "compute_bitmask"),
-        link(RulesBatch.sample, "self.apply"),
-        link(RulesBatch._apply_on_host, "row.mask()"),
+        link("features.requests.logit_rules.row_rules.RulesBatch.sample", "self.apply"),
+        link("features.requests.logit_rules.row_rules.RulesBatch._apply_on_host", "row.mask()"),
     )
 
 

@@ -33,9 +33,8 @@ from lessons.lesson import ask, embedded_config, make_llm, runner_of, timed
 from lessons.pictures import show_lanes
 from lessons.show import Questions, faster, link, say, show_source, show_table
 from nanovllm.features.memory.tensor_parallel.ranks import Ranks
-from nanovllm.features.memory.tensor_parallel.shards import config_of_rank, tensors_of_rank
 from nanovllm.loading.memory import num_weights
-from nanovllm.models.layers import Linear, silu_and_mul
+from nanovllm.models.layers import silu_and_mul
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.utils.child import python
 
@@ -146,9 +145,9 @@ def run() -> None:
         ranks are {faster(one["ms"], both[0]["ms"])}. Here an all-reduce is a message between
         processes. On GPUs it takes microseconds, and each rank reads a half of the weights.""")
     show_source(
-        link(config_of_rank, "num_heads=heads // size"),
-        link(tensors_of_rank, "BY_COLUMNS"),
-        link(Linear.__call__, "self.reduce"),
+        link("features.memory.tensor_parallel.shards.config_of_rank", "num_heads=heads // size"),
+        link("features.memory.tensor_parallel.shards.tensors_of_rank", "BY_COLUMNS"),
+        link("models.layers.Linear.__call__", "self.reduce"),
     )
 
 

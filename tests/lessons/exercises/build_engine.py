@@ -81,7 +81,7 @@ def test_answers(number: int, rows: int, budget: int) -> None:
     prompts = [shared()[0].encode(question) for question in QUESTIONS[:number]]
     engine = start(rows=rows, budget=budget)
     outputs = engine.generate(prompts, [12] * number, shared()[3])
-    what = f"{number} questions with {rows} rows and a budget of {budget}"
+    what = f"{number} question{'s' * (number > 1)} with {rows} rows and a budget of {budget}"
     for question, got in zip(QUESTIONS, outputs, strict=False):
         compare(got, question, 12, f", one of {what}" if number > 1 else "")
     most, steps = max(shared()[1].steps), len(shared()[1].steps)
@@ -125,12 +125,10 @@ def test_a_prefix_is_attached_once() -> None:
     engine, prefix = start(rows=3, budget=7), [7] * 40
     engine.generate([prefix], [1], set())
     engine.generate([[*prefix, 10 + i] for i in range(5)], [1] * 5, set())
-    what = (
-        "Requests take their cached prefix once, even if they wait for several steps after that. "
-    )
-    same(
-        engine.blocks.num_available, 64, f"{what}When all have ended, the available blocks, of 64,"
-    )
+    what = "Requests take their cached prefix once, even if they wait for several steps after that."
+    same(engine.blocks.num_available, 64, f"{what} When all have ended, the available blocks")
+    what = "5 prompts begin with the same 32 tokens, which are cached. The tokens that all compute"
+    same(sum(shared()[1].steps) - len(prefix), 5 * 9, what)
 
 
 @torch.inference_mode()

@@ -78,14 +78,31 @@ def evict_all(blocks: BlockManager) -> list[int]:
             "block of a sequence is released first.",
         ),
     ],
+    ids=["scan", "recent", "many", "prefix"],
 )
 def test_order(prompts: tuple[int | tuple[int, ...], ...], want: list[int], what: str) -> None:
     use(blocks := Checked(8, 2), *prompts)
     same(evict_all(blocks), want, f"{what} The order of eviction")
 
 
+def test_a_match_alone_is_no_hit() -> None:
+    use(blocks := Checked(8, 2), 1, 1, 2, 2, 2)
+    for _ in range(5):
+        blocks.match(make_samples([1, 1, 0], 4)[0])
+    what = "Block 1 has one hit and block 2 has two. Then `match` finds block 1 5 times, and no "
+    same(evict_all(blocks), [1, 2], f"{what}sequence takes it. The order of eviction")
+
+
 def test_hits_of_a_block_in_use_count() -> None:
     blocks = Checked(8, 2)
+    seq = start(blocks, 1)
+    use(blocks, 1, 1, 1, 2, 2, 2)
+    blocks.release(seq)
+    use(blocks, 2)
+    what = (
+        "Block 1 gets 3 hits while the request that computed it still runs, and then block 2 gets "
+    )
+    same(evict_all(blocks), [1, 2], f"{what}3 hits. The order of eviction")
     seq = start(blocks, 3)
     use(blocks, 3, 3, 4, 4)
     blocks.release(seq)

@@ -11,6 +11,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 
 longest_output_first = load("policy.py", "longest_output_first")
+FIRST = 998  # arrival of the first request: others have ended long ago
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +21,9 @@ def _policy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def request(arrival: int, new: int, prompt: int = 3) -> Sequence:
     """A request for `new` tokens. Its prompt has `prompt` tokens."""
-    return make_samples([arrival] * prompt, prompt + new, arrival)[0]
+    seq = make_samples([arrival] * prompt, prompt + new, FIRST + arrival)[0]
+    seq.request_id = f"request {arrival}"
+    return seq
 
 
 def make_scheduler(rows: int, new: list[int], policy: str = "mine", prompt: int = 3) -> Scheduler:
@@ -36,7 +39,7 @@ def step(scheduler: Scheduler) -> list[int]:
     planned = scheduler.schedule()
     assert planned is not None
     updated = scheduler.commit(planned, [1] * len(planned.sampling_seqs))
-    return [seq.arrival for seq in updated if seq.status is Status.FINISHED]
+    return [seq.arrival - FIRST for seq in updated if seq.status is Status.FINISHED]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +50,7 @@ def step(scheduler: Scheduler) -> list[int]:
         ([30, 30, 30], 3, [0, 1, 2]),
         ([10, 10 + AGING], 3, [0, 1]),
         ([10, 10 + AGING + 1], 3, [1, 0]),
-        ([10, 60], 200, [1, 0]),
+        ([10, 10 + AGING + 1], 200, [1, 0]),
     ],
 )
 def test_order_of_admission(new: list[int], prompt: int, want: list[int]) -> None:
