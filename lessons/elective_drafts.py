@@ -12,7 +12,7 @@ tokens that followed them there are the drafts:
     result     c   d x          x is not the draft e, so y follows a wrong token
 
 The result is exactly what the engine gives without drafts. The random number of a draw is a
-function of seed and position alone (lesson 7a), and the logits of a position depend on the tokens
+function of seed and position alone (lesson 7), and the logits of a position depend on the tokens
 before it. A draft counts only if it is the token that was drawn in its place. Each token that is
 kept was therefore drawn from the same logits and with the same number. Another way (Leviathan et
 al. 2023, arXiv:2211.17192) accepts a draft with the ratio of two probabilities, which keeps the

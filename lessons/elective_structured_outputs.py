@@ -8,7 +8,7 @@ also of a weak model.
 
     output    {"answer":            so far
     mask      digits and - : 1      letters, { and } : 0
-    logits    -inf where the mask is 0; then the draw of lesson 7a
+    logits    -inf where the mask is 0; then the draw of lesson 7
 
 A mask depends on the token before it, which the device has just sampled, but the logits of the next
 token do not depend on the mask. So the host computes the mask while the device computes the layers:

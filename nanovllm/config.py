@@ -160,16 +160,12 @@ class EngineConfig:
                 f"num_kv_cache_blocks={self.num_kv_cache_blocks} and kv_cache_memory_bytes="
                 f"{self.kv_cache_memory_bytes} both set the size of the KV cache; give one of them"
             )
-        if self.num_state_slots and not self.enable_prefix_caching:
-            raise ValueError(
-                f"num_state_slots={self.num_state_slots} is a number of states in the prefix "
-                "cache; leave it out, or set enable_prefix_caching=True"
-            )
-        if self.swap_space and not self.enable_prefix_caching:
-            raise ValueError(
-                f"swap_space={self.swap_space} needs the prefix cache, which finds saved "
-                "blocks; set swap_space=0 or enable_prefix_caching=True"
-            )
+        for name in ("num_state_slots", "swap_space"):
+            if getattr(self, name) and not self.enable_prefix_caching:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} needs the prefix cache; leave it out, or set "
+                    "enable_prefix_caching=True"
+                )
 
     @property
     def token_budget(self) -> int:

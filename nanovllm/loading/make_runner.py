@@ -221,21 +221,13 @@ def make_fast_steps(config: EngineConfig, ranks: Ranks | None, runner: ModelRunn
 
 
 def log_sizes(runner: ModelRunner, budget: MemoryBudget, name: str, max_model_len: int) -> None:
-    config, cache = budget.config, runner.attention.cache
-    size = config.tensor_parallel_size
-    each = f", each of {size} ranks" * (size > 1)
-    num_tokens = runner.num_blocks * config.block_size
-    in_fp8 = f" in {config.kv_cache_dtype}" * (cache.dtype != runner.dtype)
+    cache = runner.attention.cache
+    num_tokens = runner.num_blocks * budget.config.block_size
     length = f"{runner.max_model_len:,} of the model's {max_model_len:,}"
     fitted = f", which limits max_model_len to {length}" * (runner.max_model_len < max_model_len)
+    states = f", states of {budget.state_bytes / 2**20:,.0f} MiB" * (budget.state_bytes > 0)
     logger.info(
-        f"{name} on {runner.device}{each} in {str(runner.dtype).removeprefix('torch.')}: "
-        f"weights of {budget.weight_bytes / 2**20:,.0f} MiB, "
-        f"{runner.num_blocks} blocks of {config.block_size} tokens, KV cache of "
-        f"{num_tokens:,} tokens{in_fp8} ({cache.nbytes / 2**20:,.0f} MiB){fitted}"
+        f"{name} on {runner.device} in {str(runner.dtype).removeprefix('torch.')}: weights of "
+        f"{budget.weight_bytes / 2**20:,.0f} MiB{states}, KV cache of {num_tokens:,} tokens in "
+        f"{str(cache.dtype).removeprefix('torch.')} ({cache.nbytes / 2**20:,.0f} MiB){fitted}"
     )
-    if runner.states is not None:
-        logger.info(
-            f"states of linear attention for {config.max_num_seqs} sequences and "
-            f"{budget.num_state_slots} snapshots ({runner.states.nbytes / 2**20:,.0f} MiB)"
-        )

@@ -16,6 +16,7 @@ import pytest
 from fake_runner import FakeRunner, greedy
 
 from nanovllm import LLM, BeamSearchParams, GenerationError, SamplingParams, Trace
+from nanovllm.cli.trace import show as pages
 from nanovllm.cli.trace.show import describe_changes, steps
 from nanovllm.cli.trace.trace import Event, State
 from nanovllm.config import SpeculativeConfig
@@ -481,7 +482,7 @@ def hostile_trace(llm: LLM) -> Trace:
 def test_tokens_are_escaped(llm: LLM) -> None:
     trace = hostile_trace(llm)
     assert "</script>" in str(trace)
-    page = trace.page()
+    page = pages.page(trace.options, trace.events, trace.texts())
     assert page.count("</script>") == 2
     assert "<b>" not in page
     assert page_data(page)["texts"]["0"] == "</script><script>alert(1)</script>"
@@ -596,7 +597,7 @@ def test_the_browser_agrees_in_every_step(
 
 def agree(trace: Trace, which: str, tmp_path: Path) -> None:
     """Block tables, slots, tokens, queues and counts on the page are those of the trace."""
-    page = trace.page()
+    page = pages.page(trace.options, trace.events, trace.texts())
     (tmp_path / "trace.html").write_text(page.replace("</body>", PROBE + "</body>"))
     dom = browse(tmp_path / "trace.html")
     (tmp_path / "dom.html").write_text(dom)

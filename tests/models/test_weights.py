@@ -186,7 +186,9 @@ def test_weights_that_do_not_fit(
     size = sum(4 * math.prod(part.shape) for part in parts)
     monkeypatch.setattr(make_runner, "load_weights", None)
     monkeypatch.setattr(memory, "available_host_memory", lambda: size - 1)
-    with pytest.raises(ValueError, match=r"weights of .* GiB in float32.* free on cpu; end other"):
+    with pytest.raises(
+        ValueError, match=r"weights of .* GiB in float32.* free on cpu; dtype=.*end other"
+    ):
         random_llm(tmp_path)
     monkeypatch.setattr(memory, "available_host_memory", lambda: size)
     with pytest.raises(TypeError, match="not callable"):

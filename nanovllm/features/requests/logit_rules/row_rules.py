@@ -177,12 +177,11 @@ class RulesBatch:
 
     def __init__(self, rows: list[tuple[int, RowRules]], state: RulesState) -> None:
         """`rows` has (index of the row's logits, rules) for each row with rules."""
-        # A reference to `state` would form a cycle and keep the memory of an unused engine.
+        # Not `state`, which would form a cycle and keep the memory of an unused engine.
         device, vocab_size, self.caps = state.device, state.sizes[2], state.caps
         self.rows = [row.row for _, row in rows]
         self.length = 0  # above the positions of all tokens to be sampled; set by RulesState
         self.host_rules = [(i, row) for i, row in rows if row.needs_output]
-        self.has_grammar = any(row.matcher for _, row in rows)
         # Results of the last `apply`: errors by row, and indices of logits with a complete grammar.
         self.errors: dict[int, Exception] = {}
         self.completed: list[int] = []
@@ -247,8 +246,7 @@ class RulesBatch:
         for i, row in self.host_rules:
             try:
                 row.apply(logits[i])
-                mask = row.mask()
-                if mask is not None:
+                if (mask := row.mask()) is not None:
                     masks[i] = np.frombuffer(mask, np.uint8, num_bytes)
                     if row.must_end():
                         self.completed.append(i)
@@ -256,7 +254,7 @@ class RulesBatch:
             except Exception as error:  # of a processor or grammar; it ends only this request
                 self.errors[row.row] = error
                 logits[i].fill_(MASKED)
-        if self.has_grammar:
+        if any(row.matcher for _, row in self.host_rules):
             # On a CPU, masked_fill takes several times as long.
             index = to_device(masks, logits.device).int().flatten()
             caps = self.caps.index_select(0, index).view(len(logits), -1)
@@ -277,7 +275,7 @@ class RulesBatch:
         if self.changes_logits:
             self.append(tokens, output.token_ids)
             errors, completed = self.errors, self.completed
-            self.errors, self.completed = {}, []
+            self.errors = {}  # which keep logits processors in memory
 
             def add_to(done: StepOutput) -> None:
                 done.errors |= errors
