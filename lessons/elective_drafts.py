@@ -102,14 +102,9 @@ def run() -> None:
     say("""The embedded model counts, and its prompt contains the same question with its answer. The
         third output repeats nothing:""")
     compare(plain, speculating)
-    say("""All outputs are equal, also those that are sampled. Of each step of the first one, how
-        many drafts it had, and how many of them were the tokens that were drawn:""")
-    trace, _ = follow(speculating, REPEATING)
-    tried = enumerate(drafts(trace), 1)
-    show_table(("step with drafts", "drafts", "accepted"), [(i, *pair) for i, pair in tried])
-    say("""If all drafts are right, the step yields one token more, which was drawn after the last
-        of them. If drafts fail, the next are shorter, and after several failures the row gets none
-        for a while.""")
+    say("""All outputs are equal, also those that are sampled. If all drafts are right, a step
+        yields one token more, which was drawn after the last of them. If drafts fail, the next are
+        shorter, and after several failures the row gets none for a while.""")
     say("""Wrong drafts leave KV in their slots. The next tokens of the row overwrite it, and until
         then no block that contains it may be found in the prefix cache. A state of linear attention
         (elective `states`) has consumed the wrong tokens and cannot be taken back without a

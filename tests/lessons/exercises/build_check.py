@@ -64,7 +64,7 @@ def expect(is_right: bool, message: str) -> None:
 
 def same(got: object, want: object, what: str) -> None:
     """Fail unless `got` is equal to `want`. `what` says what they are."""
-    expect(got == want, f"{what} should be {want}, but with your code it is {got}.")
+    expect(got == want, f"{what} should be {want!r}, but with your code it is {got!r}.")
 
 
 def check_history(seed: int, make: type[History] = History, **modules: Any) -> History:
