@@ -122,21 +122,19 @@ class Unpacked:
 
     def split(self, sizes: list[int]) -> list[Any]:
         """Return consecutive rows, `sizes` outputs each, as objects that can only be stored."""
-        ends = itertools.accumulate(sizes)
-        rows = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-        shapes = [(size, self.shape[1]) for size in sizes]
+        starts = itertools.accumulate(sizes, initial=0)
         return [
-            SimpleNamespace(shape=shape, copy_=partial(self.store, part))
-            for shape, part in zip(shapes, rows, strict=True)
+            SimpleNamespace(shape=(n, self.shape[1]), copy_=partial(self.store, start))
+            for n, start in zip(sizes, starts, strict=False)
         ]
 
-    def store(self, rows: slice, source: Tensor) -> None:
+    def store(self, start: int, source: Tensor) -> None:
         if not isinstance(self.weight, Tensor):
             self.weight = self.weight.unpack()  # PackedExperts of backends/cpu/kernels/experts.py
         elif self.weight.is_mkldnn:
             self.weight = self.weight.to_dense(self.weight.dtype)
-        self.weight[rows].copy_(source)
-        self.rows_left -= rows.stop - rows.start
+        self.weight[start : start + len(source)].copy_(source)
+        self.rows_left -= len(source)
         if self.rows_left == 0:
             self.close()
 
@@ -246,8 +244,7 @@ def other_checkpoint(checkpoint: Any, config: EngineConfig, directory: Path) -> 
     other = type(checkpoint)(directory, config.hf_overrides)
     ours, theirs = checkpoint.model_config, other.model_config
     names = [field.name for field in fields(ours) if field.name not in UNUSED]
-    different = [n for n in names if getattr(ours, n) != getattr(theirs, n, None)]
-    if different:
+    if different := [n for n in names if getattr(ours, n) != getattr(theirs, n, None)]:
         raise ValueError(
             f"{directory} is another model than {checkpoint.directory}: they differ in "
             f"{', '.join(different)}; make another LLM"
