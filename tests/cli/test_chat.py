@@ -131,9 +131,7 @@ def test_streams_that_are_closed(embedded: LLM, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_answer_that_is_cut_is_marked(
-    embedded: LLM,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    embedded: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     question = "Count from 1 to 9\n"
     assert talk(monkeypatch, embedded, question, "--max-tokens", "4")[0] == 0
