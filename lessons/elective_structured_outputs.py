@@ -38,7 +38,7 @@ PARAMS = StructuredOutputsParams(json=SCHEMA)
 def make_matcher(llm: LLM) -> Matcher:
     inputs = llm.engine.input_processor
     compiler = GrammarCompiler(llm.get_tokenizer(), inputs.vocab_size, inputs.eos_token_ids)
-    return compiler.compile(PARAMS, sorted(inputs.eos_token_ids)).matcher()
+    return Matcher(compiler.compile(PARAMS, sorted(inputs.eos_token_ids)))
 
 
 def show_masks(llm: LLM, matcher: Matcher) -> str:
