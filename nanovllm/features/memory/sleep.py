@@ -4,9 +4,8 @@
     1       freed              kept in host memory; a CPU's weights are there already
     2       freed              freed: all requests are refused until load_weights has loaded others
 
-A Refusal takes the place of the runner meanwhile. It keeps the functions that make the freed parts
-again, with the same sizes. Blocks in the host memory of swap_space are forgotten, but this memory
-is not freed: on a GPU it is pinned, which takes long.
+A Refusal takes the place of the runner meanwhile. It keeps functions that make the freed parts
+again. The host memory of swap_space is not freed: on a GPU it is pinned, which takes long.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def sleep(engine: LLMEngine, level: int) -> None:
             refusal.refuse()
         engine.scheduler.block_manager.reset_prefix_cache()
         refusal = Refusal(engine, ASLEEP)
-        refusal.makers, refusal.saved = makers_of(runner, level), []
+        refusal.makers = makers_of(runner, level)
         if level == 1 and "model" in refusal.makers:
             refusal.saved = [tensor.cpu() for tensor in tensors_of(runner.model)]
         for name in (*refusal.makers, "graphs", "fused_model", "fused_step"):

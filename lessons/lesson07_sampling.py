@@ -1,4 +1,4 @@
-"""Lesson 7a: sampling: from logits to a token.
+"""Lesson 7: sampling: from logits to a token.
 
 A step ends with logits, one for each token of the vocabulary. Until now the largest decided, which
 is called greedy. Then a model always gives the same answer, often repeats itself, and several
