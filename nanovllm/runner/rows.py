@@ -82,7 +82,7 @@ class Rows:
             self.positions[chunk.row] = chunk.start + len(chunk.token_ids)
 
     def build(self, plan: StepPlan) -> StepBatch:
-        """Build the batch of a plan from the host arrays. Call `apply` first."""
+        """Build the batch of a plan from the host arrays, decodes last. Call `apply` first."""
         chunks, decode_rows = plan.chunks, plan.decode_rows
         if chunks or self.step is None or self.step.decode_rows != decode_rows:
             self.step = self._start_step(plan)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import edited, random_llm
+from checkpoints import check_greedy, edited, prompts_of, random_llm
 from hybrid_checkpoints import make_hybrid_checkpoint
 from safetensors.torch import load_file, save_file
 
@@ -17,42 +17,10 @@ from nanovllm.backends.cpu.kernels.delta_layers import HybridLayers
 from nanovllm.cli.trace.trace import Trace
 from nanovllm.config import EngineConfig
 from nanovllm.features.models.hybrid import delta_rule
-from nanovllm.features.models.hybrid.qwen3_5 import LinearAttention
 from nanovllm.loading import memory
 from nanovllm.loading.checkpoint import Checkpoint
-from nanovllm.models.backend import Backend
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
-
-
-def prompts_of(*lengths: int, seed: int = 1) -> list[dict[str, Any]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        {"prompt_token_ids": torch.randint(1, 199, (n,), generator=generator).tolist()}
-        for n in lengths
-    ]
-
-
-def check_greedy(model: torch.nn.Module, outputs: list[Any], tolerance: float = 1e-4) -> None:
-    """Every token is the most likely one of transformers, with the same log-probability.
-
-    Of two tokens whose log-probabilities differ by less than 2e-5, either is right: on one
-    processor two differ by 9e-6.
-    """
-    for output in outputs:
-        prompt = output.prompt_token_ids
-        for sample in output.outputs:
-            ids = list(sample.token_ids)
-            with torch.no_grad():
-                logits = model(torch.tensor([prompt + ids]), use_cache=False).logits[0]
-            logprobs = logits[len(prompt) - 1 : -1].log_softmax(-1)
-            chosen = logprobs.gather(-1, torch.tensor(ids)[:, None])[:, 0]
-            assert (logprobs.amax(-1) - chosen < 2e-5).all()
-            if sample.logprobs is not None:
-                ours = [
-                    entry[token].logprob for token, entry in zip(ids, sample.logprobs, strict=True)
-                ]
-                torch.testing.assert_close(torch.tensor(ours), chosen, atol=tolerance, rtol=0)
 
 
 @pytest.fixture(scope="module")
@@ -340,8 +308,8 @@ def test_embeddings_and_loglikelihood(checkpoint: tuple[Path, torch.nn.Module]) 
 
 
 BAD_CONFIGS = {
-    "'mamba' in layer_types is not supported; supported are": {"layer_types": ["mamba"] * 4},
-    "layer_types has 2 entries for 4 layers": {"layer_types": ["linear_attention"] * 2},
+    "layer_types must have 4 .* with 'mamba'": {"layer_types": ["mamba"] * 4},
+    "layer_types must have 4 .* has 2": {"layer_types": ["linear_attention"] * 2},
     "linear_conv_kernel_dim 3 is not supported; only 4": {"linear_conv_kernel_dim": 3},
     "linear_key_head_dim 6 is no multiple of 4": {"linear_key_head_dim": 6},
     "no 'linear_num_value_heads'": {"linear_num_value_heads": None},
@@ -358,27 +326,13 @@ def test_bad_configs(
         random_llm(path)
 
 
-@pytest.mark.parametrize("name", ["A_log", "dt_bias", "conv1d.weight"])
-def test_missing_tensors(
-    checkpoint: tuple[Path, torch.nn.Module], tmp_path: Path, name: str
-) -> None:
-    path = edited(checkpoint[0], tmp_path)
-    tensors = load_file(path / "model.safetensors")
-    save_file(
-        {n: t for n, t in tensors.items() if not n.endswith(name)}, path / "model.safetensors"
-    )
-    with pytest.raises(ValueError, match=rf"missing: model\.layers\.0\.linear_attn\.{name}"):
-        random_llm(path)
-
-
-@pytest.mark.parametrize("times", [1, 2, 3])
-def test_repeated_prefixes_of_names(times: int, tmp_path: Path) -> None:
+def test_repeated_prefixes_of_names(tmp_path: Path) -> None:
     """transformers 5.3 to 5.5 wrote "language_model." several times."""
     make_hybrid_checkpoint(tmp_path, nested=True)
     wanted = random_llm(tmp_path).generate([[1, 2, 3]], GREEDY, use_tqdm=False)
     tensors = load_file(tmp_path / "model.safetensors")
     prefix = "language_model."
-    tensors = {name.replace(prefix, prefix * times): x for name, x in tensors.items()}
+    tensors = {name.replace(prefix, prefix * 3): x for name, x in tensors.items()}
     save_file(tensors, tmp_path / "model.safetensors")
     found = random_llm(tmp_path).generate([[1, 2, 3]], GREEDY, use_tqdm=False)
     assert found[0]["token_ids"] == wanted[0]["token_ids"]
@@ -439,10 +393,3 @@ def test_a_step_reads_no_other_tensors(tmp_path: Path) -> None:
     with checkpoint.open_weights() as files:
         names = {name for file in files.values() for name in file.keys()}  # noqa: SIM118
     assert not any("visual" in name or "mtp" in name for name in names)
-
-
-def test_sizes_of_projections_and_states(checkpoint: tuple[Path, torch.nn.Module]) -> None:
-    config = Checkpoint(checkpoint[0]).model_config
-    layer = LinearAttention(config, 0, Backend(torch.device("meta"), torch.float32))
-    assert layer.in_proj.weight.shape == (2 * 2 * 16 + 4 * 24 + 4 * 24 + 2 * 4, 64)
-    assert config.state_bytes(2) == 3 * (4 * 16 * 24 * 4 + (2 * 2 * 16 + 4 * 24) * 3 * 2)
