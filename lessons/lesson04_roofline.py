@@ -85,10 +85,8 @@ def show_steps(config: ModelConfig) -> float:
         {ridge:.1f} FLOPs for each byte. In the table, least ms is the time at the
         roofline, and limit says what causes it. The measured share is least / measured. If a step
         is compute-bound, more rows take longer.""")
-    steps: list[tuple[str, str, dict[str, int]]] = []
-    for n in ROWS:
-        cost = decode_costs(config, n, CONTEXT, dtype.itemsize, dtype.itemsize)
-        steps.append((f"decode of {n}", "decode", cost))
+    sizes = (CONTEXT, dtype.itemsize, dtype.itemsize)
+    steps = [(f"decode of {n}", "decode", decode_costs(config, n, *sizes)) for n in ROWS]
     steps.append((f"prefill of {PROMPT}", "prefill", prefill))
     seconds = step_seconds(config)
     table, points = [], []  # points: FLOPs for each byte, GFLOPs/s

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from lessons.lesson import decode_plan, make_llm, optional, prompt_plan, runner_of
-from lessons.pictures import show_formula
 from lessons.show import Questions, link, say, show_lines, show_source, show_table
 from nanovllm.backends.gpu.kernels.configs import Tile
 from nanovllm.models.attention import PlainAttention
@@ -31,8 +30,7 @@ KERNELS = "nanovllm.backends.gpu.kernels.attention"
 BLOCK, TILE = 16, 128  # slots of a block, keys of a tile
 SPLIT = 256  # keys of a split here; the engine's kernel splits into 64 and more
 CONTEXT = 600  # tokens of the sequence that is attended to tile by tile
-# The state of an online softmax after some keys: m [], their largest score; l [], the sum of
-# exp(score - m); acc [D], the sum of exp(score - m) * value.
+# After some keys: m [], their largest score, and the sums of exp(score - m): l [], and times v [D].
 Partial: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
@@ -103,17 +101,10 @@ def run() -> None:
     first_q, first_kv, first_expected = q[0, 0], kv[:, :, 0], expected[0, 0]  # of the first head
     table = step.block_tables[0].long()
     QUESTIONS.show(1)
-    say("With the score s of a key and its value v, each tile changes m, l and acc:")
-    show_formula(
-        "m' = max(m, s)   l' = l exp(m - m') + sum exp(s - m')   "
-        "acc' = acc exp(m - m') + sum exp(s - m') v",
-        r"m' = \max(m, \max_i s_i) \qquad l' = l\,e^{m - m'} + \sum_i e^{s_i - m'} \qquad "
-        r"acc' = acc\,e^{m - m'} + \sum_i e^{s_i - m'} v_i",
-    )
     say(f"""One query attends to the keys of {CONTEXT} tokens in the first layer of the
         embedded model. They are in a paged cache with the block table {table[:6].tolist()} and so
-        on. A tile gathers the slots of {TILE} positions. When m rises, l and acc are multiplied by
-        the factor exp(old m - new m):""")
+        on. A tile gathers the slots of {TILE} positions. Each tile multiplies l and acc by the
+        factor exp(old m - new m), then adds its sums of exp(score - m) and exp(score - m) v:""")
     (_, total, acc), rows = attend_tiles(first_q, paged_tiles(first_kv, table, 0, CONTEXT))
     show_table(("keys", "largest score", "m", "factor", "l", "acc[0]", "acc[1]"), rows)
     torch.testing.assert_close(acc / total, first_expected)

@@ -27,7 +27,7 @@ from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.backends.gpu.graphs import DecodeGraphs, batch_sizes
 
 ROWS = 8  # max_num_seqs; row 8 is padding
-LAUNCH, KERNEL = 5, 2  # microseconds, of a launch on the host, and of a kernel on the device
+LAUNCH, KERNEL = 5, 2  # microseconds on the host, and on the device
 
 
 def read(x: Tensor, rows: Tensor, last_tokens: Tensor) -> None:

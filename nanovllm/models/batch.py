@@ -32,7 +32,7 @@ class ForwardBatch:
     query_lens: np.ndarray  # [S] int64, on the host: the number of tokens of each sequence
     host_lens: np.ndarray | None = None  # [S] int64: context_lens, if the host knows them
     num_decodes: int = 0  # the last `num_decodes` sequences have one token each
-    order: Tensor | None = None  # [num_decodes] int64: `longest_first`, if on the device
+    order: Tensor | None = None  # [num_decodes] int64: decodes, longest context first (GPU)
     attention_metadata: Any = None  # set by `prepare` of the attention backend
     states: StepStates | None = None  # if the model has linear attention
 

@@ -419,10 +419,7 @@ def test_bad_input(llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the trace is empty; call llm.generate inside"):
         trace.save(tmp_path / "trace.html")
     with trace:
-        with (
-            pytest.raises(RuntimeError, match="the engine has a Trace already; leave"),
-            Trace(llm),
-        ):
+        with pytest.raises(RuntimeError, match="the engine has a Trace already; leave"), Trace(llm):
             pass
         llm.generate(PROMPTS[:2], greedy(max_tokens=3), use_tqdm=False)
     with pytest.raises(RuntimeError, match="has been used; create another"), trace:

@@ -67,6 +67,7 @@ def calls(dtype: torch.dtype, unit: Unit, cache_dtype: torch.dtype) -> list[tupl
     ]
     if dtype is cache_dtype:
         layers = fused_decode.Code(0, 0, 0, 0, none), step, np.empty((0, 0), np.int64)
+        layers += (fused_decode.NO_STATES,)
         host, head = fused_step.example_host(), fused_step.Head._make((none, *[0] * 7, 1, True))
         rows = np.empty(0, np.int64)
         callers.append((fused_decode.decode_layers, layers))

@@ -84,7 +84,7 @@ class Job:
         usage = token_counts(num_prompt, sum(len(s.token_ids) for s in samples))
         body = Fields(id=name, created=int(time.time()), model=self.model, usage=usage)
         if self.scorer is not None:
-            scores = [output.outputs.score for output in self.scorer.outputs(requests)]
+            scores = [output.outputs.score for output in self.scorer.outputs(outputs)]
             if self.url == SCORE:
                 data = [Fields(object="score", index=i, score=x) for i, x in enumerate(scores)]
                 return body | {"object": "list", "data": data}

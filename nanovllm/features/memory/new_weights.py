@@ -22,7 +22,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,24 +89,9 @@ class MemoryFile(dict[str, Tensor]):
 
     get_tensor = dict.__getitem__
 
-    def get_slice(self, name: str) -> MemorySlice:
-        return MemorySlice(self[name])
-
-
-@dataclass(frozen=True)
-class MemorySlice:
-    """A tensor with the methods of a slice of an open safetensors file."""
-
-    tensor: Tensor
-
-    def get_shape(self) -> torch.Size:
-        return self.tensor.shape
-
-    def get_dtype(self) -> str:
-        return NAMES.get(self.tensor.dtype, str(self.tensor.dtype))
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.tensor[index]
+    def get_slice(self, name: str) -> Any:
+        shape, dtype = self[name].shape, NAMES.get(self[name].dtype, str(self[name].dtype))
+        return SimpleNamespace(get_shape=lambda: shape, get_dtype=lambda: dtype)
 
 
 class Unpacked:
@@ -197,6 +182,7 @@ def load_weights(engine: LLMEngine, config: EngineConfig, weights: Any, is_parti
             batches: Iterable[Any] = [stack.enter_context(checkpoint.open_weights())]
         else:
             batches = in_memory(checkpoint, weights)
+        is_tied = runner.model.config.tie_word_embeddings
         stored = set[str]()  # names of tensors
 
         def recorded(tensor: CheckpointTensor) -> CheckpointTensor:
@@ -221,7 +207,12 @@ def load_weights(engine: LLMEngine, config: EngineConfig, weights: Any, is_parti
             tensors = [recorded(tensor) for tensor in tensors]
             for files in batches:
                 names = {name for file in files.values() for name in file.keys()}  # noqa: SIM118
-                check_head(runner.model, checkpoint, names, files)
+                head_is_used = is_tied and HEAD in names
+                if head_is_used and not checkpoint.match_head(files)[0].tie_word_embeddings:
+                    raise ValueError(
+                        f"{HEAD} differs from the embeddings, and this engine has one tensor for "
+                        "both, because they were equal when it was made; make another LLM"
+                    )
                 names |= {PREFIX + name for name in names}
                 load_files([t for t in tensors if is_whole or t.name in names], files)
             missing = {tensor.name: tensor for tensor in tensors if tensor.name not in stored}
@@ -250,16 +241,6 @@ def other_checkpoint(checkpoint: Any, config: EngineConfig, directory: Path) -> 
             f"{', '.join(different)}; make another LLM"
         )
     return other
-
-
-def check_head(model: Any, checkpoint: Any, names: set[str], files: Mapping[Path, Any]) -> None:
-    """Raise ValueError for a head that would be ignored although it is not the embeddings."""
-    is_tied = model.config.tie_word_embeddings
-    if HEAD in names and is_tied and not checkpoint.match_head(files)[0].tie_word_embeddings:
-        raise ValueError(
-            f"{HEAD} differs from the embeddings, and this engine has one tensor for both, because "
-            "they were equal when it was made; make another LLM"
-        )
 
 
 def in_memory(checkpoint: Any, weights: Any) -> Iterator[Mapping[Path, Any]]:

@@ -19,7 +19,6 @@ from nanovllm.utils.checks import check_scalar
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
-    from nanovllm.engine.request import Request
     from nanovllm.outputs import RequestOutput
 
 PREFIX = (
@@ -101,14 +100,12 @@ class Scorer:
         ]
         self.prompts = [[*start, *ids, *end] for ids in inputs.encode_all(pairs)]
 
-    def outputs(self, requests: Sequence[Request]) -> list[ScoringRequestOutput]:
-        """Return the score of each pair. The requests of `prompts` have ended.
+    def outputs(self, outputs: list[Any]) -> list[ScoringRequestOutput]:
+        """Return the score of each pair from the outputs of `prompts`.
 
-        Raises ArithmeticError if the model computed NaN, and RuntimeError after an abort.
+        Raises ArithmeticError if the model computed NaN.
         """
-        if any(request.samples[0].seq.finish_reason == "abort" for request in requests):
-            raise RuntimeError("another thread has aborted the requests of this call")
-        parts = [[request.output] for request in requests]
+        parts = [[output] for output in outputs]
         if isinstance(self.params, SamplingParams):
             scores = [probability(output, self.params) for (output,) in parts]
         else:

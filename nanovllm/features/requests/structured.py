@@ -47,10 +47,6 @@ class Grammar:
     library_ends: tuple[int, ...]  # the end tokens of llguidance
     end_tokens: tuple[int, ...]  # the end tokens of the request; may be empty
 
-    def matcher(self) -> Matcher:
-        """Return a matcher for the output of a new row."""
-        return Matcher(self)
-
 
 class Matcher:
     """Follows the output of one row through a grammar."""

@@ -69,12 +69,14 @@ def test_the_name_of_the_format_as_quantization(tmp_path: Path, name: str, metho
     wanted = random_llm(tmp_path).generate(PROMPTS, GREEDY, use_tqdm=False)
     found = random_llm(tmp_path, quantization=method).generate(PROMPTS, GREEDY, use_tqdm=False)
     assert [out["token_ids"] for out in found] == [out["token_ids"] for out in wanted]
-    with pytest.raises(ValueError, match=f"'fbgemm_fp8' is a format .* is '{name}'; leave it out"):
+    with pytest.raises(ValueError, match=f"'fbgemm_fp8' is a format .* has '{name}'; leave it out"):
         random_llm(tmp_path, quantization="fbgemm_fp8")
 
 
 def test_a_format_that_the_checkpoint_does_not_have(path: Path) -> None:
-    with pytest.raises(ValueError, match="quantization='fp8' is a format .* is None; leave it out"):
+    with pytest.raises(
+        ValueError, match="quantization='fp8' is a format .* has None; leave it out"
+    ):
         random_llm(path, quantization="fp8")
 
 

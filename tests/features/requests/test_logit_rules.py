@@ -27,11 +27,7 @@ from transformers import (
 from nanovllm import LLM, BeamSearchParams, GenerationError, SamplingParams
 from nanovllm.features.requests.logit_rules import penalties
 from nanovllm.features.requests.logit_rules.logprobs import processed_logits
-from nanovllm.features.requests.logit_rules.row_rules import (
-    RowRules,
-    RulesBatch,
-    RulesState,
-)
+from nanovllm.features.requests.logit_rules.row_rules import RowRules, RulesBatch, RulesState
 from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.sampler import sample
 from nanovllm.plan import FILTERS, LogitRules, NewRow, RowSampling
@@ -337,10 +333,7 @@ class Large:
 @pytest.mark.parametrize("raises", [False, True])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_processors_are_released(
-    path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    raises: bool,
-    asynchronous: bool,
+    path: Path, monkeypatch: pytest.MonkeyPatch, raises: bool, asynchronous: bool
 ) -> None:
     """No row keeps what a processor refers to after the end of its request, whatever ended it."""
     llm = random_llm(path)

@@ -14,13 +14,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from nanovllm import (
-    LLM,
-    BeamSearchParams,
-    GenerationError,
-    SamplingParams,
-    StructuredOutputsParams,
-)
+from nanovllm import LLM, BeamSearchParams, GenerationError, SamplingParams, StructuredOutputsParams
 from nanovllm.features.requests import structured as structured_module
 from nanovllm.features.requests.logit_rules.row_rules import RowRules, RulesBatch, RulesState
 from nanovllm.features.requests.structured import Grammar, GrammarCompiler, Matcher

@@ -26,11 +26,8 @@ from torch import Tensor
 
 from nanovllm.features.requests.logit_rules.logprobs import LogprobsBatch
 from nanovllm.features.requests.logit_rules.params import takes_prompt
-from nanovllm.features.requests.logit_rules.penalties import (
-    Penalties,
-    PenaltyState,
-    has_penalties,
-)
+from nanovllm.features.requests.logit_rules.penalties import Penalties, PenaltyState, has_penalties
+from nanovllm.features.requests.structured import Matcher
 from nanovllm.features.requests.thinking import ThinkingOfRow
 from nanovllm.models.backend import Backend
 from nanovllm.models.batch import SamplingBatch
@@ -55,7 +52,7 @@ class RowRules:
         self.prompt, self.output = new_row.prompt, list(new_row.output)
         self.phrases = [word for word in rules.bad_words if len(word) > 1]
         self.take_prompt = [takes_prompt(processor) for processor in rules.logits_processors]
-        self.matcher = None if rules.grammar is None else rules.grammar.matcher()
+        self.matcher = None if rules.grammar is None else Matcher(rules.grammar)
         self.thinking = rules.thinking and ThinkingOfRow(rules.thinking, self.prompt)
         # Whether `output` must be complete before the next token is sampled.
         on_host = self.phrases, self.take_prompt, self.matcher, self.thinking
@@ -84,8 +81,10 @@ class RowRules:
 
     def mask(self) -> bytes | None:
         """Return which tokens the grammar allows, as Matcher.mask. None: all tokens."""
-        if self.matcher is None or self.thinking is None:
-            return self.matcher and self.matcher.mask(self.output)
+        if self.matcher is None:
+            return None
+        if self.thinking is None:
+            return self.matcher.mask(self.output)
         return self.thinking.mask(self.matcher, self.output)
 
     def apply(self, logits: Tensor) -> None:
