@@ -10,7 +10,6 @@
   python bench.py --host-only --workload many       1,000 and 1,000,000 requests in one call
   python bench.py --workload mixed --set scheduling_policy=sjf --set max_num_seqs=16
   python bench.py --memory             host memory over 10,000 requests
-  python bench.py --kernels            each Triton kernel alone (needs a GPU)
 
 All engines get the same weights, token ids, output lengths and temperature, and none stops early.
 They take turns (A B A B), each in a separate process. On a CPU all processes load their engine and
@@ -37,7 +36,7 @@ from tools.benchmarks.baselines import BASELINES, vllm_version
 from tools.benchmarks.machine import cpu_seconds, describe_load, other_load
 from tools.benchmarks.workloads import SHAPES, WORKLOADS
 
-MODES = ("host_only", "memory", "kernels")
+MODES = ("host_only", "memory")
 
 
 def count(text: str, low: int = 1) -> int:
@@ -92,7 +91,6 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("other measurements, instead of the throughput").add_argument
     add("--host-only", action="store_true", help="host time of a decode step without a model")
     add("--memory", action="store_true", help="host memory over 10,000 requests")
-    add("--kernels", action="store_true", help="each Triton kernel alone, on a GPU")
     return parser
 
 

@@ -77,9 +77,6 @@ def run_lesson(what: str, answers: list[str] | None = None) -> None:
         say(str(lesson.__doc__))
         lesson.run()
     show_command(questions, f"python -m lessons {what} --answers")
-    number = what.rstrip("abcd")
-    if what in (number, parts(number)[-1]) and load("ladder").has_rung(number):
-        print(f"What it adds to the ladder, measured: python -m lessons ladder {number}")
 
 
 def run(what: str, given: dict[str, Any]) -> None:

@@ -21,8 +21,7 @@ from lessons.lesson import ask, make_llm
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM, BeamSearchParams, Trace
 from nanovllm.cli.trace.trace import State
-from nanovllm.engine.result_kinds import fork
-from nanovllm.features.requests.beam_search import BeamSearch, BeamSearchSequence
+from nanovllm.features.requests.beam_search import BeamSearchSequence
 
 PROMPT = "How does "
 WIDTH, LENGTH = 3, 5
@@ -76,9 +75,9 @@ def run() -> None:
     factor = math.exp(outputs[1][2] - outputs[0][2])
     say(f"The best beam is {factor:.2f} times as likely as the greedy output.")
     show_source(
-        link(BeamSearch._choose, "ranked = sorted"),
-        link(BeamSearch._continue, "result_kinds.fork"),
-        link(fork, "block_manager.fork"),
+        link("features.requests.beam_search.BeamSearch._choose", "ranked = sorted"),
+        link("features.requests.beam_search.BeamSearch._continue", "result_kinds.fork"),
+        link("engine.result_kinds.fork", "block_manager.fork"),
     )
 
 

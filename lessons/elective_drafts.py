@@ -12,7 +12,7 @@ tokens that followed them there are the drafts:
     result     c   d x          x is not the draft e, so y follows a wrong token
 
 The result is exactly what the engine gives without drafts. The random number of a draw is a
-function of seed and position alone (lesson 7a), and the logits of a position depend on the tokens
+function of seed and position alone (lesson 7), and the logits of a position depend on the tokens
 before it. A draft counts only if it is the token that was drawn in its place. Each token that is
 kept was therefore drawn from the same logits and with the same number. Another way (Leviathan et
 al. 2023, arXiv:2211.17192) accepts a draft with the ratio of two probabilities, which keeps the
@@ -26,8 +26,6 @@ from lessons.lesson04_roofline import decode_costs
 from lessons.pictures import show_lanes
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM, Trace
-from nanovllm.features.requests.ngram import Lookup, NgramSpeculation
-from nanovllm.runner.rows import Rows
 
 RIDGE = 20  # FLOPs that a processor computes while it reads a byte, for the calculation
 DRAFTS, CONTEXT = 5, 100
@@ -104,24 +102,19 @@ def run() -> None:
     say("""The embedded model counts, and its prompt contains the same question with its answer. The
         third output repeats nothing:""")
     compare(plain, speculating)
-    say("""All outputs are equal, also those that are sampled. Of each step of the first one, how
-        many drafts it had, and how many of them were the tokens that were drawn:""")
-    trace, _ = follow(speculating, REPEATING)
-    tried = enumerate(drafts(trace), 1)
-    show_table(("step with drafts", "drafts", "accepted"), [(i, *pair) for i, pair in tried])
-    say("""If all drafts are right, the step yields one token more, which was drawn after the last
-        of them. If drafts fail, the next are shorter, and after several failures the row gets none
-        for a while.""")
+    say("""All outputs are equal, also those that are sampled. If all drafts are right, a step
+        yields one token more, which was drawn after the last of them. If drafts fail, the next are
+        shorter, and after several failures the row gets none for a while.""")
     say("""Wrong drafts leave KV in their slots. The next tokens of the row overwrite it, and until
         then no block that contains it may be found in the prefix cache. A state of linear attention
         (elective `states`) has consumed the wrong tokens and cannot be taken back without a
         snapshot, so the engine refuses drafts for such models.""")
     QUESTIONS.show(2)
     show_source(
-        link(Lookup.find, "followers.get"),
-        link(NgramSpeculation.accept, "index(False)"),
-        link(NgramSpeculation._take_back, "num_computed -="),
-        link(Rows.build, "step.tokens_after"),
+        link("features.requests.ngram.Lookup.find", "followers.get"),
+        link("features.requests.ngram.NgramSpeculation.accept", "index(False)"),
+        link("features.requests.ngram.NgramSpeculation._take_back", "num_computed -="),
+        link("runner.rows.Rows.build", "step.tokens_after"),
     )
 
 

@@ -17,42 +17,20 @@ A decode takes as long as reading the weights (lesson 4). A request that decodes
 experts in each layer. A batch reads all experts that one of its tokens uses.
 """
 
-from functools import partial
-from pathlib import Path
-from statistics import mean
-
 import torch
 from torch import Tensor
 
-from lessons.lesson import timed
+from lessons.lesson import shape_of
 from lessons.pictures import show_lanes, show_plot
 from lessons.show import Questions, link, say, show_source, show_table
-from nanovllm.features.models.moe.experts import Groups, expert_linear, expert_mlp
 from nanovllm.features.models.moe.moe_config import Experts, MoeConfig
 from nanovllm.features.models.moe.qwen3_moe import SparseMLP
 from nanovllm.loading.memory import num_weights
 from nanovllm.models.backend import Backend
-from nanovllm.models.qwen3 import MLP
 
-# The fields of Qwen3-30B-A3B's config.json.
-QWEN3_MOE = dict(
-    architectures=["Qwen3MoeForCausalLM"],
-    vocab_size=151_936,
-    hidden_size=2048,
-    intermediate_size=6144,
-    num_hidden_layers=48,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    head_dim=128,
-    num_experts=128,
-    num_experts_per_tok=8,
-    moe_intermediate_size=768,
-    norm_topk_prob=True,
-    max_position_embeddings=40_960,
-)
 ROWS = (1, 2, 4, 16, 64)
 NUMBER, USED, BATCH = 64, 8, 16  # experts, those that a token uses, and tokens of a step
-HIDDEN, SIZE, TIMED = 512, 256, (1, 4, 16)  # of the layer that is timed, and its numbers of tokens
+HIDDEN, TOKENS = 512, (1, 4, 16)  # of the layer that is drawn, and of its steps
 
 
 def make_layer(num_experts: int, hidden_size: int, size: int = 1, used: int = USED) -> SparseMLP:
@@ -65,15 +43,10 @@ def make_layer(num_experts: int, hidden_size: int, size: int = 1, used: int = US
     return layer
 
 
-def hits(layer: SparseMLP, x: Tensor) -> int:
-    """Return how many experts the tokens x [T, E] use."""
-    return len(set(layer.route(x)[1].flatten().tolist()))
-
-
 def draw_hits(layer: SparseMLP) -> None:
-    """Draw which experts steps of TIMED tokens use, each a cell."""
+    """Draw which experts steps of TOKENS tokens use, each a cell."""
     lanes = []
-    for num in TIMED:
+    for num in TOKENS:
         used = layer.route(torch.randn(num, HIDDEN))[1].flatten().tolist()
         cells = [(expert, 1, "", int(expert in used)) for expert in range(NUMBER)]
         lanes.append((f"{num} token{'s' * (num > 1)}: {len(set(used))} experts", cells))
@@ -102,27 +75,10 @@ def route_four() -> tuple[list[tuple[object, ...]], float]:
     return rows, (layer(x) - by_token(layer, x)).abs().max().item()
 
 
-def time_rows() -> list[tuple[object, ...]]:
-    """Time steps of TIMED tokens -> the hits, the milliseconds of the experts, and of one MLP.
-
-    The MLP has as many weights as a token uses of the experts.
-    """
-    layer = make_layer(NUMBER, HIDDEN, SIZE)
-    mlp, rows = MLP(HIDDEN, USED * SIZE, layer.backend), list[tuple[object, ...]]()
-    for linear in mlp.linears():
-        linear.weight.normal_(std=0.05)
-    for num in TIMED:
-        steps = torch.randn(5, num, HIDDEN)
-        used = mean(hits(layer, x) for x in steps)
-        results = [map(function, steps) for function in (layer, mlp)]
-        times = (timed(partial(next, each), len(steps))[1] for each in results)
-        rows.append((num, f"{used:.1f}", *(f"{seconds * 1e3:.1f}" for seconds in times)))
-    return rows
-
-
 def reads() -> list[tuple[object, ...]]:
     """Return what a decode step of Qwen3-30B-A3B reads, in billions of weights and in GB."""
-    config = MoeConfig.from_json(QWEN3_MOE, Path("config.json"))
+    config = shape_of("qwen3-30b-a3b")
+    assert isinstance(config, MoeConfig)
     assert config.experts is not None
     total, rows = num_weights(config.model_class().on_meta(config)), list[tuple[object, ...]]()
     for num in ROWS:
@@ -143,12 +99,9 @@ def run() -> None:
         that has rows. The largest difference to a loop over tokens and their experts is
         {difference:.0e}.""")
     QUESTIONS.show(1)
-    say(f"""A layer with {NUMBER} experts, of which a token uses {USED}, in plain torch. The
-        last column is one MLP with as many weights as a token uses, {USED * SIZE:,} inner units. It
-        reads all of them at every number of tokens. The mixture reads the experts that are
-        used:""")
-    show_table(("tokens", "experts used", "ms", "ms of one MLP"), time_rows())
-    draw_hits(make_layer(NUMBER, HIDDEN, SIZE))
+    say(f"""Which of {NUMBER} experts the tokens of a step use, if each uses {USED}, in steps of 1,
+        4 and 16 tokens:""")
+    draw_hits(make_layer(NUMBER, HIDDEN))
     QUESTIONS.show(2)
     say(f"""How many experts a step uses depends on the router. If each token used any {USED} of X
         experts with equal probability, an expert would be left out by one token with the
@@ -170,10 +123,10 @@ def run() -> None:
         tokens a step has, the more of them share an expert.""")
     show_source(
         link(SparseMLP.route, "topk"),
-        link(Groups.of, "sort(stable"),
-        link(Groups.of, "searchsorted"),
-        link(expert_linear, "backend.linear"),
-        link(expert_mlp, "embedding_bag"),
+        link("features.models.moe.experts.Groups.of", "sort(stable"),
+        link("features.models.moe.experts.Groups.of", "searchsorted"),
+        link("features.models.moe.experts.expert_linear", "backend.linear"),
+        link("features.models.moe.experts.expert_mlp", "embedding_bag"),
         link(Experts.expected_hits),
     )
 

@@ -18,7 +18,6 @@ import torch
 
 from lessons.lesson import ask, make_llm, mean_logprob
 from lessons.show import Questions, link, say, show_source, show_table
-from nanovllm.models.attention import PlainAttention
 from nanovllm.models.fp8 import FP8_MAX, to_fp8
 from tools.training.data import OPEN_TASKS, graded_samples
 
@@ -68,8 +67,8 @@ def run() -> None:
     QUESTIONS.show(2)
     show_source(
         link(to_fp8, ".clamp("),
-        link(PlainAttention.store, "to_fp8"),
-        link(PlainAttention.attend, "k_scale"),
+        link("models.attention.PlainAttention.store", "to_fp8"),
+        link("models.attention.PlainAttention.attend", "k_scale"),
     )
 
 

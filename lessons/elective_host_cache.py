@@ -17,7 +17,6 @@ Loading a block is useful only if the copy takes less time than computing its to
 from lessons.lesson import ask, embedded_config, make_llm, shape_of
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM, Trace
-from nanovllm.features.memory.host_cache.blocks import HostCacheBlockManager
 from nanovllm.loading.memory import num_weights
 from nanovllm.models.qwen3 import Qwen3
 
@@ -88,7 +87,8 @@ def run() -> None:
     say("""For the small model a load is slower than computing, unless the link to the host is
         faster. The engine does not compare the two: with swap_space it loads each block that the
         host has. On a CPU a larger KV cache does the same without copies.""")
-    show_source(link(HostCacheBlockManager._save), link(HostCacheBlockManager._load))
+    where = "features.memory.host_cache.blocks.HostCacheBlockManager"
+    show_source(link(f"{where}._save"), link(f"{where}._load"))
 
 
 QUESTIONS = Questions("""

@@ -18,7 +18,6 @@ from torch import Tensor
 from lessons.lesson import make_llm, mean_logprob, runner_of
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM
-from nanovllm.backends.int8 import Int8Weight, dynamic, quantize
 from nanovllm.outputs import RequestOutput
 from tools.training.data import OPEN_TASKS, graded_samples
 from tools.training.grade import wrong_answers
@@ -78,7 +77,11 @@ def run() -> None:
         a weight, its largest row sets the width of the steps for all rows. A small model that was
         trained for few tasks may bear more rounding than others. docs/performance.md says what was
         measured.""")
-    show_source(link(quantize), link(Int8Weight.copy_), link(dynamic, "integer_product"))
+    show_source(
+        link("backends.int8.quantize"),
+        link("backends.int8.Int8Weight.copy_"),
+        link("backends.int8.dynamic", "integer_product"),
+    )
 
 
 QUESTIONS = Questions("""

@@ -15,8 +15,6 @@ writes into a block that has several owners copies it first.
 from lessons.lesson import ask, make_llm
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM, Trace
-from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.result_kinds import fork, make_fork
 
 PROMPT = "What is 12 + 30?\n"
 
@@ -39,7 +37,11 @@ def run() -> None:
     show_table(("samples", "blocks copied"), rows)
     QUESTIONS.show(2)
     say("Beams are forked in the same way, in every step: see the elective `beams`.")
-    show_source(link(make_fork), link(fork, "block_manager.fork"), link(BlockManager.copy_on_write))
+    show_source(
+        link("engine.result_kinds.make_fork"),
+        link("engine.result_kinds.fork", "block_manager.fork"),
+        link("engine.block_manager.BlockManager.copy_on_write"),
+    )
     say("What to do: find the fault of `python -m lessons break 9`.")
 
 

@@ -16,23 +16,17 @@ This lesson runs the engine's scheduler and block manager on the model of the ra
 state is the list of all tokens that it has consumed. It stops if a row has consumed a wrong token.
 """
 
-import threading
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from lessons.elective_states import QWEN3_5
+from lessons.lesson import shape_of
 from lessons.oracle.oracle import make_samples
 from lessons.oracle.states import HybridRunner
 from lessons.show import Questions, link, say, show_source, show_table
-from nanovllm import Trace
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.observer import NO_OBSERVER, Observer
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.models.hybrid.hybrid_config import HybridConfig
 from nanovllm.features.models.hybrid.state_blocks import StateBlockManager
-from nanovllm.plan import StepOutput
 
 ROWS, BUDGET, BLOCKS = 4, 128, 200
 CHATS, TURNS, TURN, OUTPUT = 4, 5, 10, 6  # a turn adds TURN tokens, and the answer OUTPUT tokens
@@ -40,9 +34,7 @@ SLOTS = (0, 4, 8, 12, 40)
 
 
 class Engine:
-    """A scheduler with states, and the model of the random tests. A Trace can observe it."""
-
-    input_processor, async_scheduling = SimpleNamespace(tokenizer=None), False
+    """A scheduler with states, and the model of the random tests."""
 
     def __init__(self, slots: int, block_size: int = 4) -> None:
         """`slots` is the number of snapshots that fit."""
@@ -50,8 +42,6 @@ class Engine:
         self.blocks = StateBlockManager(BLOCKS, block_size, True, ROWS, num_states)
         self.scheduler = Scheduler(self.blocks, ROWS, BUDGET)
         self.runner = HybridRunner(BLOCKS, block_size, ROWS, num_states)
-        self.observer: Observer = NO_OBSERVER
-        self.lock = threading.RLock()
         self.arrivals = 0
 
     def add(self, prompt: list[int], num_output: int = 1) -> Sequence:
@@ -61,14 +51,9 @@ class Engine:
         return seq
 
     def step(self) -> None:
-        self.observer.begin()
         step = self.scheduler.schedule()
-        self.observer.scheduled(step)
         assert step is not None
-        tokens = self.runner.run(step.plan)
-        self.observer.begin()
-        updated = self.scheduler.commit(step, tokens)
-        self.observer.committed(step, updated, StepOutput(tokens))
+        self.scheduler.commit(step, self.runner.run(step.plan))
 
     def run(self, prompt: list[int], num_output: int = 1) -> Sequence:
         """Run a request that is alone."""
@@ -131,7 +116,8 @@ def run() -> None:
         the request made snapshots:""")
     head = ("request", "prompt", "has KV", "found", "computed", "new snapshots")
     show_table(head, share(prompts))
-    config = HybridConfig.from_json(QWEN3_5, Path("config.json"))
+    config = shape_of("qwen3.5-0.8b")
+    assert isinstance(config, HybridConfig)
     ratio = config.state_bytes(2) / config.block_bytes(16, 2)
     say(f"""Request 1 made one snapshot, after the last full block of its prompt. Request 2 found KV
         of 12 tokens and no state, so it computed them again. Other prompts may begin with the same
@@ -162,15 +148,8 @@ def run() -> None:
 
     say("""Two requests with the same prompt arrive together. They could share KV in the same step
         (lesson 8), because each layer stores the KV of the step before any query attends. A state
-        is copied to the new row before the step computes anything. Request 1 therefore waits for
-        one step, and then computes one token instead of 17:""")
-    engine = Engine(slots=8)
-    for _ in range(2):
-        engine.add(prompts["1"])
-    with Trace(engine) as trace:
-        while engine.scheduler.has_work():
-            engine.step()
-    print(trace, end="\n\n")
+        is copied to the new row before the step computes anything, so the second request waits for
+        one step, and then computes one token instead of 17.""")
     show_source(
         link(StateBlockManager.match, "not in self.snapshots"),
         link(StateBlockManager.attach_cached, "self.wanted[seq] ="),

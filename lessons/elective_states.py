@@ -14,37 +14,19 @@ The model computes g and beta from the token, for each head. Three of four layer
 this kind, and the fourth has a KV cache.
 """
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lessons.lesson import shape_of, timed
+from lessons.lesson import shape_of
 from lessons.pictures import show_formula, show_lanes, show_plot
-from lessons.show import Questions, faster, link, say, show_source, show_table
+from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.features.models.hybrid.delta_rule import CHUNK, advance, decode, solve
 from nanovllm.features.models.hybrid.hybrid_config import HybridConfig
 
-# The fields of Qwen3.5-0.8B's config.json.
-QWEN3_5 = dict(
-    architectures=["Qwen3_5ForCausalLM"],
-    vocab_size=248_320,
-    hidden_size=1024,
-    intermediate_size=3584,
-    num_hidden_layers=24,
-    full_attention_interval=4,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=256,
-    linear_num_key_heads=16,
-    linear_num_value_heads=16,
-    linear_key_head_dim=128,
-    linear_value_head_dim=128,
-    max_position_embeddings=262_144,
-)
-LENGTH, HEADS, DIM = 128, 16, 128  # of the comparison of steps with chunks
+DIM = 128  # numbers of a key, as in Qwen3.5
 CONTEXTS = (100, 1_000, 10_000, 40_000)
 KEYS = {"a": (1.0, 0.0), "b": (0.0, 1.0), "c": (0.6, 0.8)}
 # Tokens: key, value, beta, e^g.
@@ -74,17 +56,6 @@ def compute(tokens: Tokens, state: Tensor) -> Tensor:
     layer: Any = SimpleNamespace(sizes=(k.shape[1], k.shape[1], k.shape[2], v.shape[2]))
     mixed = torch.cat((q.flatten(1), k.flatten(1), v.flatten(1)), dim=1)
     return advance(solve(layer, mixed, beta, g), state)[:, : len(q)]
-
-
-def compute_in_steps(tokens: Tokens, state: Tensor) -> Tensor:
-    """Compute the same as `compute` by the four lines of the rule, one token after another."""
-    outputs = []
-    for q, k, v, beta, g in zip(*tokens, strict=True):
-        state *= g.exp()[:, None, None]
-        d = beta[:, None] * (v - (state.mT @ k[..., None])[..., 0])
-        state += k[..., None] * d[:, None]
-        outputs.append((state.mT @ q[..., None])[..., 0])
-    return torch.stack(outputs, dim=1)
 
 
 def write(state: Tensor, keys: Tensor, values: Tensor, beta: float = 1, keep: float = 1) -> None:
@@ -138,22 +109,6 @@ def errors(number: int) -> tuple[float, float]:
     return wrong[-1].item(), wrong.mean().item()
 
 
-def compare() -> tuple[float, float, float]:
-    """Compute LENGTH tokens in both ways -> the largest difference, and the seconds of each."""
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, LENGTH, HEADS, DIM)
-    k, (beta, g) = k / k.norm(dim=-1, keepdim=True), torch.rand(2, LENGTH, HEADS)
-    tokens, zeros = Tokens(q, k, v, beta, -g), torch.zeros(HEADS, DIM, DIM)
-
-    def final(function: Any) -> Tensor:
-        state = zeros.clone()
-        return torch.cat((function(tokens, state), state), dim=1)
-
-    one_by_one, slow = timed(lambda: final(compute_in_steps))
-    in_chunks, fast = timed(lambda: final(compute))
-    return (one_by_one - in_chunks).abs().max().item(), slow, fast
-
-
 def run() -> None:
     show_formula(
         "S' = e^g S + k d^T   with   d = beta (v - e^g S^T k)   o = S'^T q",
@@ -181,14 +136,11 @@ def run() -> None:
     say("""The last pair is always right. The more pairs there are, the larger is the error of the
         earlier ones. In a KV cache no token changes the keys and values of another.""")
 
-    difference, slow, fast = compare()
     say(f"""A prompt need not be computed token by token. The corrections d of {CHUNK} tokens depend
         on each other only through the products of their keys. They are the solution of a triangular
-        system, and S is read and written once for all of them. {LENGTH} tokens of {HEADS} heads:
-        {slow * 1e3:.0f} ms in steps and {fast * 1e3:.0f} ms in chunks, which is
-        {faster(slow, fast)}. The largest difference of outputs and states is {difference:.0e}.""")
-
-    config, other = HybridConfig.from_json(QWEN3_5, Path("config.json")), shape_of("qwen3-0.6b")
+        system, and S is read and written once for all of them.""")
+    config, other = shape_of("qwen3.5-0.8b"), shape_of("qwen3-0.6b")
+    assert isinstance(config, HybridConfig)
     kv, hybrid_kv, state = other.block_bytes(1, 2), config.block_bytes(1, 2), config.state_bytes(2)
     QUESTIONS.show(2)
     say(f"""A decode of Qwen3-0.6B reads {kv / 2**10:g} KiB for each token of the context, in

@@ -8,7 +8,7 @@ also of a weak model.
 
     output    {"answer":            so far
     mask      digits and - : 1      letters, { and } : 0
-    logits    -inf where the mask is 0; then the draw of lesson 7a
+    logits    -inf where the mask is 0; then the draw of lesson 7
 
 A mask depends on the token before it, which the device has just sampled, but the logits of the next
 token do not depend on the mask. So the host computes the mask while the device computes the layers:
@@ -22,7 +22,6 @@ import json
 from lessons.lesson import ask, make_llm, optional, timed
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM
-from nanovllm.features.requests.logit_rules.row_rules import RulesBatch
 from nanovllm.features.requests.structured import GrammarCompiler, Matcher
 from nanovllm.sampling_params import StructuredOutputsParams
 
@@ -39,7 +38,7 @@ PARAMS = StructuredOutputsParams(json=SCHEMA)
 def make_matcher(llm: LLM) -> Matcher:
     inputs = llm.engine.input_processor
     compiler = GrammarCompiler(llm.get_tokenizer(), inputs.vocab_size, inputs.eos_token_ids)
-    return compiler.compile(PARAMS, sorted(inputs.eos_token_ids)).matcher()
+    return Matcher(compiler.compile(PARAMS, sorted(inputs.eos_token_ids)))
 
 
 def show_masks(llm: LLM, matcher: Matcher) -> str:
@@ -82,8 +81,8 @@ def run() -> None:
         the layers do. On a CPU both take turns.""")
     show_source(
         link(Matcher.mask, "compute_bitmask"),
-        link(RulesBatch.sample, "self.apply"),
-        link(RulesBatch._apply_on_host, "row.mask()"),
+        link("features.requests.logit_rules.row_rules.RulesBatch.sample", "self.apply"),
+        link("features.requests.logit_rules.row_rules.RulesBatch._apply_on_host", "row.mask()"),
     )
 
 

@@ -20,10 +20,8 @@ so a column-parallel weight is divided by rows, and a row-parallel one by column
 import json
 import logging
 import os
-import socket
-import time
-from contextlib import ExitStack
-from subprocess import PIPE, Popen
+import subprocess
+import sys
 from typing import Any
 
 import torch
@@ -33,39 +31,24 @@ from lessons.lesson import ask, embedded_config, make_llm, runner_of, timed
 from lessons.pictures import show_lanes
 from lessons.show import Questions, faster, link, say, show_source, show_table
 from nanovllm.features.memory.tensor_parallel.ranks import Ranks
-from nanovllm.features.memory.tensor_parallel.shards import config_of_rank, tensors_of_rank
 from nanovllm.loading.memory import num_weights
-from nanovllm.models.layers import Linear, silu_and_mul
+from nanovllm.models.layers import silu_and_mul
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.utils.child import python
 
 PROMPTS = [f"What is 12 + {i}?\n" for i in range(4)]
 OPTIONS = dict(attention_backend="sdpa", num_kv_cache_blocks=64)
 
 
 def start_ranks(size: int) -> list[dict[str, Any]]:
-    """Run this file once for each rank, as torchrun does -> what `run_rank` returned in each.
+    """Run this file once for each rank with torchrun -> what `run_rank` returned in each.
 
-    Raises RuntimeError if one fails. All have ended when it returns, also after an error or Ctrl-C.
+    Raises CalledProcessError if one fails.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    command = python(f"import runpy; runpy.run_module({__name__!r}, None, '__main__')")
-    ranks = list[Popen[bytes]]()
-    with ExitStack() as stack:
-        for i in range(size):
-            variables = os.environ | shared | {"RANK": str(i), "WORLD_SIZE": str(size)}
-            # Ctrl-C does not reach another session: this process ends its ranks.
-            rank = Popen(command, env=variables, stdout=PIPE, start_new_session=True)
-            ranks.append(stack.enter_context(rank))
-            stack.callback(rank.kill)
-        while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
-            time.sleep(0.05)
-        if any(codes):
-            raise RuntimeError(f"a rank has failed (exit statuses {codes}); its error is above")
-        return [json.loads(rank.communicate()[0]) for rank in ranks]
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    command = [*torchrun, f"--nproc-per-node={size}", "-m", __name__]
+    variables = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, check=True)
+    return [results for _, results in sorted(map(json.loads, done.stdout.splitlines()))]
 
 
 def run_rank() -> dict[str, Any]:
@@ -123,7 +106,7 @@ def draw(both: list[dict[str, Any]]) -> None:
 def run() -> None:
     QUESTIONS.show(1)
     show_by_hand()
-    say("""Now two real ranks, which torchrun would start. Each makes LLM(...,
+    say("""Now two real ranks, which torchrun starts. Each makes LLM(...,
         tensor_parallel_size=2) and the same calls. Nothing sends them plans: both schedulers see
         the same requests and so plan the same steps. Before each step the ranks compare a hash of
         the plan.""")
@@ -146,9 +129,9 @@ def run() -> None:
         ranks are {faster(one["ms"], both[0]["ms"])}. Here an all-reduce is a message between
         processes. On GPUs it takes microseconds, and each rank reads a half of the weights.""")
     show_source(
-        link(config_of_rank, "num_heads=heads // size"),
-        link(tensors_of_rank, "BY_COLUMNS"),
-        link(Linear.__call__, "self.reduce"),
+        link("features.memory.tensor_parallel.shards.config_of_rank", "num_heads=heads // size"),
+        link("features.memory.tensor_parallel.shards.tensors_of_rank", "BY_COLUMNS"),
+        link("models.layers.Linear.__call__", "self.reduce"),
     )
 
 
@@ -167,4 +150,4 @@ QUESTIONS = Questions("""
 
 if __name__ == "__main__":
     logging.getLogger("nanovllm").setLevel(logging.WARNING)
-    print(json.dumps(run_rank()))
+    print(json.dumps([int(os.environ["RANK"]), run_rank()]), flush=True)

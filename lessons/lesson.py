@@ -5,6 +5,8 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +20,7 @@ from nanovllm.models.model_config import ModelConfig
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan import Chunk, NewRow, ResultKind, RowSampling, StepOutput, StepPlan
 from nanovllm.runner.model_runner import ModelRunner
-from tools.benchmarks.workloads import SHAPES
+from tools.benchmarks.workloads import write_shape
 
 T = TypeVar("T")
 GREEDY = RowSampling(temperature=0, seed=0)  # always the most likely token
@@ -91,12 +93,11 @@ def embedded_config() -> ModelConfig:
     return Checkpoint(find_checkpoint(EMBEDDED)).model_config
 
 
-def shape_of(name: str, **sizes: int) -> ModelConfig:
+def shape_of(name: str, **sizes: Any) -> ModelConfig:
     """Return the config of a model of SHAPES, such as "qwen3-0.6b", with other `sizes`."""
-    fields = "hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim vocab_size"
-    fields += " tie_word_embeddings"
-    values: dict[str, Any] = dict(zip(fields.split(), SHAPES[name], strict=False))
-    return replace(embedded_config(), **(values | sizes))
+    with TemporaryDirectory() as directory:
+        config = Checkpoint(write_shape(name, Path(directory))).model_config
+    return replace(config, **sizes)
 
 
 def prompt_plan(prompts: Sequence[list[int]], tables: Sequence[list[int]]) -> StepPlan:

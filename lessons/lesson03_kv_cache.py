@@ -13,6 +13,7 @@ computes 6 (Pope et al. 2022, arXiv:2211.05102):
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeAlias
 
 from lessons.lesson import (
@@ -58,12 +59,6 @@ def with_cache(llm: LLM, prompt: list[int], num_output: int) -> Iterator[tuple[i
         plan = decode_plan(1)
 
 
-def measure(way: Way, llm: LLM, prompt: list[int], length: int) -> tuple[list[int], int, float]:
-    """Generate `length` tokens -> (tokens, tokens computed, seconds)."""
-    steps, seconds = timed(lambda: list(way(llm, prompt, length)), repeats=1)
-    return [token for token, _ in steps], sum(computed for _, computed in steps), seconds
-
-
 def third_key(llm: LLM, ids: list[int]) -> Any:
     """Run the model over `ids` -> 4 numbers of the third token's key, in the last layer."""
     next(without_cache(llm, ids, 1))
@@ -87,10 +82,11 @@ def run() -> None:
         nothing else (lesson 2). Both ways give the same tokens:""")
     rows = []
     for n in LENGTHS:
-        expected, without, slow = measure(without_cache, llm, prompt, n)
-        tokens, computed, fast = measure(with_cache, llm, prompt, n)
-        assert tokens == expected
-        rows.append((n, f"{without:,}", computed, f"{slow:.2f}", f"{fast:.2f}", faster(slow, fast)))
+        old, slow = timed(partial(list[tuple[int, int]], without_cache(llm, prompt, n)), repeats=1)
+        new, fast = timed(partial(list[tuple[int, int]], with_cache(llm, prompt, n)), repeats=1)
+        assert [token for token, _ in old] == [token for token, _ in new]
+        counts = [f"{sum(computed for _, computed in steps):,}" for steps in (old, new)]
+        rows.append((n, *counts, f"{slow:.2f}", f"{fast:.2f}", faster(slow, fast)))
     head = ("output tokens", "without", "with", "seconds without", "seconds with", "it is")
     show_table(head, rows)
     say("""A step that computes a prompt is often called prefill, and a step that computes one token

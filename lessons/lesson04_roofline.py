@@ -40,7 +40,6 @@ ROWS = (1, 4, 16, 64)  # rows of the decodes that are timed
 CONTEXT = 64  # tokens that a decode attends to
 PROMPT = 256  # tokens of the prefill that is timed
 BLOCK = 16
-SIZES = {"int8": 1, "fp8": 1, "bfloat16": 2}  # bytes of a number
 
 
 def decode_costs(
@@ -86,10 +85,8 @@ def show_steps(config: ModelConfig) -> float:
         {ridge:.1f} FLOPs for each byte. In the table, least ms is the time at the
         roofline, and limit says what causes it. The measured share is least / measured. If a step
         is compute-bound, more rows take longer.""")
-    steps: list[tuple[str, str, dict[str, int]]] = []
-    for n in ROWS:
-        cost = decode_costs(config, n, CONTEXT, dtype.itemsize, dtype.itemsize)
-        steps.append((f"decode of {n}", "decode", cost))
+    sizes = (CONTEXT, dtype.itemsize, dtype.itemsize)
+    steps = [(f"decode of {n}", "decode", decode_costs(config, n, *sizes)) for n in ROWS]
     steps.append((f"prefill of {PROMPT}", "prefill", prefill))
     seconds = step_seconds(config)
     table, points = [], []  # points: FLOPs for each byte, GFLOPs/s
@@ -116,18 +113,14 @@ def run() -> None:
     QUESTIONS.show(1)
     bandwidth = show_steps(shape_of("qwen3-0.6b", num_layers=LAYERS, vocab_size=VOCAB))
     QUESTIONS.show(2)
-    say("""The next table is calculated: the bytes that a decode of Qwen3-0.6B with all layers
-        reads, and how long this machine takes to read them. Int8 weights help short contexts, and a
-        KV cache in fp8 helps many long contexts:""")
-    config, table = shape_of("qwen3-0.6b"), []
-    for rows, context in ((1, 100), (16, 100), (16, 4000)):
-        for weights, cache in (("bfloat16", "bfloat16"), ("int8", "bfloat16"), ("bfloat16", "fp8")):
-            cost = decode_costs(config, rows, context, SIZES[weights], SIZES[cache])
-            numbers = [f"{cost[f'{kind}_bytes'] / 1e6:,.0f}" for kind in ("weight", "kv")]
-            least = f"{1e3 * cost['decode_bytes'] / bandwidth:,.0f}"
-            table.append((f"{rows} x {context:,}", weights, cache, *numbers, least))
-    head = ("weights", "cache", "MB of weights", "MB of the cache", "least ms to read")
-    show_table(("rows x context", *head), table)
+    config = shape_of("qwen3-0.6b")
+    cost, int8, fp8 = (decode_costs(config, 16, 4000, *sizes) for sizes in ((2, 2), (1, 2), (2, 1)))
+    least = [f"{1e3 * c['decode_bytes'] / bandwidth:,.0f} ms" for c in (cost, int8, fp8)]
+    say(f"""With all layers this decode reads {cost["weight_bytes"] / 1e6:,.0f} MB of weights and
+        {cost["kv_bytes"] / 1e6:,.0f} MB of the cache, for which this machine takes {least[0]}.
+        With int8 weights it takes {least[1]}, and with a cache in fp8 {least[2]}. Of 16 rows of 100
+        tokens the cache has only {decode_costs(config, 16, 100)["kv_bytes"] / 1e6:,.0f} MB, so
+        there int8 weights help more.""")
     show_source(
         link(roofline.costs, "linear = 2 *"),
         link(roofline.bounds),

@@ -12,58 +12,18 @@ The prefix cache finds a block by a hash, as in vLLM; SGLang (Zheng et al. 2023,
 uses a tree.
 """
 
-from itertools import pairwise
-
-from lessons.lesson import GREEDY, ask, make_llm
+from lessons.lesson import ask, make_llm
 from lessons.show import Questions, link, say, show_source, show_table
-from nanovllm import LLM, SamplingParams, Trace
+from nanovllm import LLM, Trace
 from nanovllm.engine.sequence import Sequence
 
-A, B, C, D = "What is 12 + 30?\n", "What is 12 + 7?\n", "Sort 42, 7, 99\n", "Spell garden\n"
-PROMPTS = {"A": A, "B": B, "C": C, "D": D}
-
-
-def new_sequence(ids: list[int]) -> Sequence:
-    return Sequence("", 0, ids, len(ids), 1024, frozenset(), GREEDY)
+PROMPTS = {"A": "What is 12 + 30?\n", "B": "What is 12 + 7?\n"}
+PROMPTS |= {"C": "Sort 42, 7, 99\n", "D": "Spell garden\n"}
 
 
 def run_prompts(llm: LLM, prompts: list[list[int]]) -> list[int]:
     """Run prompts in one batch -> how many tokens of each were in the prefix cache."""
     return [output.num_cached_tokens for output in ask(llm, prompts, max_tokens=1)]
-
-
-def share_blocks(llm: LLM) -> dict[int, int]:
-    """Run a step of two prompts, print its trace, and return the reference counts of the blocks."""
-    engine = llm.engine
-    with Trace(llm) as trace:
-        for name in "AB":
-            params = SamplingParams(temperature=0, max_tokens=2)
-            engine.add_request(PROMPTS[name], params, name)
-        engine.step()
-    print(trace, end="\n\n")
-    blocks = engine.scheduler.block_manager.blocks
-    counts = {b: blocks[b].ref_count for s in engine.scheduler.running for b in s.block_table}
-    while engine.has_unfinished_requests():
-        engine.step()
-    return dict(sorted(counts.items()))
-
-
-def hash_chains(llm: LLM) -> list[tuple[str, str, str, str]]:
-    """Run three prompts. Returns their blocks: name, tokens, parent_block_hash, block_hash.
-
-    Of each hash, the first six of 32 hexadecimal digits.
-    """
-    tokenizer, rows = llm.get_tokenizer(), []
-    a, b = tokenizer.encode(A), tokenizer.encode(B)
-    other = tokenizer.encode("Sort") + a[1:]
-    for name, ids in (("A", a), ("B", b), ("A with another first token", other)):
-        run_prompts(llm, [ids])
-        cached = llm.engine.scheduler.block_manager.match(new_sequence([*ids, 0]))
-        hashes = ["none", *(block.block_hash.hex()[:6] for block in cached), "not full"]
-        for i, pair in enumerate(pairwise(hashes)):
-            texts = [tokenizer.decode([token]) for token in ids[4 * i : 4 * i + 4]]
-            rows.append((name, str(texts), *pair))
-    return rows
 
 
 def evict() -> list[tuple[str, int, int, int]]:
@@ -73,32 +33,42 @@ def evict() -> list[tuple[str, int, int, int]]:
     blocks, rows = llm.engine.scheduler.block_manager, []
     for name in "ACAD":
         run_prompts(llm, [ids[name]])
-        a, c, d = (4 * len(blocks.match(new_sequence(ids[n]))) for n in "ACD")
+        seqs = (Sequence("", 0, ids[n], len(ids[n]), 1024) for n in "ACD")
+        a, c, d = (4 * len(blocks.match(seq)) for seq in seqs)
         rows.append((name, a, c, d))
     return rows
 
 
 def run() -> None:
     llm = make_llm(block_size=4, num_kv_cache_blocks=32)
-    a, b = llm.get_tokenizer().encode(A), llm.get_tokenizer().encode(B)
+    encode, decode = llm.get_tokenizer().encode, llm.get_tokenizer().decode
+    a, b = encode(PROMPTS["A"]), encode(PROMPTS["B"])
     same = next(i for i in range(len(b)) if a[i] != b[i])
-    print(*(f"{name} = {text!r}" for name, text in PROMPTS.items()), sep="\n", end="\n\n")
+    show_table(("prompt", "text"), [(name, repr(text)) for name, text in PROMPTS.items()])
     say(f"""Prompts A and B begin with the same {same} tokens. Blocks have 4 slots. Below is the
         trace of their first step. Its columns free, cached and shared count blocks. The column
         cached counts only those blocks of the prefix cache that no sequence owns now. docs/trace.md
         explains the others.""")
-    show_table(("block", "ref_count"), share_blocks(llm).items())
-    say(f"""A and B share one block, so its reference count is 2. They can share it in the same
-        step, because each layer stores all keys and values of a step before any query attends. B
-        computes the other {same - 4} of the same tokens itself, because only full blocks are
-        shared: the owner of a block that is not full will write into it.""")
+    with Trace(llm) as trace:
+        run_prompts(llm, [a, b])
+    print(trace, end="\n\n")
+    say(f"""A (request 0) and B share block 1: it is in both block tables, so its reference count is
+        2. They can share it in the same step, because each layer stores all keys and values of a
+        step before any query attends. B computes the other {same - 4} of the same tokens itself,
+        because only full blocks are shared: the owner of another block will write into it.""")
     QUESTIONS.show(1)
     say("""So each full block has a hash of its tokens and of all before them: block_hash =
         xxh3_128(parent_block_hash, token ids), where the parent is the block before it. Below are
         the first six digits of the hashes. The same tokens after another beginning have another
         hash:""")
-    chains = hash_chains(make_llm(block_size=4, num_kv_cache_blocks=32))
-    show_table(("prompt", "tokens of a block", "parent_block_hash", "block_hash"), chains)
+    manager, rows = llm.engine.scheduler.block_manager, []
+    for name, ids in (("A", a), ("B", b), ("A with another first token", [b[-1], *a[1:]])):
+        parent = b""
+        for i in (0, 4):
+            digest, texts = manager.hash_block(parent, ids[i : i + 4]), map(decode, ids[i : i + 4])
+            rows.append((name, str([*texts]), parent.hex()[:6] or "none", digest.hex()[:6]))
+            parent = digest
+    show_table(("prompt", "tokens of a block", "parent_block_hash", "block_hash"), rows)
     say("""The cache is a dictionary from hashes to blocks. Two blocks with different tokens could
         have the same hash. With 128 bits this is very unlikely, but a match compares the tokens
         too.""")

@@ -20,20 +20,17 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lessons.lesson import decode_plan, embedded_config, optional, prompt_plan
-from lessons.pictures import show_formula
+from lessons.lesson import decode_plan, make_llm, optional, prompt_plan, runner_of
 from lessons.show import Questions, link, say, show_lines, show_source, show_table
 from nanovllm.backends.gpu.kernels.configs import Tile
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.batch import ForwardBatch
-from nanovllm.runner.rows import Rows
 
 KERNELS = "nanovllm.backends.gpu.kernels.attention"
 BLOCK, TILE = 16, 128  # slots of a block, keys of a tile
 SPLIT = 256  # keys of a split here; the engine's kernel splits into 64 and more
 CONTEXT = 600  # tokens of the sequence that is attended to tile by tile
-# The state of an online softmax after some keys: m [], their largest score; l [], the sum of
-# exp(score - m); acc [D], the sum of exp(score - m) * value.
+# After some keys: m [], their largest score, and the sums of exp(score - m): l [], and times v [D].
 Partial: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
@@ -68,27 +65,23 @@ def paged_tiles(kv: Tensor, block_table: Tensor, start: int, end: int) -> Iterat
 
 
 def make_step(contexts: list[int]) -> tuple[Tensor, Tensor, ForwardBatch, Tensor]:
-    """Return a decode of sequences with random KV, in blocks that are anywhere in the cache.
+    """Return a decode of random queries, with the KV of texts in blocks anywhere in the cache.
 
     These are q [S, H, D], the cache of a layer [2, blocks, K, B, D], the batch, and what the
     engine's plain attention computes [S, H, D].
     """
     torch.manual_seed(0)
-    config, cpu = embedded_config(), torch.device("cpu")
+    runner = runner_of(make_llm(attention_backend="sdpa", num_kv_cache_blocks=100))
+    attention: Any = runner.attention
+    attention.cache.fill_(torch.nan)  # What is not stored must not be read.
     counts = [-(-context // BLOCK) for context in contexts]
     tables = [table.tolist() for table in torch.split(torch.randperm(sum(counts)) + 1, counts)]
-    rows = Rows(len(contexts), max(counts), BLOCK, cpu)
-    attention = PlainAttention(config, sum(counts) + 2, BLOCK, torch.float32, cpu)
-    attention.cache.fill_(torch.nan)  # What is not stored must not be read.
-    prompts = [[0] * (context - 1) for context in contexts]
+    prompts = [[5 + i % 90 for i in range(context - 1)] for context in contexts]
     for plan in (prompt_plan(prompts, tables), decode_plan(len(contexts))):
-        rows.apply(plan)
-        step = rows.build(plan).forward_batch
-        k, v = torch.randn(2, plan.num_tokens, config.num_kv_heads, config.head_dim)
-        growing = (0.3 + step.positions / max(contexts)).clamp(max=0.9)  # so that m rises
-        attention.store(0, k * growing[:, None, None], v, step)
-    q = torch.randn(len(contexts), config.num_heads, config.head_dim)
+        runner.run(plan)()
+    step = runner.rows.build(plan).forward_batch
     attention.prepare(step)
+    q = torch.randn(len(contexts), runner.model.config.num_heads, runner.model.config.head_dim)
     return q, attention.cache[0], step, attention.attend(0, q, step).view_as(q)
 
 
@@ -108,17 +101,10 @@ def run() -> None:
     first_q, first_kv, first_expected = q[0, 0], kv[:, :, 0], expected[0, 0]  # of the first head
     table = step.block_tables[0].long()
     QUESTIONS.show(1)
-    say("With the score s of a key and its value v, each tile changes m, l and acc:")
-    show_formula(
-        "m' = max(m, s)   l' = l exp(m - m') + sum exp(s - m')   "
-        "acc' = acc exp(m - m') + sum exp(s - m') v",
-        r"m' = \max(m, \max_i s_i) \qquad l' = l\,e^{m - m'} + \sum_i e^{s_i - m'} \qquad "
-        r"acc' = acc\,e^{m - m'} + \sum_i e^{s_i - m'} v_i",
-    )
-    say(f"""One query attends to a context of {CONTEXT} random keys, with the sizes of the embedded
-        model. They are in a paged cache with the block table {table[:6].tolist()} and so on. A tile
-        gathers the slots of {TILE} positions. When m rises, l and acc are multiplied by the factor
-        exp(old m - new m):""")
+    say(f"""One query attends to the keys of {CONTEXT} tokens in the first layer of the
+        embedded model. They are in a paged cache with the block table {table[:6].tolist()} and so
+        on. A tile gathers the slots of {TILE} positions. Each tile multiplies l and acc by the
+        factor exp(old m - new m), then adds its sums of exp(score - m) and exp(score - m) v:""")
     (_, total, acc), rows = attend_tiles(first_q, paged_tiles(first_kv, table, 0, CONTEXT))
     show_table(("keys", "largest score", "m", "factor", "l", "acc[0]", "acc[1]"), rows)
     torch.testing.assert_close(acc / total, first_expected)

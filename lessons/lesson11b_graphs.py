@@ -1,9 +1,9 @@
 """Lesson 11b: CUDA graphs.
 
 With overlap the host plans a step while the device computes the one before. But the host also
-launches each step, operator by operator. A decode has hundreds of small kernels, and each launch
-takes the host some microseconds. If the kernels take less, the device waits again. A CUDA graph
-records all launches of a step once, and then one call repeats them:
+launches each step, kernel by kernel. A decode of a model with 28 layers has about 280 small ones,
+and each launch takes the host some microseconds. If a kernel takes less, the device waits again. A
+CUDA graph records all launches of a step once, and then one call repeats them:
 
     without    host    launch 1 | launch 2 | launch 3 | ...
                device          | k 1 |    | k 2 |    | k 3 |  ...
@@ -16,34 +16,18 @@ it by one call.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-# torch describes such modes in its documentation, although the module has a private name.
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from lessons.device import Device
-from lessons.lesson import decode_plan, embedded_config, make_llm, optional, prompt_plan, runner_of
+from lessons.lesson import optional
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.backends.gpu.graphs import DecodeGraphs, batch_sizes
 
 ROWS = 8  # max_num_seqs; row 8 is padding
-LAUNCH, KERNEL = 5, 2  # microseconds, of a launch on the host, and of a kernel on the device
-
-
-class Operators(TorchDispatchMode):
-    """Counts the operators that torch runs while it is entered, each at least one launch."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.number = 0
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += int(not op.is_view)  # a view computes nothing
-        return op(*args, **(kwargs or {}))
+LAUNCH, KERNEL = 5, 2  # microseconds on the host, and on the device
 
 
 def read(x: Tensor, rows: Tensor, last_tokens: Tensor) -> None:
@@ -66,7 +50,7 @@ class Model:
         self.last_tokens, self.positions = torch.zeros(2, ROWS + 1, dtype=torch.int64)
         self.device, self.sizes = device, list[int]()  # the number of rows of each call
 
-    def decode(self, rows: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    def decode(self, rows: Tensor, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Compute the last tokens of rows [S] -> hidden states and next tokens, [S] both here."""
         self.sizes.append(len(rows))
         x, launch = torch.empty_like(rows), self.device.launch
@@ -76,82 +60,58 @@ class Model:
         launch(record, x, rows, self.last_tokens, self.positions)
         return x, x
 
-    def capture(self, rows: Tensor) -> Callable[[], None]:
-        return self.device.capture(lambda: self.decode(rows, rows))
-
-
-def count_launches() -> int:
-    """Return the operators of a decode of the embedded model in plain torch."""
-    runner = runner_of(make_llm(attention_backend="sdpa", num_kv_cache_blocks=4))
-    runner.run(prompt_plan([[1, 2, 3]], [[1]]))()
-    operators = Operators()
-    with operators:
-        runner.run(decode_plan(1))()
-    return operators.number
-
-
-def replay_padded(model: Model) -> list[tuple[object, ...]]:
-    """Decode several steps by the engine's DecodeGraphs -> what they compute."""
-
-    def capture(function: Callable[[], None]) -> Callable[[], None]:
-        function()  # to warm up, as CudaCapture does
-        return model.device.capture(function)
-
-    positions, table = np.zeros(ROWS + 1, np.int64), list[tuple[object, ...]]()
-    graphs = DecodeGraphs(model.decode, positions, torch.device("cpu"), lambda: capture)
-    for decode_rows in ([2], [2, 4], [3, 0, 5], [7, 3, 0, 5, 1]):
-        before = model.device.launches
-        _, tokens = graphs.replay(decode_rows)
-        computed = graphs.rows[0, : graphs.size].tolist()
-        launches = model.device.launches - before
-        table.append((str(decode_rows), str(computed), len(tokens), launches))
-    return table
+    def warm_up_and_capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        function()
+        return self.device.capture(function)
 
 
 def run() -> None:
-    launches = count_launches()
-    say(f"""A decode of the embedded model, with {embedded_config().num_layers} layers, runs
-        {launches} operators of torch. On a GPU each is at least one launch. Suppose that a launch
-        takes the host {LAUNCH} microseconds, and that a kernel takes the device {KERNEL}.""")
-    QUESTIONS.show(1)
-    without, replayed = launches * LAUNCH, LAUNCH + launches * KERNEL
-    say(f"""Without a graph the device has each kernel done before the next is launched, so the step
-        takes {launches} * {LAUNCH} = {without:,} microseconds. With a graph it takes one launch
-        and the kernels, {LAUNCH} + {launches} * {KERNEL} = {replayed:,}.""")
-    QUESTIONS.show(2)
-    model, rows, other = Model(Device()), torch.tensor([3, 0, 5]), torch.tensor([1, 2, 4])
-    model.decode(rows, rows)
+    QUESTIONS.show(1, 2)
+    say(f"""1. With a graph, 280 kernels take one launch and their own time, {LAUNCH} + 280 *
+        {KERNEL} = {LAUNCH + 280 * KERNEL} microseconds.""")
+    model, rows, positions = Model(Device()), torch.tensor([3, 0, 5]), list[tuple[str, str]]()
+    model.decode(rows)
     eager = model.device.launches
-    say(f"""Now a recording. A small model, whose next token is the last one + 4, has the last
-        tokens and positions of all rows on a device. A decode is {eager} launches and adds 1 to
-        the positions of its rows. Fixed addresses: the positions of rows 0 to 7 after three
-        replays:""")
-    replay = model.capture(rows)
+    replay = model.device.capture(lambda: model.decode(rows))
     model.positions.zero_()
-    replays: list[tuple[str, Callable[[], object]]] = [
-        ("replay; the recording has rows 3, 0 and 5", lambda: None),
-        ("make a new tensor of the rows 1, 2 and 4, and replay", lambda: other),
-        ("copy these rows into the old tensor, and replay", lambda: rows.copy_(other)),
-    ]
-    table: list[tuple[object, ...]] = []
-    for what, prepare in replays:
-        prepare()
+
+    def replay_and_show(what: str) -> None:
         replay()
-        table.append((what, " ".join(map(str, model.positions[:ROWS].tolist()))))
-    show_table(("what the host does", "positions"), table)
-    say("""The second replay has computed rows 3, 0 and 5 again: it knows nothing of the new tensor.
-        So an engine keeps its inputs in tensors that it never replaces, and copies the rows of each
-        step into them. Positions, last tokens and block tables of all rows stay on the device, and
-        the kernels read them there.""")
-    model = Model(Device())
-    table = replay_padded(model)
+        positions.append((what, " ".join(map(str, model.positions[:ROWS].tolist()))))
+
+    replay_and_show("replay; the recording has rows 3, 0 and 5")
+    other = torch.tensor([1, 2, 4])
+    replay_and_show("make a new tensor of the rows 1, 2 and 4, and replay")
+    rows.copy_(other)
+    replay_and_show("copy these rows into the old tensor, and replay")
+    say(f"""2. A small model, whose next token is the last one + 4, has the last tokens and
+        positions of all rows on a device. A decode is {eager} launches and adds 1 to the positions
+        of its rows. The positions of rows 0 to 7 after three replays:""")
+    show_table(("what the host does", "positions"), positions)
+    say("""Fixed addresses: the second replay has computed rows 3, 0 and 5 again, because it knows
+        nothing of the new tensor. So an engine keeps its inputs in tensors that it never replaces,
+        and copies the rows of each step into them. Positions, last tokens and block tables of all
+        rows stay on the device, and the kernels read them there.""")
+    model, table = Model(Device()), []
+    graphs = DecodeGraphs(
+        model.decode,
+        np.zeros(ROWS + 1, np.int64),
+        torch.device("cpu"),
+        lambda: model.warm_up_and_capture,
+    )
+    for decode_rows in ([2], [2, 4], [3, 0, 5], [7, 3, 0, 5, 1]):
+        before = model.device.launches
+        _, tokens = graphs.replay(decode_rows)
+        computed, launches = graphs.rows[0, : graphs.size].tolist(), model.device.launches - before
+        table.append((str(decode_rows), str(computed), len(tokens), launches))
     say(f"""Sizes: a recording has a fixed number of rows. With max_num_seqs={ROWS} the engine
         captures {", ".join(map(str, batch_sizes(ROWS)))} rows, and fills a step up to the next size
         with the padding row, {ROWS} here, whose block table has only the null block. The engine's
         DecodeGraphs with the small model:""")
     show_table(("decode_rows", "rows in the graph", "tokens returned", "launches"), table)
     try:
-        Model(Device()).capture(rows)
+        cold = Model(Device())
+        cold.device.capture(lambda: cold.decode(rows))
     except RuntimeError as error:
         refused = str(error)
     say(f"""{eager} launches have become 1. Warm-up: DecodeGraphs called the model with
@@ -160,7 +120,7 @@ def run() -> None:
         device says: {refused!r}. The largest size comes first, so that the smaller ones can use
         its memory again.""")
     QUESTIONS.show(3)
-    kernels: Any = optional("nanovllm.backends.gpu.kernels.attention")
+    kernels = optional("nanovllm.backends.gpu.kernels.attention")
     splits = [kernels.num_splits(n, 8, 264) for n in (1, 4, 16, 64)] if kernels else []
     say(f"""Grids: the number of programs of a kernel is recorded too, so it may depend on the
         number of rows, but not on the lengths of their contexts. Attention splits each context
@@ -181,11 +141,11 @@ def run() -> None:
 
 
 QUESTIONS = Questions(f"""
-    A decode has 279 kernels. The host takes {LAUNCH} microseconds to launch one, and the device
-    {KERNEL} to compute one, while the host launches the next. How long is the step, in
-    microseconds, rounded to hundreds?
-    Answer: 1400. The slower of the two decides: 279 launches of {LAUNCH} microseconds are 1,395.
-    The device is busy for 558 of them.
+    A decode has 280 kernels. The host takes {LAUNCH} microseconds to launch one, and the device
+    {KERNEL} to compute one, while the host launches the next. How long is the step without a graph,
+    in microseconds, rounded to hundreds?
+    Answer: 1400. The slower of the two decides: 280 launches of {LAUNCH} microseconds are 1,400.
+    The device is busy for 560 of them.
     Hint: Which of them is slower, and how often?
 
     A step of rows 3, 0 and 5 is recorded. The host makes a new tensor with the rows 1, 2 and 4, and

@@ -15,13 +15,12 @@ number of requests per second that keep both (DistServe, Zhong et al. 2024, arXi
 import random
 import time
 from statistics import median, quantiles
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 from lessons.lesson import make_llm
 from lessons.pictures import show_plot
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM, SamplingParams
-from nanovllm.outputs import RequestMetrics
 
 REQUESTS, TOKENS = 64, 16
 LOADS = (0.3, 0.6, 0.9, 1.5, 3.0)  # arrivals, as parts of what the engine can serve
@@ -32,6 +31,16 @@ class Latency(NamedTuple):
     between: float  # mean seconds between tokens
 
 
+def latency(metrics: Any, arrival: float, tokens: int) -> Latency:
+    first = metrics.first_token_time
+    return Latency(first - arrival, (metrics.finished_time - first) / (tokens - 1))
+
+
+def goodput(latencies: list[Latency], limits: Latency, seconds: float) -> float:
+    """Return the requests per second that meet both limits."""
+    return sum(x.first <= limits.first and x.between <= limits.between for x in latencies) / seconds
+
+
 def serve(llm: LLM, arrivals: list[float]) -> tuple[list[Latency], float]:
     """Run a request at each of `arrivals`, seconds after the start -> latencies, seconds."""
     engine, latencies, due = llm.engine, list[Latency](), dict[str, float]()
@@ -39,27 +48,15 @@ def serve(llm: LLM, arrivals: list[float]) -> tuple[list[Latency], float]:
     start, waiting = time.monotonic(), list(arrivals)
     while waiting or engine.has_unfinished_requests():
         while waiting and start + waiting[0] <= time.monotonic():
-            i = len(due)
             # It may have arrived during a step, before the engine could take it.
-            arrival = start + waiting.pop(0)
-            due[engine.add_request(f"Count from {i} to {i + 40}\n", params)] = arrival
+            name = engine.add_request(f"Count from {len(due)} to {len(due) + 40}\n", params)
+            due[name] = start + waiting.pop(0)
         if not engine.has_unfinished_requests():
             time.sleep(max(0.0, start + waiting[0] - time.monotonic()))
             continue
         for output in engine.step():
             latencies.append(latency(output.metrics, due[output.request_id], TOKENS))
     return latencies, time.monotonic() - start
-
-
-def latency(metrics: RequestMetrics, arrival: float, tokens: int) -> Latency:
-    first, end = cast(float, metrics.first_token_time), cast(float, metrics.finished_time)
-    return Latency(first - arrival, (end - first) / (tokens - 1))
-
-
-def goodput(latencies: list[Latency], limits: Latency, seconds: float) -> float:
-    """Return the requests per second that meet both limits."""
-    good = [x for x in latencies if x.first <= limits.first and x.between <= limits.between]
-    return len(good) / seconds
 
 
 def run() -> None:

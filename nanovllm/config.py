@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Any, Concatenate, ParamSpec, TypeAlias, get_args
+from typing import Annotated, Any, TypeAlias, get_args
 
-from nanovllm.utils.checks import KnownFields, Positive, Seed, check_scalars, located, unknown_name
+from nanovllm.utils.checks import Positive, Seed, check_scalars, located, unknown_name
 
 EMBEDDED = "qwen3-nano"  # the model that ships with the package
-P = ParamSpec("P")
 Dtype: TypeAlias = Annotated[str, "auto", "float32", "bfloat16", "float16"]
 DTYPES: tuple[str, ...] = get_args(Dtype)[1:]
 DTYPE_ALIASES = {"float": "float32", "half": "float16"}
@@ -46,7 +45,7 @@ MAX_DRAFT_STEP = {"cpu": 16, "cuda": 64}
 
 
 @dataclass(frozen=True)
-class SpeculativeConfig(KnownFields):
+class SpeculativeConfig:
     """Speculation by n-grams: the option speculative_config, with the names of vLLM."""
 
     method: Annotated[str, "ngram"] = "ngram"
@@ -161,16 +160,12 @@ class EngineConfig:
                 f"num_kv_cache_blocks={self.num_kv_cache_blocks} and kv_cache_memory_bytes="
                 f"{self.kv_cache_memory_bytes} both set the size of the KV cache; give one of them"
             )
-        if self.num_state_slots and not self.enable_prefix_caching:
-            raise ValueError(
-                f"num_state_slots={self.num_state_slots} is a number of states in the prefix "
-                "cache; leave it out, or set enable_prefix_caching=True"
-            )
-        if self.swap_space and not self.enable_prefix_caching:
-            raise ValueError(
-                f"swap_space={self.swap_space} needs the prefix cache, which finds saved "
-                "blocks; set swap_space=0 or enable_prefix_caching=True"
-            )
+        for name in ("num_state_slots", "swap_space"):
+            if getattr(self, name) and not self.enable_prefix_caching:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} needs the prefix cache; leave it out, or set "
+                    "enable_prefix_caching=True"
+                )
 
     @property
     def token_budget(self) -> int:
@@ -217,10 +212,3 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
         else:
             values[option] = value
     return EngineConfig(**values)
-
-
-def with_parameters_of(
-    source: Callable[P, object],
-) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Tell type checkers that an `__init__` has the parameters of `source`."""
-    return lambda init: init

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import time
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from nanovllm.config import EMBEDDED, EngineConfig, engine_config, with_parameters_of
+from nanovllm.config import EMBEDDED, EngineConfig, engine_config
 from nanovllm.engine.chat_template import Message, as_conversations
 from nanovllm.engine.request import Progress, Request
 from nanovllm.features.requests.calls import OptionalCalls
@@ -27,14 +28,12 @@ if TYPE_CHECKING:
 class LLM(OptionalCalls):
     """A model with its engine, which runs the requests of all calls and threads together.
 
-    `generate`, `chat`, `stream`, `embed`, `beam_search` and `loglikelihood` run requests. The
-    options are described in docs/api.md. `with LLM() as llm:` aborts all requests at the end.
+    The options are described in docs/api.md. `with LLM() as llm:` aborts all requests at the end.
     """
 
     __signature__ = inspect.signature(EngineConfig)  # for help()
 
-    @with_parameters_of(EngineConfig)
-    def __init__(self, model: str = EMBEDDED, **options: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str] = EMBEDDED, **options: Any) -> None:
         """Load `model`: a directory, a hub id, or "qwen3-nano", which ships with the package.
 
         The options are the fields of EngineConfig. Raises ValueError for an invalid model or value,
@@ -59,9 +58,6 @@ class LLM(OptionalCalls):
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
-
-    def __reduce__(self) -> NoReturn:
-        self.engine.__reduce__()
 
     def get_tokenizer(self) -> PreTrainedTokenizerFast:
         """Return the tokenizer of transformers."""
@@ -99,11 +95,10 @@ class LLM(OptionalCalls):
             generation_config.json.
         use_tqdm: whether to show a progress bar, or a function that makes it, as tqdm does.
 
-        All prompts are checked first. If one is invalid, none is started. If no token could be
-        sampled for a request, GenerationError is raised after all requests have ended. Ctrl-C or
-        any other error, as in a logits processor, aborts the requests of this call. The attribute
-        `outputs` of each of these errors has one result per prompt. A request that is aborted, also
-        by another thread, has its output so far and the finish_reason "abort".
+        If a prompt is invalid, none is started. If no token could be sampled for a request,
+        GenerationError is raised after all requests have ended. Any other error, also Ctrl-C,
+        aborts the requests of this call: they have their output so far and the finish_reason
+        "abort". The attribute `outputs` of each of these errors has one result per prompt.
         """
         pairs = pair_up(prompts, sampling_params, SamplingParams, "sampling_params")
         requests = self._run(pairs, use_tqdm)
@@ -120,11 +115,11 @@ class LLM(OptionalCalls):
         requests = self.engine.input_processor.check(pairs, progress)
         try:
             self.engine.add(requests)
-            start = last_shown = time.monotonic()
             # A program without a console has no stderr.
             is_shown = use_tqdm and sys.stderr is not None and self._config.rank == 0 and requests
             make_bar = use_tqdm if callable(use_tqdm) else tqdm
             with make_bar(total=len(requests), desc=what, unit="req", disable=not is_shown) as bar:
+                start = last_shown = time.monotonic()
                 for _ in self.engine.run(requests):
                     if progress.error is not None:
                         raise progress.error

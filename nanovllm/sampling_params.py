@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, TypeAlias
 
-from nanovllm.utils.checks import KnownFields, Positive, Seed, check_scalar, check_scalars
+from nanovllm.utils.checks import Positive, Seed, check_scalar, check_scalars
 
 
 @dataclass(frozen=True)
-class StructuredOutputsParams(KnownFields):
+class StructuredOutputsParams:
     """The format that the text of an output must have. Set exactly one of these fields:
 
     json: the output matches this JSON schema. It is a dict, a string or a pydantic model.
@@ -25,8 +23,7 @@ class StructuredOutputsParams(KnownFields):
     json_object: if True, the output is any JSON object.
 
     Raises TypeError for a wrong type or an unknown field. Raises ValueError if not exactly one
-    field is set, or if `json` is not JSON. The grammar is compiled, and may be refused, when a
-    request uses it.
+    field is set. The grammar is compiled, and may be refused, when a request uses it.
     """
 
     json: Any = None
@@ -45,44 +42,6 @@ class StructuredOutputsParams(KnownFields):
             raise ValueError(
                 f"give exactly one of {', '.join(names)}, not {' and '.join(given) or 'none'}"
             )
-        self.source()
-
-    def source(self) -> tuple[str, str, str]:
-        """Return the name of the field that is set, its format in llguidance, and its text."""
-        if self.json is not None:
-            return "json", "json_schema", schema_text(self.json)
-        if self.regex is not None:
-            return "regex", "regex", self.regex
-        if self.grammar is not None:
-            return "grammar", "grammar", self.grammar
-        if self.choice is None:
-            return "json_object", "json_schema", '{"type": "object"}'
-        choice = self.choice
-        is_list = isinstance(choice, Sequence) and not isinstance(choice, str | bytes)
-        if not is_list or not all(isinstance(text, str) for text in choice):
-            raise TypeError(f"choice must be a list of strings, not {choice!r}")
-        if not choice:
-            raise ValueError("choice is empty; give at least one string")
-        # The choices form one terminal. llguidance limits the rules that begin at one position.
-        strings = " | ".join(json.dumps(text) for text in choice)
-        return "choice", "lark", f"start: CHOICE\nCHOICE: {strings}"
-
-
-def schema_text(schema: Any) -> str:
-    """Return a JSON schema, given as a pydantic model, a dict or a string, as a string."""
-    value = schema.model_json_schema() if hasattr(schema, "model_json_schema") else schema
-    try:
-        value = json.loads(value) if isinstance(value, str) else value
-        if isinstance(value, Mapping):
-            return json.dumps(value)
-    except RecursionError:
-        raise ValueError("json is nested too deeply; flatten the schema, or use $ref") from None
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"json={schema!r:.80} is not JSON: {error}") from None
-    raise TypeError(
-        "json must be a JSON schema, as a dict or a string, or a pydantic model, not "
-        f"{schema!r:.80}"
-    )
 
 
 # (output ids, logits [V] float32) -> logits [V], or (prompt ids, output ids, logits) -> logits.
@@ -92,7 +51,7 @@ TOKEN_IDS = (0, math.inf)
 
 
 @dataclass(slots=True)
-class SamplingParams(KnownFields):
+class SamplingParams:
     """How the tokens of one request are sampled and when it ends.
 
     n: samples of each prompt; the prompt is computed once.
@@ -219,7 +178,6 @@ class SamplingParams(KnownFields):
         for processor in self._as_list("logits_processors"):
             if not callable(processor):
                 raise TypeError(f"logits_processors must be functions, not {processor!r}")
-            takes_prompt(processor)
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             raise TypeError(
                 "structured_outputs must be a StructuredOutputsParams, not "
@@ -238,29 +196,8 @@ class SamplingParams(KnownFields):
         return list(value)
 
 
-def takes_prompt(processor: LogitsProcessor) -> bool:
-    """Return whether a processor takes (prompt ids, output ids, logits), as in vLLM.
-
-    If not, it takes (output ids, logits). Raises TypeError if it takes neither.
-    """
-    try:
-        signature = inspect.signature(processor)
-    except (TypeError, ValueError):
-        return False  # a function in C has no signature
-    for count in (2, 3):
-        try:
-            signature.bind(*range(count))
-        except TypeError:
-            continue
-        return count == 3
-    raise TypeError(
-        "a logits processor is called with (output ids, logits) or "
-        f"(prompt ids, output ids, logits), which {processor!r} does not take"
-    )
-
-
 @dataclass(slots=True)
-class BeamSearchParams(KnownFields):
+class BeamSearchParams:
     """Parameters of a beam search.
 
     Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value.

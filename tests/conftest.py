@@ -43,7 +43,7 @@ GROUPS = {
     "real model": r"/test_real_model\.py::",
     "ranks": r"/test_tensor_parallel\.py::",
     "grades": r"::test_(grades|accuracy_in_bf16)",
-    "options": r"::test_(options|constant_preemption)_change",
+    "options": r"::test_options_change",
 }
 
 

@@ -157,74 +157,46 @@ def test_embeddings_and_loglikelihoods(reference: Any, real: LLM) -> None:
 
 # Two examples, then texts with the fields that a person would expect.
 EXAMPLES = [
-    [
-        ("Nina is 30 and lives in Vienna.", {"name": "Nina", "age": 30, "city": "Vienna"}),
-        (
-            "Oscar Diaz, a 58 year old cook, is from Lima.",
-            {"name": "Oscar Diaz", "age": 58, "city": "Lima"},
-        ),
-    ],
-    [
-        ("I ordered 9 lamps.", {"item": "lamps", "count": 9}),
-        ("Bring 20 plates to the kitchen.", {"item": "plates", "count": 20}),
-    ],
+    ("Nina is 30 and lives in Vienna.", {"name": "Nina", "age": 30, "city": "Vienna"}),
+    (
+        "Oscar Diaz, a 58 year old cook, is from Lima.",
+        {"name": "Oscar Diaz", "age": 58, "city": "Lima"},
+    ),
 ]
 EXPECTED = [
-    [
-        ("Maria Lopez is 34 years old and lives in Madrid.", ("Maria Lopez", 34, "Madrid")),
-        ("Tom is a 27 year old teacher from London.", ("Tom", 27, "London")),
-        ("My name is Anna, I am 19 and I live in Berlin.", ("Anna", 19, "Berlin")),
-        ("John Smith, aged 52, moved to Chicago.", ("John Smith", 52, "Chicago")),
-        ("In Tokyo lives Kenji. He is 41 years old.", ("Kenji", 41, "Tokyo")),
-        ("Sara turned 8 this week in Rome.", ("Sara", 8, "Rome")),
-        ("The 63 year old Peter works in Oslo.", ("Peter", 63, "Oslo")),
-        ("Emma Brown is 45. Her home is Boston.", ("Emma Brown", 45, "Boston")),
-        ("Lucas, 22, studies in Paris.", ("Lucas", 22, "Paris")),
-        ("At 71, David still runs a shop in Dublin.", ("David", 71, "Dublin")),
-    ],
-    [
-        ("Please send 3 apples, which cost 2 dollars each.", ("apples", 3)),
-        ("I would like to order 12 pencils.", ("pencils", 12)),
-        ("We need 5 chairs for the office.", ("chairs", 5)),
-        ("Can I have 2 tickets, please?", ("tickets", 2)),
-        ("He bought 7 books yesterday.", ("books", 7)),
-        ("Add 10 eggs to my list.", ("eggs", 10)),
-        ("The school ordered 30 computers.", ("computers", 30)),
-        ("She wants 4 cups of tea.", ("cups", 4)),
-        ("They sold 15 bikes in May.", ("bikes", 15)),
-        ("Buy 6 lemons on the way home.", ("lemons", 6)),
-    ],
+    ("Maria Lopez is 34 years old and lives in Madrid.", ("Maria Lopez", 34, "Madrid")),
+    ("Tom is a 27 year old teacher from London.", ("Tom", 27, "London")),
+    ("My name is Anna, I am 19 and I live in Berlin.", ("Anna", 19, "Berlin")),
+    ("John Smith, aged 52, moved to Chicago.", ("John Smith", 52, "Chicago")),
+    ("In Tokyo lives Kenji. He is 41 years old.", ("Kenji", 41, "Tokyo")),
+    ("Sara turned 8 this week in Rome.", ("Sara", 8, "Rome")),
+    ("The 63 year old Peter works in Oslo.", ("Peter", 63, "Oslo")),
+    ("Emma Brown is 45. Her home is Boston.", ("Emma Brown", 45, "Boston")),
+    ("Lucas, 22, studies in Paris.", ("Lucas", 22, "Paris")),
+    ("At 71, David still runs a shop in Dublin.", ("David", 71, "Dublin")),
 ]
 
 
 def test_structured_outputs(real: LLM) -> None:
-    """All are valid, and at least 15 of 20 have the expected values."""
+    """All are valid, and at least 8 of 10 have the expected values."""
     jsonschema = pytest.importorskip("jsonschema")
     pytest.importorskip("llguidance")
-    chats, params, schemas, wanted = [], [], [], []
-    for examples, texts in zip(EXAMPLES, EXPECTED, strict=True):
-        names = list(examples[0][1])
-        kinds = {
-            name: {"type": "integer" if isinstance(value, int) else "string"}
-            for name, value in examples[0][1].items()
-        }
-        schema = {"type": "object", "properties": kinds, "required": names}
-        schema["additionalProperties"] = False
-        chat = [{"role": "system", "content": "Answer with the fields of the text as JSON."}]
-        for text, fields in examples:
-            chat += [{"role": "user", "content": text}]
-            chat += [{"role": "assistant", "content": json.dumps(fields)}]
-        for text, values in texts:
-            chats.append([*chat, {"role": "user", "content": text}])
-            rule = StructuredOutputsParams(json=schema)
-            params.append(SamplingParams(temperature=0, max_tokens=64, structured_outputs=rule))
-            schemas.append(schema)
-            wanted.append(dict(zip(names, values, strict=True)))
-    found = []
-    for output, schema in zip(real.chat(chats, params, use_tqdm=False), schemas, strict=True):
-        found.append(json.loads(output.outputs[0].text))
-        jsonschema.validate(found[-1], schema)
-    assert sum(a == b for a, b in zip(found, wanted, strict=True)) >= 15, found
+    kinds = {"name": {"type": "string"}, "age": {"type": "integer"}, "city": {"type": "string"}}
+    schema = {"type": "object", "properties": kinds, "required": [*kinds]}
+    schema["additionalProperties"] = False
+    chat = [{"role": "system", "content": "Answer with the fields of the text as JSON."}]
+    for text, fields in EXAMPLES:
+        chat += [{"role": "user", "content": text}]
+        chat += [{"role": "assistant", "content": json.dumps(fields)}]
+    rule = StructuredOutputsParams(json=schema)
+    params = SamplingParams(temperature=0, max_tokens=64, structured_outputs=rule)
+    chats = [[*chat, {"role": "user", "content": text}] for text, _ in EXPECTED]
+    right = 0
+    for output, (_, values) in zip(real.chat(chats, params, use_tqdm=False), EXPECTED, strict=True):
+        found = json.loads(output.outputs[0].text)
+        jsonschema.validate(found, schema)
+        right += found == dict(zip(kinds, values, strict=True))
+    assert right >= 8
 
 
 def test_stop_strings(real: LLM) -> None:

@@ -93,12 +93,6 @@ def test_forms_that_vllm_accepts() -> None:
         SamplingParams.from_optional(logit_bias={"a": 1.0})
 
 
-def one_argument(logits: Any) -> Any: ...
-
-
-def four_arguments(a: Any, b: Any, c: Any, d: Any) -> Any: ...
-
-
 PARAMS = [
     ({"temperature": -1}, ValueError, "temperature"),
     ({"temperature": NAN}, ValueError, "temperature"),
@@ -120,7 +114,7 @@ PARAMS = [
     ({"n": 10**9}, ValueError, "16384"),
     ({"min_tokens": -1}, ValueError, "min_tokens"),
     ({"min_tokens": 9, "max_tokens": 8}, ValueError, "max_tokens=8"),
-    ({"stop": [""]}, ValueError, "empty string"),
+    ({"stop": ["a", ""]}, ValueError, "stop holds the empty string ''"),
     ({"stop": 3}, TypeError, "a string or a list"),
     ({"stop": [3]}, TypeError, "strings"),
     ({"stop": "a", "detokenize": False}, ValueError, "detokenize=True"),
@@ -133,7 +127,7 @@ PARAMS = [
     ({"allowed_token_ids": []}, ValueError, "None allows every token"),
     ({"allowed_token_ids": [1.5]}, TypeError, "of allowed_token_ids"),
     ({"bad_words": " "}, TypeError, "bad_words"),
-    ({"bad_words": [" "]}, ValueError, "blank string"),
+    ({"bad_words": ["\n"]}, ValueError, r"bad_words holds the blank string '\\n'"),
     ({"logprobs": -2}, ValueError, "logprobs"),
     ({"prompt_logprobs": False}, TypeError, "prompt_logprobs"),
     ({"max_tokens": 10**31}, ValueError, r"must be at least 1, and less than 1e\+30, not 10{31}"),
@@ -142,23 +136,14 @@ PARAMS = [
     ({"max_tokens": np.float32(2)}, TypeError, r"must be an int, not 2\.0"),
     ({"detokenize": None}, TypeError, "detokenize"),
     ({"logits_processors": ["f"]}, TypeError, "functions"),
-    ({"logits_processors": [one_argument]}, TypeError, r"\(output ids, logits\) or"),
-    ({"logits_processors": [four_arguments]}, TypeError, "which .* does not take"),
     ({"structured_outputs": {"regex": "a"}}, TypeError, "must be a StructuredOutputsParams, not"),
 ]
 STRUCTURED = [
     ({}, ValueError, "exactly one of json, regex, choice, grammar, json_object, not none"),
     ({"json_object": False}, ValueError, "not none"),
     ({"json": "{}", "regex": "a"}, ValueError, "not json and regex"),
-    ({"json": "{"}, ValueError, "json='{' is not JSON: Expecting"),
-    ({"json": "[1]"}, TypeError, "json must be a JSON schema"),
-    ({"json": 3}, TypeError, "json must be a JSON schema, .* not 3"),
-    ({"json": {"a": {1}}}, ValueError, "is not JSON: .*not JSON serializable"),
     ({"regex": 3}, TypeError, "regex must be a string"),
     ({"regex": re.compile("a")}, TypeError, "regex must be a string"),
-    ({"choice": "ab"}, TypeError, "choice must be a list of strings, not 'ab'"),
-    ({"choice": ["a", 3]}, TypeError, "choice must be a list of strings"),
-    ({"choice": []}, ValueError, "choice is empty"),
     ({"grammar": ["start"]}, TypeError, "grammar must be a string"),
     ({"json_object": "yes"}, TypeError, "json_object must be True or False"),
 ]
@@ -202,15 +187,3 @@ def test_penalty_that_overflows(small_llm: LLM) -> None:
     # The least penalty prefers the tokens of the prompt, and not token 0.
     tokens = small_llm.generate([5, 6, 7], params, use_tqdm=False)[0]["token_ids"]
     assert set(tokens) <= {5, 6, 7}
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"stop": ["a", ""]}, "stop holds the empty string ''"),
-        ({"bad_words": ["\n"]}, r"bad_words holds the blank string '\\n'"),
-    ],
-)
-def test_the_message_names_an_empty_string(fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        SamplingParams(**fields)

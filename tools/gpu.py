@@ -2,7 +2,7 @@
 
   python -m tools.gpu right       is it right: a user's first start, and the tests for a GPU
   python -m tools.gpu fast        is it fast: README's figure, latency, memory, each kernel's share
-  python -m tools.gpu next        what next: all kernels, quantization, experts, prompts, a peer
+  python -m tools.gpu next        what next: quantization, experts, prompts, a peer
   python -m tools.gpu fast --only nano stream
   python -m tools.gpu fast --small           the same commands at sizes for a CPU, to try them
 
@@ -85,7 +85,6 @@ RUNS = {
         Step("hybrid", 45, "linear attention", bench("latency", *HYBRID)),
         Step("long", 55, "a library for the attention of prompts?", bench("long")),
         Step("peer", 80, "torch.compile, one request at a time", bench("latency", *PEER)),
-        Step("tiles", 110, "all kernels at many sizes", ("bench.py", "--kernels")),
     ],
 }
 # Added to the arguments of bench.py with --small, which are read after those above.
@@ -181,7 +180,7 @@ def run_steps(steps: list[Step], small: bool, log: Path, ends: list[str]) -> Non
     """Run commands, and add to `ends` how each has ended."""
     for step in steps:
         arguments = step.arguments
-        if small and "--kernels" not in arguments:
+        if small:
             arguments += SMALL if arguments[0] == "bench.py" else ()
             arguments = tuple(x.replace("qwen3-0.6b', 'qwen3-8b", "cpu-small") for x in arguments)
         step = step._replace(limit=step.limit * (10 if small else 1))

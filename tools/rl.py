@@ -1,4 +1,4 @@
-"""Reinforcement learning with samples of the engine: `python -m tools.rl`; see docs/rl.md."""
+"""Teaches qwen3-nano to sort 9 to 12 numbers, and prints the rewards; see docs/rl.md."""
 
 import argparse
 import random
@@ -14,7 +14,6 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.loading.checkpoint import find_checkpoint
 from tools.training.data import held_out
 
-ABOUT = "Teaches qwen3-nano to sort 9 to 12 numbers, and prints the mean reward of each step."
 CHECKPOINT = find_checkpoint("qwen3-nano")
 PROMPTS, SAMPLES = 32, 8  # questions of a step, and answers to each of them
 Sample = tuple[list[int], list[int], list[float], float]  # prompt, output, log-probs, advantage
@@ -74,8 +73,7 @@ def train(seed: int, steps: int, dtype: str) -> None:
     """Train a new model, and print its rewards and grades."""
     rng, llm, start = random.Random(seed), LLM(dtype=dtype), time.time()
     model: Any = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype="float32")
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
-    before = grade(llm)
+    optimizer, before = torch.optim.AdamW(model.parameters(), weight_decay=0.0), grade(llm)
     for step in range(steps):
         samples, reward = rollouts(llm, rng, PROMPTS, seed * steps + step)
         print(f"{time.time() - start:4.0f} s, step {step:2}: {reward:.2f} {'#' * int(60 * reward)}")
@@ -110,11 +108,13 @@ def compare() -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m tools.rl", description=ABOUT)
+    parser = argparse.ArgumentParser(prog="python -m tools.rl", description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0], help="one run for each (0)")
     parser.add_argument("--steps", type=int, default=50, help="(%(default)s)")
-    parser.add_argument("--dtype", default="float32", help="of the engine (%(default)s)")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     args = parser.parse_args()
+    if args.steps < 1:
+        parser.error(f"--steps must be at least 1, not {args.steps}")
     compare()
     for seed in args.seeds:
         train(seed, args.steps, args.dtype)

@@ -14,9 +14,10 @@ What must stay true:
   - At least one token is kept, whatever p is. p = 1 leaves the logits of a row as they are.
   - A kept token keeps its logit. A hidden one gets -inf. One that is -inf already, because an
     earlier filter has hidden it, stays -inf, and does not disturb the others.
-  - Each row has its own p. The result of a row does not depend on the other rows.
+  - Each row has its own p. The result of a row does not depend on the other rows. The arguments
+    stay as they are.
 
-Where it goes. See FilterFunction and FILTER_FUNCTIONS in nanovllm/models/sampler.py, where
+Where it goes. See FILTER_FUNCTIONS in nanovllm/models/sampler.py, where
 keep_top_p is similar, and FILTERS in nanovllm/plan.py. The check generates with it as
 SamplingParams(typical_p=...).
 

@@ -12,7 +12,7 @@ The first tile gives m = 2, l = e^-1 + 1 = 1.368, acc = 10 e^-1 + 20 = 23.68. Th
 What must stay true:
   - Scores of 1,000 and of -1,000 give no infinity and no NaN.
   - A score of -inf has no weight, and a tile may have no other scores. The first state has m =
-  -inf.
+    -inf. The arguments stay as they are.
 
 Where it goes. _attend_tile and _merge_splits in nanovllm/backends/gpu/kernels/attention.py. The
 check compares with torch, and reads the tiles through a block table, as lesson 10b does.

@@ -40,10 +40,7 @@ Case: TypeAlias = tuple[str, str, torch.dtype, Callable[[], Row]]  # kernel, for
 
 
 def main(start: int, only: list[str]) -> None:
-    """Print the messages for cli/check.py: of rows from number `start` with all words of `only`.
-
-    Upper and lower case are the same.
-    """
+    """Print the messages for cli/check.py: of rows from number `start` with all words of `only`."""
     messages = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no message
 
@@ -61,9 +58,7 @@ def main(start: int, only: list[str]) -> None:
         send(refused=f"no row has {words}; kernels: {kernels}; formats: {formats}")
         return
     send(about=about(device))
-    for number in chosen:
-        if number < start:
-            continue
+    for number in (i for i in chosen if i >= start):
         kernel, name, dtype, row = every[number]
         send(begin=number, kernel=kernel, format=name)
         with torch.inference_mode():
@@ -80,7 +75,7 @@ def about(device: torch.device) -> str:
         return f"Kernels of {place}{system(device)}, {torch.get_num_threads()} threads"
     free, total = (size / 2**30 for size in torch.cuda.mem_get_info(device))
     driver = Path("/proc/driver/nvidia/version")
-    version = driver.read_text().splitlines()[0] if driver.exists() else "unknown driver"
+    version = driver.read_text().partition("\n")[0] if driver.exists() else "unknown driver"
     return f"Kernels of {system(device)}, {free:.1f} of {total:.1f} GiB free; {version}"
 
 

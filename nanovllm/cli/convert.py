@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from nanovllm.config import DTYPES
+from nanovllm.utils.log import show_log
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,6 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     dtypes = DTYPES[1:]  # without "auto"
     parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of OUT (%(default)s)")
     args = parser.parse_args(argv)
+    show_log()  # with a progress bar
     try:
         # This import comes after --help, because torch takes seconds.
         from nanovllm.features.formats.gguf.convert import convert

@@ -23,8 +23,7 @@ therefore cached under a hash of both, as in vLLM and nano-vllm:
     [ a b ] hash 51.. <--+-- [ c d ] hash 0e..     two prompts with a common prefix
                          +-- [ x y ] hash 9f..
 
-If the block of [ a b ] is evicted, no prompt matches its children, although they are still cached.
-When [ a b ] is computed again, its hash is the same, and its children are found again.
+If [ a b ] is evicted, its children stay cached, and match again after [ a b ] is computed again.
 """
 
 from array import array
@@ -57,8 +56,7 @@ class BlockManager:
         self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True
     ) -> None:
         """Create `num_blocks` blocks for sequences, numbered from 1, and the null block 0."""
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.num_blocks, self.block_size = num_blocks, block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.evictions = 0
         self._free_all()
@@ -84,8 +82,7 @@ class BlockManager:
         """Return the cached blocks that hold the beginning of `seq`. Changes no block.
 
         The block of the last token is not matched, because the logits of this token must be
-        computed. If all other blocks match, 1 to `block_size` tokens remain to be computed. If
-        `seq` has targets, the token before the first target and all later tokens remain too.
+        computed. The same holds for the token before the first of `seq.targets`.
         """
         matched: list[Block] = []
         end = seq.first_target - 1 if seq.targets else len(seq.token_ids) - 1
@@ -101,8 +98,6 @@ class BlockManager:
         """Return the hash of logical block `i` of `seq`, whose tokens are all known."""
         hashes = seq.block_hashes  # each is computed once
         for j in range(len(hashes), i + 1):
-            # Whatever else the KV of a sequence depends on, such as an adapter, has to be in the
-            # parent hash of its first block.
             parent_block_hash = hashes[-1] if hashes else b""
             hashes.append(self.hash_block(parent_block_hash, self._token_ids(seq, j)))
         return hashes[i]
@@ -206,8 +201,7 @@ class BlockManager:
         self._forget_blocks(seq)
 
     def _forget_blocks(self, seq: Sequence) -> None:
-        seq.block_table = []
-        seq.needs_copy_on_write = False
+        seq.block_table, seq.needs_copy_on_write = [], False
         seq.num_computed = seq.num_cached_blocks = 0
 
     def revert(self, seqs: Iterable[Sequence]) -> None:

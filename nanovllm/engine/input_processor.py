@@ -20,7 +20,6 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.inputs import ParsedPrompt, Prompt, parse_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import located
-from nanovllm.utils.log import logger
 
 if TYPE_CHECKING:
     from nanovllm.features.requests.structured import GrammarCompiler
@@ -40,7 +39,6 @@ class InputProcessor:
     task_factories: dict[type, TaskFactory] = field(
         default_factory=lambda: {SamplingParams: Sampling}
     )
-    warned_of_length: bool = field(default=False, init=False)
 
     def check(
         self, pairs: abc.Sequence[tuple[Prompt, Any]], progress: Progress, stream: bool = False
@@ -63,7 +61,9 @@ class InputProcessor:
         for i, (task, (text, ids)) in enumerate(parsed):
             with located(f"prompts[{i}]: " * are_many):
                 token_ids = next(encoded) if ids is None else ids
-                self.check_tokens(token_ids)
+                if not token_ids:
+                    raise ValueError("the prompt is empty; give at least one token")
+                self.check_vocabulary("the prompt has", token_ids)
                 length = len(token_ids)
                 seq = Sequence("", 0, token_ids, length, task.max_length(length))
             seq.result_kind = task.result_kind
@@ -92,20 +92,7 @@ class InputProcessor:
         """Return the maximum length of a sequence. Raises ValueError if the prompt is too long."""
         self.check_length(num_tokens, self.max_model_len - 1)
         room = self.max_model_len - num_tokens
-        if max_tokens is not None and max_tokens > room and not self.warned_of_length:
-            self.warned_of_length = True
-            logger.warning(
-                f"max_tokens={max_tokens}, but max_model_len={self.max_model_len} leaves {room} "
-                f"after a prompt of {num_tokens} tokens: the output ends there with the "
-                "finish_reason 'length'. Later requests are cut without a warning"
-            )
         return num_tokens + min(max_tokens or room, room)
-
-    def check_tokens(self, ids: list[int]) -> None:
-        """Raise ValueError if the token ids of a prompt are empty or outside the vocabulary."""
-        if not ids:
-            raise ValueError("the prompt is empty; give at least one token")
-        self.check_vocabulary("the prompt has", ids)
 
     def check_vocabulary(self, what: str, ids: Collection[int] | None) -> None:
         """Raise ValueError for a token id outside the vocabulary."""
@@ -123,7 +110,10 @@ class InputProcessor:
 
     def get_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise ValueError("the engine has no tokenizer (skip_tokenizer_init); give token ids")
+            raise ValueError(
+                "the engine has no tokenizer (skip_tokenizer_init): give token ids, and neither "
+                "texts nor stop strings or bad words"
+            )
         return self.tokenizer
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

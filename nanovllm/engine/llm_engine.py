@@ -4,8 +4,7 @@
                                                  waiting, running          model, KV cache, rows
     RequestOutput <-- Task.receive, output <-- Scheduler.commit <-- StepOutput
 
-It owns the input processor, the scheduler and the requests. The caller passes the runner.
-`run_step` is one step, and `run` is the loop. This folder imports no torch.
+It owns the scheduler and the requests. `run_step` is one step, and `run` is the loop.
 """
 
 import time
@@ -39,18 +38,15 @@ class LLMEngine(SharedEngine):
     ) -> None:
         """block_manager: manages the blocks of the runner. None: a new BlockManager."""
         super().__init__()
-        if block_manager is None:
-            block_manager = BlockManager(
-                runner.num_blocks, config.block_size, config.enable_prefix_caching
-            )
+        sizes = runner.num_blocks, config.block_size, config.enable_prefix_caching
+        block_manager = block_manager or BlockManager(*sizes)
         self.input_processor = input_processor
         self.scheduler = Scheduler(
             block_manager, config.max_num_seqs, config.token_budget, config.scheduling_policy
         )
         self.runner = runner
-        self.async_scheduling = config.async_scheduling
-        if config.async_scheduling is None:
-            self.async_scheduling = runner.async_scheduling
+        overlaps = config.async_scheduling
+        self.async_scheduling = runner.async_scheduling if overlaps is None else overlaps
         self.observer = NO_OBSERVER  # see nanovllm/cli/trace/trace.py
         self.checkpoint: Any = None  # for features/memory/disk_cache.py
         self.requests = {}
@@ -111,12 +107,9 @@ class LLMEngine(SharedEngine):
     def _is_known(self, request_id: str) -> bool:
         return request_id in self.requests or request_id in self.finished
 
-    def abort_request(self, request_id: str | list[str]) -> None:
+    def abort_request(self, request_id: str | Iterable[str]) -> None:
         """End one or several requests in any state, and free their blocks. Ignores unknown ids."""
-        is_list = isinstance(request_id, Iterable) and not isinstance(request_id, str)
-        ids: list[Any] = list(request_id) if is_list else [request_id]
-        if not all(isinstance(i, str) for i in ids):
-            raise TypeError(f"request_id must be a string or a list of strings, not {request_id!r}")
+        ids = [request_id] if isinstance(request_id, str) else request_id
         self.abort([self.requests[i] for i in ids if i in self.requests])
 
     def abort_all(self) -> None:
@@ -138,12 +131,10 @@ class LLMEngine(SharedEngine):
 
     def run(self, requests: list[Request]) -> Iterator[None]:
         """Run steps until the requests have ended. Yields after every step, also the last one."""
-        num_ended = 0  # the first `num_ended` requests have ended
-        while num_ended < len(requests):
-            self.run_step()
-            while num_ended < len(requests) and requests[num_ended].ended:
-                num_ended += 1
-            yield
+        for request in requests:
+            while not request.ended:
+                self.run_step()
+                yield
 
     def step(self) -> list[Any]:
         """Run one step. Returns the outputs of requests that finished since the last call."""
@@ -162,12 +153,9 @@ class LLMEngine(SharedEngine):
     def run_step(self) -> None:
         """Plan and launch one step, and commit the steps whose results are due.
 
-        With async scheduling, the results of the previous step are due while the device computes
-        the new step. If no step can be launched, or if the next plan depends on the drafts of this
-        one, the results of all steps in flight are due.
-
-        If another thread is running a step, this method only waits until that step ends. If a step
-        fails or Ctrl-C interrupts it, the error is raised, and all requests can continue.
+        With async scheduling, the previous step is due while the device computes the new one. All
+        steps are due if none can be launched, or if the next plan depends on the drafts of this
+        one. After an error or Ctrl-C, which this method raises, all requests can continue.
         """
         step = self._schedule()
         if step is not None:
@@ -197,8 +185,8 @@ class LLMEngine(SharedEngine):
         with hold_interrupt(), self.lock:
             self.observer.begin()
             updated = self.scheduler.commit(step, output.token_ids)
-            if step.plan.chunks:
-                self._record_first_results(updated)
+            for seq in updated if step.plan.chunks else ():
+                self._record_first_result(seq.request)
             for row, error in output.errors.items():
                 if step.seqs[row].request is not None:  # it has not ended
                     self._record_error(step.seqs[row].request, error)
@@ -228,12 +216,11 @@ class LLMEngine(SharedEngine):
                     return False
         return True
 
-    def _record_first_results(self, seqs: list[Sequence]) -> None:
-        for request in [seq.request for seq in seqs]:
-            if request.metrics.first_token_time is None:
-                request.metrics.first_token_time = time.monotonic()
-                for progress in (self.progress, request.progress):
-                    progress.start(request)
+    def _record_first_result(self, request: Request) -> None:
+        if request.metrics.first_token_time is None:
+            request.metrics.first_token_time = time.monotonic()
+            for progress in (self.progress, request.progress):
+                progress.start(request)
 
     def _record_error(self, request: Request, error: Exception) -> None:
         request.error = error
@@ -295,7 +282,7 @@ class LLMEngine(SharedEngine):
         scheduler = self.scheduler
         blocks = scheduler.block_manager
         self.run_pending_aborts()
-        others = scheduler.speculation.stats() if scheduler.speculation is not None else {}
+        others = {} if scheduler.speculation is None else scheduler.speculation.stats()
         return {
             "running": len(scheduler.running),
             "waiting": scheduler.num_unfinished - len(scheduler.running),

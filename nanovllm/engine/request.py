@@ -5,8 +5,8 @@
     Scoring     features/requests/loglikelihood.py     log-probabilities of the prompt's last tokens
     BeamSearch  features/requests/beam_search.py       the most likely outputs
 
-A task holds checked parameters. Requests with the same parameters object share a task, which saves
-memory if a million requests wait. The data of one request is in its Request.
+A task holds checked parameters. Requests with the same parameters object share a task. The data of
+one request is in its Request.
 """
 
 from __future__ import annotations
@@ -68,16 +68,12 @@ class Request:
 
     @property
     def num_output(self) -> int:
-        """Number of output tokens of all samples."""
-        return sum(sample.seq.num_output for sample in self.samples)
+        return sum(sample.seq.num_output for sample in self.samples)  # tokens
 
 
 @dataclass(slots=True)
 class Progress:
-    """Counters of the requests of one call or of an engine, updated when a request changes.
-
-    No counter is computed from all requests, because there can be a million.
-    """
+    """Counters of the requests of one call or of an engine, updated when a request changes."""
 
     num_ended: int = 0
     num_prompt_tokens: int = 0  # of requests that have their first token
@@ -140,7 +136,6 @@ class Task(ABC):
         """Undo the partial changes of a failed step. Returns the sequences to queue again.
 
         Results that were committed and not received are removed, so that they are computed again.
-        If a task samples nothing, only the prompt has a result.
         """
         for seq in request.seqs:
             seq.awaits_token = False

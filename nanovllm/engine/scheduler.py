@@ -1,6 +1,6 @@
 """Scheduler: decides which sequences compute which tokens in the next step.
 
-It owns the waiting and running queues, the runner's batch rows and the steps in flight. It changes
+It owns the waiting and running queues, the runner's rows and the steps in flight. It changes
 sequences and, through its BlockManager, their blocks. For samples and beams see result_kinds.py.
 
 As in vLLM v1, there are no prefill steps and no decode steps. `schedule` plans as many uncomputed
@@ -66,7 +66,7 @@ class Scheduler:
         self.token_budget = token_budget
         self.policy_key = POLICIES[policy]
         self.waiting = WaitingQueue()
-        self.why_waiting = ""  # why the last plan did not admit the first waiting sequence
+        self.why_waiting = ""  # why the last plan did not admit the first of them
         self.running: list[Sequence] = []  # in order of admission
         self.num_unfinished = 0  # sequences, including forks that are not queued yet
         self.in_flight: deque[InFlightStep] = deque()
@@ -93,11 +93,7 @@ class Scheduler:
     # ---- planning ----
 
     def schedule(self) -> InFlightStep | None:
-        """Plan one step. Returns None if no token can be planned now.
-
-        `num_computed` and `num_output_placeholders` grow here and not at commit, so that the next
-        step can be planned while this one runs.
-        """
+        """Plan one step, and count its tokens as computed. Returns None if none can be planned."""
         step = InFlightStep(plan := StepPlan())
         preemptions, budget = self.preemptions, self.token_budget
         block_size, speculation = self.block_manager.block_size, self.speculation
@@ -211,18 +207,13 @@ class Scheduler:
 
     def has_room(self, seq: Sequence, matched: list[Block]) -> bool:
         """Return whether the available blocks suffice for all tokens of `seq` and the reserve."""
-        num_needed = self.block_manager.num_needed(seq, len(seq.token_ids))
+        needed = self.block_manager.num_needed(seq, len(seq.token_ids)) + self.reserve()
         # A matched block that another sequence owns is not one of the available blocks.
-        num_needed -= sum(block.ref_count > 0 for block in matched)
-        num_needed += self.reserve() if self.running else 0
-        return self.block_manager.num_available >= num_needed
+        needed -= sum(block.ref_count > 0 for block in matched)
+        return self.block_manager.num_available >= needed
 
     def reserve(self) -> int:
-        """Return how many blocks admission leaves available: one for each running sequence.
-
-        Without this reserve, a full pool thrashes: sequences are preempted soon after admission.
-        A sequence that runs alone needs none, and requests that never fit are not accepted.
-        """
+        """Return how many blocks admission leaves available, so that it causes no preemption."""
         return len(self.running)
 
     def start_running(self, seq: Sequence) -> None:
@@ -263,12 +254,8 @@ class Scheduler:
     # ---- the results of a step ----
 
     def commit(self, step: InFlightStep, token_ids: list[int]) -> list[Sequence]:
-        """Append the tokens of the oldest step in flight. Returns the sequences that got a result.
-
-        `token_ids` has a token for each of `step.sampling_seqs`.
-        """
-        assert step is self.in_flight[0], "steps must be committed in the order of their plans"
-        self.in_flight.popleft()
+        """Append the tokens of `step.sampling_seqs`. Returns the sequences that got a result."""
+        self.in_flight.popleft()  # the same step
         block_size = self.block_manager.block_size
         updated = result_kinds.commit_other_results(self, step)
         results: Iterable[tuple[Sequence, int]] = zip(step.sampling_seqs, token_ids, strict=True)
@@ -310,6 +297,5 @@ class Scheduler:
         self.leave(seq)
         self.num_unfinished -= 1
         seq.status = Status.FINISHED
-        if seq.sampling.rules is not None:
-            # They can refer to large objects, and a step in flight may keep the sequence for long.
+        if seq.sampling.rules is not None:  # they can refer to large objects
             seq.sampling = replace(seq.sampling, rules=None)

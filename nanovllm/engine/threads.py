@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from nanovllm.engine.request import Request
 
@@ -56,12 +56,6 @@ class SharedEngine(ABC):
         self._step_lock = threading.Lock()  # of the last step; it is held until that step ends
         self._step_thread = 0  # the identifier of the thread that ran it
         self._to_abort: deque[Request] = deque()
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "an LLM cannot be copied or pickled, because it owns memory of its process and device; "
-            "make another LLM, or use this one from several threads"
-        )
 
     @property
     def lock(self) -> threading.Lock:

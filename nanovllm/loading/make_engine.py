@@ -133,9 +133,8 @@ def check_format(quantization: str, checkpoint: Checkpoint) -> None:
     found = checkpoint.weight_format and checkpoint.weight_format.method
     if found != quantization.removesuffix("_marlin"):
         raise ValueError(
-            f"quantization={quantization!r} is a format of checkpoints, and the format of "
-            f"{checkpoint.directory} is {found!r}; leave it out, or use 'int8' or 'int4' to "
-            "quantize the weights while they are loaded"
+            f"quantization={quantization!r} is a format of checkpoints, and {checkpoint.directory} "
+            f"has {found!r}; leave it out, or use 'int8' or 'int4'"
         )
 
 

@@ -22,13 +22,6 @@ OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")
 CUDA_MARGIN = 512 << 20
 CPU_CACHE_BYTES = 4 << 30  # the default limit of a CPU's KV cache and states
 
-# Options whose weights take less memory, each less than the one before it.
-SMALLER = {
-    "bfloat16": "dtype='bfloat16'",
-    "int8": "quantization='int8'",
-    "int4": "quantization='int4'",
-}
-
 
 def num_weights(model: Qwen3) -> int:
     """Return the number of weights. A head that is tied to the embeddings counts once."""
@@ -89,18 +82,13 @@ class MemoryBudget:
         num = (size - self.state_bytes) // self.block_bytes - 1
         fewest = -(-2 // config.block_size)  # for a prompt and an output of one token each
         if num < fewest:
-            remedy = "lower block_size, or end other programs"
-            if config.kv_cache_memory_bytes is not None:
-                remedy = "raise kv_cache_memory_bytes, or lower block_size"
-            elif self.device.type == "cuda":
-                remedy = (
-                    "raise gpu_memory_utilization, or lower max_num_batched_tokens, max_num_seqs "
-                    "or block_size"
-                )
             needed = (fewest + 1) * self.block_bytes + self.state_bytes
+            is_share = config.kv_cache_memory_bytes is None and self.device.type == "cuda"
+            option = "gpu_memory_utilization" if is_share else "kv_cache_memory_bytes"
             raise ValueError(
                 f"too little memory for the KV cache: it may take {size:,} of {free:,} free bytes, "
-                f"and needs {needed:,} for the null block and a request of 2 tokens; {remedy}"
+                f"and needs {needed:,} for the null block and a request of 2 tokens; raise "
+                f"{option}, or lower block_size, max_num_seqs or max_num_batched_tokens"
             )
         if config.kv_cache_memory_bytes is not None:
             return num
@@ -115,12 +103,11 @@ class MemoryBudget:
         if config.max_model_len is not None and config.max_model_len > num_tokens:
             needed = -(-config.max_model_len // config.block_size)
             num_bytes = (needed + 1) * self.block_bytes + self.state_bytes
-            raised = "raise gpu_memory_utilization, or " * (self.device.type == "cuda")
             raise ValueError(
                 f"max_model_len={config.max_model_len:,} is more than the {num_tokens:,} tokens "
-                f"that the KV cache holds; lower it to {num_tokens:,} or leave it out, or {raised}"
-                f"set num_kv_cache_blocks to {needed:,}, or kv_cache_memory_bytes to "
-                f"{num_bytes:,}, or to more"
+                f"that the KV cache holds; lower it to {num_tokens:,} or leave it out, or set "
+                f"num_kv_cache_blocks to {needed:,}, or kv_cache_memory_bytes to {num_bytes:,}, or "
+                "to more"
             )
         return min(max_model_len, num_tokens)
 
@@ -135,13 +122,14 @@ def plan_memory(
     model_config, dtype, device = on_meta.config, backend.dtype, backend.device
     weights = weight_bytes(on_meta, backend)
     if weights > free:
-        kind, kinds = config.quantization or str(dtype)[6:], list(SMALLER)
-        smaller = kinds[kinds.index(kind) + 1 :] if kind in kinds else kinds
-        remedies = "".join(f"set {SMALLER[other]}, " for other in smaller)
+        kind = config.quantization or str(dtype).removeprefix("torch.")
+        smaller = ["dtype='bfloat16'", "quantization='int8'", "quantization='int4'"]
+        while any(kind in option for option in smaller):
+            del smaller[0]
         raise ValueError(
             f"the weights of {name} take {weights / 2**30:,.2f} GiB in {kind}, and "
-            f"{free / 2**30:,.2f} GiB of memory are free on {device}; end other programs, "
-            f"{remedies}or use a smaller model"
+            f"{free / 2**30:,.2f} GiB of memory are free on {device}; "
+            f"{', '.join([*smaller, 'end other programs'])} or use a smaller model"
         )
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else FP8
     block_bytes = max(1, model_config.block_bytes(config.block_size, cache_dtype.itemsize))

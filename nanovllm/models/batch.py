@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from nanovllm.plan import FILTERS
-
 if TYPE_CHECKING:
     from nanovllm.features.models.hybrid.states import StepStates
 
@@ -34,7 +32,7 @@ class ForwardBatch:
     query_lens: np.ndarray  # [S] int64, on the host: the number of tokens of each sequence
     host_lens: np.ndarray | None = None  # [S] int64: context_lens, if the host knows them
     num_decodes: int = 0  # the last `num_decodes` sequences have one token each
-    order: Tensor | None = None  # [num_decodes] int64: `longest_first`, if on the device
+    order: Tensor | None = None  # [num_decodes] int64: decodes, longest context first (GPU)
     attention_metadata: Any = None  # set by `prepare` of the attention backend
     states: StepStates | None = None  # if the model has linear attention
 
@@ -57,10 +55,3 @@ def longest_first(context_lens: np.ndarray) -> np.ndarray:
     A long sequence that started last would still run when all others have ended.
     """
     return np.argsort(-context_lens, kind="stable")
-
-
-def typed_params(params: Tensor | list[Tensor]) -> list[Tensor]:
-    """Convert the temperature and each filter [R] float32 to the dtypes of SamplingBatch."""
-    temperature, *values = params
-    pairs = zip(FILTERS.values(), values, strict=True)
-    return [temperature, *(x.long() if isinstance(off, int) else x for off, x in pairs)]

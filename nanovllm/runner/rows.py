@@ -1,7 +1,7 @@
 """Rows: the runner's data about each running sequence, and the batches that are built from it.
 
 Every running sequence has a row (vLLM: `InputBatch`). The data is in host arrays, except the last
-sampled tokens. On a GPU, runner/device_rows.py has the same arrays and builds the decode steps.
+sampled tokens. On a GPU, runner/device_runner.py has the same arrays and builds the decode steps.
 
     rows   [ 4 | 0 | 7 | N ]   a decode of 3 rows, padded to the captured size of 4
              |   |   |   `--- row N is padding: its block table is the null block, its position 0
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.models.batch import ForwardBatch, SamplingBatch, typed_params
+from nanovllm.models.batch import ForwardBatch, SamplingBatch
 from nanovllm.models.transfers import send
 from nanovllm.plan import FILTERS, ResultKind, StepPlan
 
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 class StepBatch:
     """A plan as tensors. The step has S sequences, of which R sample a token.
 
-    Consecutive decode steps of the same rows share one StepBatch. Only `forward_batch`, `rules` and
-    the positions of `sampling_batch` change.
+    Consecutive decode steps of the same rows share one StepBatch.
     """
 
     decode_rows: list[int]  # [] for a plan with chunks
@@ -83,7 +82,7 @@ class Rows:
             self.positions[chunk.row] = chunk.start + len(chunk.token_ids)
 
     def build(self, plan: StepPlan) -> StepBatch:
-        """Build the batch of a plan from the host arrays. Call `apply` first."""
+        """Build the batch of a plan from the host arrays, decodes last. Call `apply` first."""
         chunks, decode_rows = plan.chunks, plan.decode_rows
         if chunks or self.step is None or self.step.decode_rows != decode_rows:
             self.step = self._start_step(plan)
@@ -185,5 +184,7 @@ def sampling_batch(
     params: Tensor | list[Tensor], seeds: Tensor, positions: Tensor
 ) -> SamplingBatch:
     """Build a SamplingBatch. `params` has the temperature and each filter, as [R] float32."""
-    temperature, *values = typed_params(params)
-    return SamplingBatch(temperature, seeds, positions, dict(zip(FILTERS, values, strict=True)))
+    temperature, *values = params
+    pairs = zip(FILTERS.items(), values, strict=True)
+    filters = {name: x.long() if isinstance(off, int) else x for (name, off), x in pairs}
+    return SamplingBatch(temperature, seeds, positions, filters)

@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, ClassVar, Self, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 KINDS = {
     int: "an int",
@@ -25,20 +25,6 @@ KINDS = {
 }
 Positive: TypeAlias = Annotated[int, 1, math.inf]
 Seed: TypeAlias = Annotated[int, -(2**63), 2**64 - 1]
-
-
-class KnownFields:
-    """A base class of dataclasses. An unknown argument raises TypeError, which suggests a field."""
-
-    __slots__ = ()
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        for name in kwargs.keys() - cls.__dataclass_fields__:
-            raise TypeError(
-                unknown_name(f"field of {cls.__name__}", name, cls.__dataclass_fields__)
-            )
-        return super().__new__(cls)
 
 
 @functools.cache

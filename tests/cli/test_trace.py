@@ -16,6 +16,7 @@ import pytest
 from fake_runner import FakeRunner, greedy
 
 from nanovllm import LLM, BeamSearchParams, GenerationError, SamplingParams, Trace
+from nanovllm.cli.trace import show as pages
 from nanovllm.cli.trace.show import describe_changes, steps
 from nanovllm.cli.trace.trace import Event, State
 from nanovllm.config import SpeculativeConfig
@@ -418,10 +419,7 @@ def test_bad_input(llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the trace is empty; call llm.generate inside"):
         trace.save(tmp_path / "trace.html")
     with trace:
-        with (
-            pytest.raises(RuntimeError, match="the engine has a Trace already; leave"),
-            Trace(llm),
-        ):
+        with pytest.raises(RuntimeError, match="the engine has a Trace already; leave"), Trace(llm):
             pass
         llm.generate(PROMPTS[:2], greedy(max_tokens=3), use_tqdm=False)
     with pytest.raises(RuntimeError, match="has been used; create another"), trace:
@@ -481,7 +479,7 @@ def hostile_trace(llm: LLM) -> Trace:
 def test_tokens_are_escaped(llm: LLM) -> None:
     trace = hostile_trace(llm)
     assert "</script>" in str(trace)
-    page = trace.page()
+    page = pages.page(trace.options, trace.events, trace.texts())
     assert page.count("</script>") == 2
     assert "<b>" not in page
     assert page_data(page)["texts"]["0"] == "</script><script>alert(1)</script>"
@@ -596,7 +594,7 @@ def test_the_browser_agrees_in_every_step(
 
 def agree(trace: Trace, which: str, tmp_path: Path) -> None:
     """Block tables, slots, tokens, queues and counts on the page are those of the trace."""
-    page = trace.page()
+    page = pages.page(trace.options, trace.events, trace.texts())
     (tmp_path / "trace.html").write_text(page.replace("</body>", PROBE + "</body>"))
     dom = browse(tmp_path / "trace.html")
     (tmp_path / "dom.html").write_text(dom)

@@ -10,7 +10,7 @@ from checkpoints import make_checkpoint, random_llm
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import SamplingParams
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.features.requests.logit_rules.sampling_with_rules import decode_token
 from nanovllm.loading.checkpoint import find_checkpoint
@@ -171,15 +171,3 @@ def test_generate_and_stream_return_the_same_text(kind: str, tmp_path: Path) -> 
     stops = SamplingParams(**free, logit_bias=words, stop=[f"{first} {second}"])
     [out] = llm.generate(prompts[0], stops, use_tqdm=False)
     assert (out["text"], out.outputs[0].finish_reason) == (" ", "stop")
-
-
-def test_generate_and_stream_do_not_clean_up_spaces(
-    embedded: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tokenizer may do so by default, which a stream cannot do."""
-    tokenizer = embedded.get_tokenizer()
-    for name in ("", "_for_bpe_even_though_it_will_corrupt_output"):
-        monkeypatch.setattr(tokenizer, "clean_up_tokenization_spaces" + name, True)
-    prompt, params = "Sort 4 , 2 , 3 .\n", SamplingParams(temperature=0, max_tokens=8)
-    want = embedded.generate(prompt, params, use_tqdm=False)[0]["text"]
-    assert "".join(new.text for new in embedded.stream(prompt, params)) == want

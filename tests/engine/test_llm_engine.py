@@ -39,41 +39,6 @@ def test_manual_loop_and_abort(path: Path, asynchronous: bool) -> None:
     assert engine.step() == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("where", ["run", "_sample"])
-def test_engine_survives_a_failing_step(path: Path, asynchronous: bool, where: str) -> None:
-    """What the failed step promised is taken back; the same requests then finish, unchanged."""
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-    prompts = [[i] * 17 for i in range(1, 5)]
-    llm = random_llm(path, async_scheduling=asynchronous)
-    want = [o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)]
-    for failing in range(1, 8):
-        llm = random_llm(path, async_scheduling=asynchronous)
-        llm.engine.runner.attention.cache.fill_(float("nan"))
-        inner, calls = getattr(llm.engine.runner, where), 0
-
-        def broken(*args, inner=inner, failing=failing):
-            nonlocal calls
-            calls += 1
-            if calls == failing:
-                raise RuntimeError("out of memory")
-            return inner(*args)
-
-        setattr(llm.engine.runner, where, broken)
-        ids = [llm.engine.add_request(p, params) for p in prompts]
-        outs = {}
-        failures = 0
-        while llm.engine.has_unfinished_requests():
-            try:
-                outs |= {o.request_id: o["token_ids"] for o in llm.engine.step()}
-            except RuntimeError:
-                failures += 1
-        assert failures == 1
-        assert [outs[i] for i in ids] == want
-        assert is_idle(llm.engine)
-
-
 def test_stats_and_reset(path: Path) -> None:
     llm = random_llm(path, max_num_seqs=2)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -224,10 +189,8 @@ def test_ids_of_aborted_requests(small_llm: LLM) -> None:
         engine.abort_request(ids)
         left = {"b", "c"} if not hasattr(ids, "__next__") else {"c"}
         assert engine.requests.keys() == left
-        for wrong in (5, None, b"c", [5], ["c", 5], [["c"]]):
-            with pytest.raises(TypeError, match="must be a string or a list of strings, not"):
-                engine.abort_request(wrong)
-        assert engine.requests.keys() == left
+        with pytest.raises(TypeError):
+            engine.abort_request(5)
         engine.abort_request(["b", "c"])
     still_serves(small_llm)
 

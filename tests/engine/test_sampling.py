@@ -169,6 +169,9 @@ def test_spaces_are_not_cleaned_up(embedded: LLM, monkeypatch: pytest.MonkeyPatc
     prompt = "Sort 4 , 2 , 3 .\n"
     ids = tokenizer.encode(prompt)
     assert tokenizer.decode(ids) == "Sort 4, 2, 3.\n"
+    params = SamplingParams(temperature=0, max_tokens=8)
+    [out] = embedded.generate(prompt, params, use_tqdm=False)
+    assert "".join(new.text for new in embedded.stream(prompt, params)) == out["text"]
     (found,) = embedded.beam_search(prompt, BeamSearchParams(2, 3), use_tqdm=False)
     assert found.sequences[0].text.startswith(prompt)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)

@@ -177,10 +177,8 @@ def test_an_abort_at_the_head_admits_the_next() -> None:
 # Numbers of blocks that admission could leave available, to compare with the scheduler's own.
 RESERVES = {
     "none": lambda s: 0,
-    "1 % of the pool": lambda s: s.block_manager.num_blocks // 100,
     "half a block per sequence": lambda s: len(s.running) // 2,
     "two blocks per sequence": lambda s: 2 * len(s.running),
-    "four blocks per sequence": lambda s: 4 * len(s.running),
 }
 
 
@@ -211,10 +209,7 @@ def half_pool(reserve: str | None = None, host_blocks: int = 0) -> tuple[int, fl
 
 @pytest.mark.slow
 def test_a_host_cache_spares_what_a_half_pool_computes_again() -> None:
-    found = {host: half_pool(host_blocks=host) for host in (0, 1000, 4000, 9000)}
-    print("\nhost blocks: steps, computed again")
-    for host, (steps, share) in found.items():
-        print(f"{host}: {steps:,}, {share:.2%}")
+    found = {host: half_pool(host_blocks=host) for host in (0, 4000, 9000)}
     assert len({steps for steps, _ in found.values()}) == 1
     shares = [share for _, share in found.values()]
     assert shares == sorted(shares, reverse=True)

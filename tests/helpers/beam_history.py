@@ -8,11 +8,7 @@ from typing import Any
 from host_cache_history import HostCacheHistory
 from xxhash import xxh64_intdigest
 
-from lessons.oracle.oracle import (
-    ALPHABET,
-    History,
-    require,
-)
+from lessons.oracle.oracle import ALPHABET, History, require
 from nanovllm.engine import scheduler
 from nanovllm.engine.request import Progress, Request, Sample
 from nanovllm.engine.sequence import Sequence, Status

@@ -109,3 +109,33 @@ def edited(path: Path, tmp_path: Path, **changes: object) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes())
     return tmp_path
+
+
+def prompts_of(*lengths: int, seed: int = 1) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {"prompt_token_ids": torch.randint(1, 199, (n,), generator=generator).tolist()}
+        for n in lengths
+    ]
+
+
+def check_greedy(model: torch.nn.Module, outputs: list[Any], tolerance: float = 1e-4) -> None:
+    """Every token is the most likely one of transformers, with the same log-probability.
+
+    Of two tokens whose log-probabilities differ by less than 2e-5, either is right: on one
+    processor two differ by 9e-6.
+    """
+    for output in outputs:
+        prompt = output.prompt_token_ids
+        for sample in output.outputs:
+            ids = list(sample.token_ids)
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + ids]), use_cache=False).logits[0]
+            logprobs = logits[len(prompt) - 1 : -1].log_softmax(-1)
+            chosen = logprobs.gather(-1, torch.tensor(ids)[:, None])[:, 0]
+            assert (logprobs.amax(-1) - chosen < 2e-5).all()
+            if sample.logprobs is not None:
+                ours = [
+                    entry[token].logprob for token, entry in zip(ids, sample.logprobs, strict=True)
+                ]
+                torch.testing.assert_close(torch.tensor(ours), chosen, atol=tolerance, rtol=0)

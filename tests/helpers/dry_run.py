@@ -173,7 +173,7 @@ class Gpu(TorchDispatchMode):
         self.clock = 0  # launches since the start
         self.used: dict[
             int, int
-        ] = {}  # memory of the device -> `clock` of the last use by a launch
+        ] = {}  # memory of the device -> `clock` of its last use by a launch
         self.strict = False  # whether a wait is an error
         self.variants: dict[str, str] = {}  # Triton's key -> what it stands for
         self.all_variants: set[str] = set()  # `variants` of all engines
@@ -524,8 +524,7 @@ def chunk_rule(a: Any) -> None:
 REFERENCES: dict[str, Callable[[Any], Any]] = {
     # The last launch of a layer's delta rule computes all of it.
     **dict.fromkeys(
-        ("_convolve_decode", "_convolve", "_solve", "_chunk_rule"),
-        lambda a: DELTA.update(vars(a)),
+        ("_convolve_decode", "_convolve", "_solve", "_chunk_rule"), lambda a: DELTA.update(vars(a))
     ),
     "_decode_rule": decode_rule,
     "_gated_norm": chunk_rule,
@@ -722,7 +721,7 @@ def serve(
         with GPU:
             llm = LLM(directory, device="cuda", **base | options)
         num_at_start = len(GPU.variants)
-        run: dict[str, Any] = {"options": options, "waits at start": dict(GPU.waits)}
+        run: dict[str, Any] = {"options": options}
         for kind, params in sampling.items():
             GPU.reset()
             with GPU:
@@ -735,10 +734,9 @@ def serve(
                 # In fp8 a number on an edge may be rounded to its other neighbour.
                 share = 1.0 if kv_cache_dtype == "auto" else 0.8
                 run[f"{kind} is right"] = sum(right) >= share * len(right)
-        run["preemptions"] = llm.stats()["preemptions"]
-        run["accepted"] = llm.stats().get("accepted_tokens", 0)
-        run["drafted"] = llm.stats().get("drafted_tokens", 0)
-        run["loads"] = llm.stats().get("host_loads", 0)
+        stats = llm.stats()
+        for name in ("preemptions", "accepted_tokens", "drafted_tokens", "host_loads"):
+            run[name] = stats.get(name, 0)
         run["variants at start"] = list(GPU.variants.values())[:num_at_start]
         run["variants while serving"] = list(GPU.variants.values())[num_at_start:]
         results.append(run)

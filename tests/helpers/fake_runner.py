@@ -36,13 +36,7 @@ class FakeRunner:
     backend = Backend(device, torch.float32)
 
     def __init__(
-        self,
-        _: object,
-        config: object,
-        files: object,
-        name: str,
-        max_model_len: int,
-        ranks: object,
+        self, _: object, config: object, files: object, name: str, max_model_len: int, ranks: object
     ) -> None:
         self.model = SimpleNamespace(config=config)
         self.max_model_len = min(max_model_len, 4 * self.num_blocks)

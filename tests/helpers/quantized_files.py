@@ -179,10 +179,7 @@ FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [32, 16], "activation_
 FORMATS: dict[str, tuple[dict[str, Any], Callable[..., tuple[Tensors, torch.Tensor]]]] = {
     "fp8 blocks": (FP8_BLOCKS, lambda w: fp8(w, (32, 16))),
     "fp8 bfloat16 scales": (FP8_BLOCKS, lambda w: fp8(w, (32, 16), dtype=torch.bfloat16)),
-    "fp8 ragged blocks": (
-        FP8_BLOCKS | {"weight_block_size": [40, 28]},
-        lambda w: fp8(w, (40, 28)),
-    ),
+    "fp8 ragged blocks": (FP8_BLOCKS | {"weight_block_size": [40, 28]}, lambda w: fp8(w, (40, 28))),
     "fp8 tensor": (
         {"quant_method": "fp8", "activation_scheme": "static"},
         lambda w: fp8(w, tuple(w.shape), "weight_scale", scalar=True),
@@ -200,10 +197,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[..., tuple[Tensors, torch.Tens
         scheme("int-quantized", strategy="channel", symmetric=False),
         lambda w: int8(w, symmetric=False),
     ),
-    "compressed W8A16": (
-        scheme("pack-quantized", 8, **W4),
-        lambda w: packed(w, bits=8),
-    ),
+    "compressed W8A16": (scheme("pack-quantized", 8, **W4), lambda w: packed(w, bits=8)),
     "compressed W4A16": (scheme("pack-quantized", 4, **W4), packed),
     "compressed W4A16 asymmetric": (
         scheme("pack-quantized", 4, symmetric=False, **W4),
@@ -216,10 +210,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[..., tuple[Tensors, torch.Tens
     "awq": (AWQ, awq),
     "gptq": (GPTQ, gptq),
     "gptq desc_act": (GPTQ | {"desc_act": True}, lambda w: gptq(w, ordered=True)),
-    "gptq 8 bits": (
-        GPTQ | {"bits": 8, "group_size": -1},
-        lambda w: gptq(w, bits=8, group=-1),
-    ),
+    "gptq 8 bits": (GPTQ | {"bits": 8, "group_size": -1}, lambda w: gptq(w, bits=8, group=-1)),
     "gptq symmetric": (GPTQ | {"sym": True}, lambda w: gptq(w, symmetric=True)),
     "gptq dynamic": (
         GPTQ | {"dynamic": {"-:.*self_attn.*": {}, "-:.*head": {}}},

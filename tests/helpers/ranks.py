@@ -119,7 +119,7 @@ def hand_overs(path: str, new: str, backend: str) -> list[list[list[int]]]:
         llm.load_weights(source)
         found.append(answer())
         llm.load_weights(path)
-        assert answer() == found[0]
+    assert answer() == found[0]
     for level in (1, 2):
         llm.load_weights(new)
         llm.sleep(level)
@@ -432,7 +432,7 @@ def main() -> None:
         try:
             asked = pickle.load(requests)
         except EOFError:
-            return
+            os._exit(0)  # the end of torch takes long
         pickle.dump(run(*asked), answers)
         answers.flush()
 

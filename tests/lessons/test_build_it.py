@@ -101,28 +101,24 @@ def test_wrong_solutions_are_refused(
     check: Check, number: int, is_engine: bool, tmp_path: Path
 ) -> None:
     """The first wrong solution of each task, then the second, and so on, for the right reason."""
-    tasks = ["engine"] if is_engine else [task for task in WRONG if task != "engine"]
+    tasks = [task for task in WRONG if (task == "engine") == is_engine]
     wrong = {task: WRONG[task][number] for task in tasks if number < len(WRONG[task])}
     for path in (EXERCISES / "solutions").glob("*.py"):
-        text = path.read_text()
-        if path.stem in wrong:
-            piece, replacement, *_ = wrong[path.stem]
-            assert piece in text
-            text = text.replace(piece, replacement)
-        (tmp_path / path.name).write_text(text)
+        text, (old, new, _) = path.read_text(), wrong.get(path.stem, ("", "", ""))
+        assert old in text
+        (tmp_path / path.name).write_text(text.replace(old, new) if old else text)
     if not wrong:
         return
     status, output = check(tmp_path, *wrong)
     assert status == 1, output
     assert failed(output) == set(wrong)
-    for task, (_, _, name, message) in wrong.items():
+    for task, (_, _, message) in wrong.items():
         assert message in output, (task, message)
-        assert f"FAILED tests/lessons/exercises/build_{task}.py::{name}" in output
     assert not re.search(r"build_\w+\.py:\d", output)  # the messages alone, without tracebacks
 
 
 def test_each_task_has_wrong_solutions() -> None:
-    assert set(WRONG) == set(build_it.TASKS)
+    assert list(WRONG) == list(build_it.TASKS)
     assert min(map(len, WRONG.values())) >= 8
 
 

@@ -111,8 +111,8 @@ def test_lesson_11a() -> None:
 def test_a_replay_is_one_launch_and_repeats_what_was_recorded() -> None:
     device, rows = graphs.Device(), torch.tensor([1, 2])
     model = graphs.Model(device)
-    model.decode(rows, rows)
-    replay = model.capture(rows)
+    model.decode(rows)
+    replay = device.capture(lambda: model.decode(rows))
     before = device.launches
     replay()
     assert device.launches == before + 1
@@ -130,9 +130,8 @@ def test_lesson_11b() -> None:
     assert "2 1 1 2 1 2 0 0\n" in printed
     assert "6 launches have become 1" in words
     assert "is launched for the first time during a capture" in words
-    launches = graphs.count_launches()
-    assert round(launches * graphs.LAUNCH, -2) == int(graphs.QUESTIONS[0].answer)
-    assert f"A decode has {launches} kernels" in graphs.QUESTIONS[0].text
+    assert graphs.QUESTIONS[0].answer == str(280 * graphs.LAUNCH)
+    assert graphs.KERNEL < graphs.LAUNCH
     assert max(map(len, printed.splitlines())) <= 100
 
 
@@ -192,17 +191,7 @@ def test_tensor_parallel() -> None:
     assert max(map(len, printed.splitlines())) <= 100
 
 
-def test_states_in_steps_and_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "HEADS", 2)
-    for length in (1, 64, 70):
-        monkeypatch.setattr(states, "LENGTH", length)
-        difference, slow, fast = states.compare()
-        assert difference < 1e-4
-        assert min(slow, fast) > 0
-
-
-def test_states(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "LENGTH", 65)
+def test_states(capsys: pytest.CaptureFixture[str]) -> None:
     states.run()
     printed = capsys.readouterr().out
     reads = [[float(cell) for cell in row[3:]] for row in table(printed, "token")]
@@ -230,8 +219,6 @@ def test_state_cache() -> None:
     assert steps == [["10", "8"], ["12", "8, 12"], ["16", "8, 16"], ["20", "8, 20"]]
     text = " ".join(printed.split())
     assert "The next turn has 25 tokens: the prompt, the output and 3 more. 20 of them" in text
-    assert "because request 1 waits for a state that this step computes" in text
-    assert "Prefix hit: positions 0-15 of request 1 are cached" in text
     engine = state_cache.Engine(slots=8, block_size=16)
     engine.run([*range(20)], 30)
     assert str(len(engine.snapshots())) == state_cache.QUESTIONS[1].answer
@@ -253,16 +240,12 @@ def expected_hits(num_experts: int, num_tokens: int) -> float:
     return experts.make_layer(num_experts, 1).config.expected_hits(num_tokens)
 
 
-def test_experts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(experts, "HIDDEN", 32)
+def test_experts(capsys: pytest.CaptureFixture[str]) -> None:
     experts.run()
     printed = capsys.readouterr().out
     one, *_, many = table(printed, "requests")
     assert one == ["1", "8.0", "3.4", "6.7", "6.71"]
     assert float(many[2]) == pytest.approx(30.5, rel=0.02)
-    used = [float(row[1]) for row in table(printed, "tokens")]
-    assert used[0] == 8
-    assert used == sorted(used)
     assert experts.QUESTIONS[1].answer == f"{expected_hits(128, 2):g}"
     assert max(map(len, printed.splitlines())) <= 100
 

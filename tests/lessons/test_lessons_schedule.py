@@ -46,8 +46,13 @@ def test_batching():
 def test_prefix_sharing():
     printed = run_lesson("8")
     assert "same 6 tokens" in printed
-    assert [row(printed, str(block)) for block in range(1, 6)] == [["2"], *[["1"]] * 4]
-    assert "Prefix hit: positions 0-3 of request B are cached (block 1)." in printed
+    assert "Prefix hit: positions 0-3 of request 1 are cached (block 1)." in printed
+    hashes = re.findall(r"\] +(none|\w{6}) +(\w{6})$", printed, re.MULTILINE)
+    assert [parent for parent, _ in hashes] == [
+        h for i in (0, 2, 4) for h in ("none", hashes[i][1])
+    ]
+    assert hashes[0] == hashes[2]
+    assert len(set(hashes)) == 5  # A and B have one block in common, equal tokens after others none
     assert "finds 8 tokens of A, 8 of B, and of the prompt of 8 tokens only 4." in " ".join(
         printed.split()
     )
@@ -59,16 +64,6 @@ def test_samples():
     assert "Copy-on-write: block 3 to 4" in printed
     assert row(printed, "4") == [samples.QUESTIONS[0].answer]
     assert max(map(len, printed.splitlines())) <= 100
-
-
-def test_equal_hashes_are_equal_prefixes():
-    rows = sharing.hash_chains(make_llm(block_size=4, num_kv_cache_blocks=12))
-    _, tokens, parents, hashes = zip(*rows, strict=True)
-    assert hashes[0] == hashes[3] != hashes[6]
-    assert parents[1] == parents[4] == hashes[0]
-    assert tokens[1] == tokens[7]
-    assert hashes[1] != hashes[7]  # after another first block
-    assert hashes[2] == hashes[5] == hashes[8] == "not full"
 
 
 def test_the_least_recently_used_block_is_evicted():
@@ -142,13 +137,13 @@ def test_roofline(capsys, monkeypatch):
         assert float(least) == pytest.approx(float(read) / 20, rel=0.05)
         assert float(measured) > 0
         assert share.endswith("%")
-    long = next(line for line in printed.splitlines() if line.startswith("16 x 4,000 "))
-    assert long.split()[3:] == ["bfloat16", "bfloat16", "1,192", "7,340", "427"]
+    assert "1,192 MB of weights and 7,340 MB of the cache" in " ".join(printed.split())
+    assert "takes 427 ms. With int8 weights it takes 397 ms" in " ".join(printed.split())
     assert max(map(len, printed.splitlines())) <= 100
 
 
 def test_sampling():
-    printed = run_lesson("7a")
+    printed = run_lesson("7")
     *_, left = (line.split() for line in printed.splitlines() if line.startswith("tokens left"))
     assert left[3] == "3"
     assert int(left[2]) > 50

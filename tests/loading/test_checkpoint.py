@@ -217,17 +217,6 @@ def test_generation_config(tmp_path: Path) -> None:
     assert random_llm(tmp_path).get_default_sampling_params() == SamplingParams()
 
 
-def test_samples_of_a_base_model_differ(tmp_path: Path) -> None:
-    """Its generation_config.json has no do_sample, and was read as greedy."""
-    make_checkpoint(tmp_path)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 0}')
-    llm = random_llm(tmp_path)
-    params = llm.get_default_sampling_params()
-    params.n, params.max_tokens, params.ignore_eos = 4, 12, True
-    outputs = llm.generate([5, 6], params, use_tqdm=False)[0].outputs
-    assert len({tuple(sample.token_ids) for sample in outputs}) == 4
-
-
 def test_embedded_checkpoint_is_hugging_faces(embedded: LLM) -> None:
     """AutoModelForCausalLM and AutoTokenizer load it unchanged and say the same."""
     from transformers import AutoModelForCausalLM

@@ -34,10 +34,7 @@ CONFIGS = [
     ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' needs 'factor'"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "short_factor": [1]}}, "short_factor"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "needs 'low_freq_factor'"),
-    (
-        {"rope_parameters": {"mrope_section": [16, 24, 24]}},
-        "rope field 'mrope_section' is not",
-    ),
+    ({"rope_parameters": {"mrope_section": [16, 24, 24]}}, "rope field 'mrope_section' is not"),
     ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "'longrope' is not supported"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
     ({"mlp_bias": True}, "mlp_bias is not supported"),

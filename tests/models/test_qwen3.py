@@ -104,14 +104,6 @@ def small(request, tmp_path_factory) -> tuple[Path, torch.nn.Module]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("budget", [1, 5, 36])
-def test_chunked_prompt(small, budget: int) -> None:
-    """Budgets from 1 up cut a prompt of 37 tokens at every boundary."""
-    path, model = small
-    check(random_llm(path, max_num_batched_tokens=budget), model, prompt(37))
-
-
-@pytest.mark.slow
 def test_every_chunk_boundary(small) -> None:
     """The prompt's first chunk has each length from 1 to 36, the rest follows in one."""
     path, model = small

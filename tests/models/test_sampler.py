@@ -9,10 +9,11 @@ import math
 import os
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-from checkpoints import VOCAB, make_checkpoint, random_llm
+from checkpoints import make_checkpoint, random_llm
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from nanovllm import LLM, SamplingParams
@@ -147,45 +148,21 @@ def test_a_row_without_a_token(backend: ModuleType, dtype: torch.dtype) -> None:
     assert tokens[-3:].tolist() == [7, 7, 7]
 
 
-@pytest.mark.parametrize("attention_backend", ["numba", "sdpa"])
-def test_nan_in_one_logit_ends_the_request(tmp_path, attention_backend: str) -> None:
-    make_checkpoint(tmp_path)
-    llm = random_llm(tmp_path, attention_backend=attention_backend)
-    logits, llm.engine.runner.model.logits = (
-        llm.engine.runner.model.logits,
-        lambda hidden: logits(hidden).index_fill(1, torch.tensor([VOCAB - 1]), math.nan),
-    )
-    for params in (SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_k=5)):
-        last = list(llm.stream([1, 2, 3], params))[-1]
-        assert last.finish_reason == "error"
-        assert not last.token_ids
+CASES = [
+    *((TopKLogitsWarper, keep_top_k, 0, k) for k in (1, 5, 50, 500)),
+    *((TopPLogitsWarper, keep_top_p, 1.0, p) for p in (0.01, 0.5, 0.9, 0.999)),
+    *((MinPLogitsWarper, keep_min_p, 0.0, p) for p in (0.001, 0.1, 0.5, 1.0)),
+]
 
 
-@pytest.mark.parametrize("k", [1, 5, 50, 500])
-def test_top_k(k: int) -> None:
-    logits = torch.randn(4, 50)
-    want = TopKLogitsWarper(k)(None, logits.clone())
-    got = keep_top_k(logits, torch.tensor([k, 0, k, k]))
-    want[1] = logits[1]  # 0 keeps all
-    assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("p", [0.01, 0.5, 0.9, 0.999])
-def test_top_p(p: float) -> None:
+@pytest.mark.parametrize(("theirs", "ours", "off", "value"), CASES)
+def test_filters_are_those_of_transformers(
+    theirs: Any, ours: Any, off: float, value: float
+) -> None:
     logits = 3 * torch.randn(4, 50)
-    want = TopPLogitsWarper(p)(None, logits.clone())
-    got = keep_top_p(logits, torch.tensor([p, 1.0, p, p]))
-    want[1] = logits[1]
-    assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 1.0])
-def test_min_p(p: float) -> None:
-    logits = 3 * torch.randn(4, 50)
-    want = MinPLogitsWarper(p)(None, logits.clone())
-    got = keep_min_p(logits, torch.tensor([p, 0.0, p, p]))
-    want[1] = logits[1]
-    assert torch.equal(got, want)
+    wanted = theirs(value)(None, logits.clone())
+    wanted[1] = logits[1]  # keeps all
+    assert torch.equal(ours(logits, torch.tensor([value, off, value, value])), wanted)
 
 
 def test_uniform_is_uniform_and_pure() -> None:

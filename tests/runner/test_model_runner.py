@@ -10,14 +10,20 @@ from checkpoints import VOCAB, random_llm
 from nanovllm import GenerationError, SamplingParams
 
 
-def test_a_model_that_computes_nan(path: Path) -> None:
-    """NaN in the weights of a step ends its requests; later steps are right again."""
-    llm = random_llm(path, num_kv_cache_blocks=64, attention_backend="sdpa")
-    params = SamplingParams(temperature=0.8, seed=1, max_tokens=4, ignore_eos=True)
-    model = llm.engine.runner.model
-    logits, model.logits = model.logits, lambda hidden: logits(hidden) * float("nan")
-    with pytest.raises(GenerationError, match="the model computed NaN"):
-        llm.generate([[1, 2], [3]], params, use_tqdm=False)
+@pytest.mark.parametrize("backend", ["numba", "sdpa"])
+def test_a_model_that_computes_nan(path: Path, backend: str) -> None:
+    """NaN in one logit of a step ends its requests; later steps are right again."""
+    llm = random_llm(path, num_kv_cache_blocks=64, attention_backend=backend)
+    model, last = llm.engine.runner.model, torch.tensor([VOCAB - 1])
+    logits, model.logits = (
+        model.logits,
+        lambda hidden: logits(hidden).index_fill(1, last, math.nan),
+    )
+    for fields in ({"temperature": 0}, {"temperature": 0.8, "seed": 1}, {"top_k": 5}):
+        params = SamplingParams(**fields, max_tokens=4, ignore_eos=True)
+        with pytest.raises(GenerationError, match="the model computed NaN") as error:
+            llm.generate([[1, 2], [3]], params, use_tqdm=False)
+        assert not error.value.outputs[0].outputs[0].token_ids
     model.logits = logits
     assert len(llm.generate([1, 2], params, use_tqdm=False)[0]["token_ids"]) == 4
 

@@ -13,22 +13,8 @@ from bench_module import bench
 from checkpoints import random_llm, weights_of
 
 from nanovllm.loading.checkpoint import Checkpoint
-from tools.benchmarks import (
-    baselines,
-    machine,
-    modes,
-    roofline,
-    throughput,
-    turn,
-    workloads,
-)
-from tools.benchmarks.workloads import (
-    SHAPES,
-    WORKLOADS,
-    Workload,
-    make_workload,
-    read_chats,
-)
+from tools.benchmarks import baselines, machine, modes, roofline, throughput, turn, workloads
+from tools.benchmarks.workloads import SHAPES, WORKLOADS, Workload, make_workload, read_chats
 
 
 def test_nano_is_nano_vllms_benchmark():
@@ -276,7 +262,6 @@ BAD_INPUT = {
     "--model /no/model": "there is no directory '/no/model'",
     "--workload nano --model qwen3-nano": "qwen3-nano ends at 1,024",
     "--shape qwen3-14b": "use a smaller --shape (qwen3-0.6b)",
-    "--kernels": "--kernels needs a GPU",
 }
 
 

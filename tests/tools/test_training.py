@@ -9,7 +9,6 @@ from checkpoints import wrong_by_task
 
 from nanovllm import LLM
 from tools.training import data
-from tools.training.grade import accuracy
 
 FLOOR = 0.98  # of the open tasks; the closed ones must all be right
 
@@ -39,8 +38,6 @@ VARIANTS = [
     {"scheduling_policy": "sjf"},
     {"async_scheduling": True},
 ]
-# The number of rows that a kernel computes, on which the kernel and its rounding depend.
-ROWS = [{"max_num_seqs": 1}, {"max_num_batched_tokens": 16}]
 
 
 @pytest.fixture(scope="session")
@@ -67,33 +64,6 @@ def test_options_change_no_token(answered: dict, options: dict) -> None:
     if options == {"max_num_seqs": 1}:  # a quarter: one after another they take the longest
         answered = dict(list(answered.items())[::4])
     same_answers(LLM(dtype="float32", device="cpu", **options), answered)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", ROWS, ids=str)
-def test_accuracy_holds_in_bf16(options: dict) -> None:
-    """The other options change no token in float32, and no number of rows in bfloat16."""
-    llm = LLM(dtype="bfloat16", device="cpu", **options)
-    wrong = total = 0
-    number = 7 if options == {"max_num_seqs": 1} else 13
-    for right, of, _ in accuracy(llm, data.OPEN_TASKS, number).values():
-        wrong, total = wrong + of - right, total + of
-    assert wrong <= (1 - FLOOR) * total
-
-
-@pytest.mark.slow
-def test_constant_preemption_changes_no_token(embedded: LLM, answered: dict) -> None:
-    """A pool of the longest request plus one block."""
-    tasks = "add", "sort", "reverse", "count"
-    answered = {s: tokens for s, tokens in answered.items() if s.task in tasks}
-    tokenizer = embedded.get_tokenizer()
-    longest = 256 + max(
-        len(tokenizer.apply_chat_template(as_chat(s), add_generation_prompt=True)["input_ids"])
-        for s in answered
-    )
-    llm = LLM(dtype="float32", device="cpu", num_kv_cache_blocks=-(-longest // 16) + 1)
-    same_answers(llm, answered)
-    assert llm.engine.scheduler.preemptions > 0
 
 
 def test_second_turn_finds_the_first(embedded: LLM) -> None:

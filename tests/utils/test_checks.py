@@ -22,21 +22,20 @@ def test_signatures_list_every_field() -> None:
     assert next(iter(inspect.signature(LLM).parameters)) == "model"
 
 
-UNKNOWN_FIELDS = [
-    (SamplingParams, {}, "max_token", "did you mean 'max_tokens'"),
-    (BeamSearchParams, {"beam_width": 2, "max_tokens": 3}, "beam_with", "did you mean 'beam_width"),
-    (PoolingParams, {}, "dimension", "did you mean 'dimensions'"),
-    (PoolingParams, {}, "size", "known: dimensions, normalize, prompt_name"),
-    (StructuredOutputsParams, {"regex": "a"}, "grammer", "did you mean 'grammar'"),
+PARAMS = [
+    (SamplingParams, {}),
+    (BeamSearchParams, {"beam_width": 2, "max_tokens": 3}),
+    (PoolingParams, {}),
+    (StructuredOutputsParams, {"regex": "a"}),
 ]
 
 
-@pytest.mark.parametrize(("kind", "fields", "name", "hint"), UNKNOWN_FIELDS)
-def test_an_unknown_field_is_an_error(kind, fields, name, hint) -> None:
+@pytest.mark.parametrize(("kind", "fields"), PARAMS)
+def test_an_unknown_field_is_an_error(kind, fields) -> None:
     """Also if it is set later, where a typing error would otherwise change nothing."""
-    with pytest.raises(TypeError, match=f"unknown field of {kind.__name__} '{name}'; {hint}"):
-        kind(**fields, **{name: 1})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'max_token'"):
+        kind(**fields, max_token=1)
     params = kind(**fields)
-    with pytest.raises((AttributeError, TypeError), match=name):
-        setattr(params, name, 1)
+    with pytest.raises((AttributeError, TypeError), match="max_token"):
+        params.max_token = 1
     assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params

@@ -1,7 +1,6 @@
 """Measurements of bench.py other than throughput: host time and memory."""
 
 import argparse
-import importlib
 import random
 import time
 import tracemalloc
@@ -98,14 +97,6 @@ def host_only(args: argparse.Namespace, options: dict[str, Any], steps: int = 20
         # The first step computes the prompts.
         parts = [1e6 * median(part) for part in zip(*times[1:], strict=True)]
         print(f"{n:9}{parts[0]:12.1f}{parts[1]:13.1f}{parts[2]:10.1f}{sum(parts):10.1f}")
-
-
-def kernels(args: argparse.Namespace, options: dict[str, Any]) -> None:
-    """Measure the Triton kernels."""
-    if not torch.cuda.is_available():
-        raise ValueError("--kernels needs a GPU, and torch finds none; leave it out")
-    # Triton is not installed everywhere.
-    importlib.import_module("tools.benchmarks.kernels").main()
 
 
 def memory(args: argparse.Namespace, options: dict[str, Any]) -> None:

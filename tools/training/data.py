@@ -43,14 +43,8 @@ def _draw(test: bool, make: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
 
 
 BEFORE = (
-    "please ",
-    "can you ",
-    "could you ",
-    "can you please ",
-    "now ",
-    "hey, ",
-    "I want you to ",
-    "I need you to ",
+    *("please ", "can you ", "could you ", "can you please ", "now ", "hey, "),
+    *("I want you to ", "I need you to "),
 )
 
 
@@ -231,18 +225,10 @@ def explain(rng: random.Random) -> Sample:
     topic = rng.choice(TOPICS)
     name = rng.choice(topic.names)
     text = rng.choice(EXPLAIN).format(x=name)
-    before = (
-        rng.choice(("", "", "", "please "))
-        if text.split()[0] in ("explain", "define", "describe")
-        else ""
-    )
-    text = (
-        before
-        + text
-        + rng.choice(
-            ("?", ".", "") if not text.startswith(("what", "how", "why")) else ("?", "?", "")
-        )
-    )
+    asks = text.startswith(("what", "how", "why"))
+    if text.split()[0] in ("explain", "define", "describe"):
+        text = rng.choice(("", "", "", "please ")) + text
+    text += rng.choice(("?", "?", "") if asks else ("?", ".", ""))
     return Sample("explain", text if rng.random() < 0.4 else text[0].upper() + text[1:], topic.text)
 
 
@@ -256,14 +242,10 @@ def talk(rng: random.Random) -> Sample:
         question, answer = rng.choice(topic.names), topic.text
     else:
         question, answer = rng.choice(OFF_TOPIC.names), OFF_TOPIC.text
-    question += rng.choice(
-        ("", "", ".", "!")
-        if not question.startswith(("what", "who", "how", "why"))
-        else ("?", "?", "")
-    )
-    return Sample(
-        "talk", question if rng.random() < 0.4 else question[0].upper() + question[1:], answer
-    )
+    asks = question.startswith(("what", "who", "how", "why"))
+    question += rng.choice(("?", "?", "") if asks else ("", "", ".", "!"))
+    question = question if rng.random() < 0.4 else question[0].upper() + question[1:]
+    return Sample("talk", question, answer)
 
 
 def _known_words() -> list[str]:
@@ -279,14 +261,7 @@ def _known_words() -> list[str]:
 KNOWN_WORDS = _known_words()
 
 OPEN_TASKS: dict[str, Callable[[random.Random, bool], Sample]] = {
-    "add": add,
-    "subtract": subtract,
-    "compare": compare,
-    "count": count,
-    "sort": sort,
-    "reverse": reverse,
-    "spell": spell,
-    "upper": upper,
+    task.__name__: task for task in (add, subtract, compare, count, sort, reverse, spell, upper)
 }
 
 # How often training draws each task. Tasks that are harder to learn have larger weights.

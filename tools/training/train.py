@@ -69,9 +69,7 @@ def model_config(name: str, tokenizer: PreTrainedTokenizerFast) -> PretrainedCon
         return Qwen3Config(**common)
     return Qwen3_5TextConfig(
         **common,
-        layer_types=[
-            f"{kind}_attention" for kind in ("linear", "linear", "full", "linear", "full")
-        ],
+        layer_types=[f"{'full' if i in (2, 4) else 'linear'}_attention" for i in range(5)],
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         linear_key_head_dim=64,
@@ -215,22 +213,13 @@ def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.training.train", description=ABOUT)
-    parser.add_argument(
-        "--model", choices=MODELS, default=MODELS[0], help="which model (%(default)s)"
-    )
+    parser.add_argument("--model", choices=MODELS, default=MODELS[0], help="(%(default)s)")
     parser.add_argument("--out", type=Path, help="directory of the checkpoint (the embedded model)")
-    parser.add_argument(
-        "--pools", type=int, default=133, help=f"pools of {POOL} conversations (%(default)s)"
-    )
+    help = f"pools of {POOL} conversations (%(default)s)"
+    parser.add_argument("--pools", type=int, default=133, help=help)
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (%(default)s)")
-    parser.add_argument(
-        "--device",
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="cuda or cpu (%(default)s)",
-    )
-    parser.add_argument(
-        "--compile", action="store_true", help="torch.compile: 1.3 times the speed, needs g++"
-    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, help="cuda or cpu (%(default)s)")
     args = parser.parse_args()
 
     if args.out is None:
@@ -242,8 +231,6 @@ def main() -> None:
     opts = optimizers(model, args.lr)
     resume = args.out.with_name(args.out.name + ".resume")
     done = load_state(model, opts, resume) if (resume / "progress.json").exists() else 0
-    if args.compile:
-        model.model.forward = torch.compile(model.model.forward, dynamic=True)
     parameters = sum(p.numel() for p in model.parameters())
     sizes = f"{parameters:,} parameters, {len(tokenizer):,} tokens"
     print(f"{sizes}, starting at pool {done} of {args.pools}")

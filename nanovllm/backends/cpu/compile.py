@@ -67,7 +67,8 @@ def calls(dtype: torch.dtype, cache_dtype: torch.dtype) -> list[tuple[Kernel, Ty
         (product.product, (none, *[0] * 9, example, 1)),
     ]
     if dtype is cache_dtype:
-        layers = fused_decode.Code(0, 0, 0, 0, none), step, np.empty((0, 0), np.int64)
+        code, addresses = fused_decode.Code(0, 0, 0, 0, none), np.empty((0, 0), np.int64)
+        layers = code, step, addresses, fused_decode.NO_STATES
         host, head = fused_step.example_host(), fused_step.Head._make((none, *[0] * 7, 1, True))
         rows = np.empty(0, np.int64)
         callers.append((fused_decode.decode_layers, layers))

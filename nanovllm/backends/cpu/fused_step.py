@@ -12,7 +12,7 @@ from torch import Tensor
 from nanovllm.backends.cpu.attention import MIN_SAVED_TOKENS, NumbaAttention, follow_torch
 from nanovllm.backends.cpu.kernels import sampler
 from nanovllm.backends.cpu.kernels.few_queries import AttentionWork, QueryGroups
-from nanovllm.backends.cpu.kernels.fused_decode import FusedLayers, UnitLinear
+from nanovllm.backends.cpu.kernels.fused_decode import NO_STATES, FusedLayers, UnitLinear
 from nanovllm.backends.cpu.kernels.fused_step import Head, Host, group_blocks, sample_tokens
 from nanovllm.backends.cpu.kernels.int8 import PackedWeight
 from nanovllm.backends.cpu.kernels.parallel import address_for
@@ -78,7 +78,7 @@ class FusedStep:
             attention=self.attention_work(lens),
             parts=numba.get_num_threads(),
         )
-        arguments = self.layers.code, step, self.layers.addresses, self.host, self.head
+        arguments = self.layers.code, step, self.layers.addresses, NO_STATES, self.host, self.head
         return tokens if sample_tokens(*arguments, rows, tokens) else None
 
     def attention_work(self, lens: list[int]) -> AttentionWork:

@@ -36,12 +36,12 @@ SCORE, RERANK = "/v1/score", "/v1/rerank"
 Fields = dict[str, Any]
 PAIRS = ("data_1", "data_2"), ("queries", "documents"), ("text_1", "text_2")  # of scores
 TEMPLATE = ("add_generation_prompt", "continue_final_message", "chat_template")
+CHAT_FIELDS = {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
+CHAT_FIELDS |= {*TEMPLATE, "tools", "tool_choice", "parallel_tool_calls"}
 SAMPLING = {"response_format", *SamplingParams.__dataclass_fields__}
 SAMPLING -= {"detokenize", "logits_processors"}  # a response has a text, and JSON no functions
 FIELDS = {
-    CHAT: SAMPLING
-    | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs", *TEMPLATE}
-    | {"tools", "tool_choice", "parallel_tool_calls"},
+    CHAT: SAMPLING | CHAT_FIELDS,
     COMPLETIONS: SAMPLING | {"prompt"},
     EMBEDDINGS: {"input", "encoding_format", *PoolingParams.__dataclass_fields__},
     RERANK: {"query", "documents", "top_n", "instruction"},
@@ -76,27 +76,33 @@ class Job:
         return requests
 
     def response(self, name: str, requests: Sequence[Request]) -> Fields:
-        """Return the body of the response to `requests`, which have ended.
-
-        Raises the error of a request that has no result.
-        """
+        """Return the response to `requests`, which have ended. Raises an error of them."""
         outputs = [checked_output(request) for request in requests]
+        is_text = self.url in (CHAT, COMPLETIONS)
+        samples = [sample for out in outputs for sample in out.outputs] if is_text else []
         num_prompt = sum(len(out.prompt_token_ids) for out in outputs)
-        body: Fields = {"id": name, "created": int(time.time()), "model": self.model}
+        usage = token_counts(num_prompt, sum(len(s.token_ids) for s in samples))
+        body = Fields(id=name, created=int(time.time()), model=self.model, usage=usage)
         if self.scorer is not None:
-            body |= scores(self.scorer, requests, self.url, self.top_n)
-            return body | {"usage": token_counts(num_prompt, 0)}
+            scores = [output.outputs.score for output in self.scorer.outputs(outputs)]
+            if self.url == SCORE:
+                data = [Fields(object="score", index=i, score=x) for i, x in enumerate(scores)]
+                return body | {"object": "list", "data": data}
+            best = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
+            documents = [{"text": text} for text in self.scorer.documents]
+            ranked = [
+                Fields(index=i, document=documents[i], relevance_score=scores[i]) for i in best
+            ]
+            return body | {"results": ranked[: self.top_n or None]}
         if isinstance(self.params, PoolingParams):
             vectors: list[Any] = [out.outputs.embedding for out in outputs]
             if self.encoding == "base64":  # of little-endian float32 numbers
                 vectors = [b64encode(np.asarray(v, "<f4").tobytes()).decode() for v in vectors]
             data = [Fields(object="embedding", index=i, embedding=v) for i, v in enumerate(vectors)]
-            return body | {"object": "list", "data": data, "usage": token_counts(num_prompt, 0)}
+            return body | {"object": "list", "data": data}
         num_top = -1 if self.params.logprob_token_ids else self.params.logprobs or 0
-        samples = [sample for out in outputs for sample in out.outputs]
         body["object"] = "chat.completion" if self.tool_use else "text_completion"
         body["choices"] = [choice(s, i, self.tool_use, num_top) for i, s in enumerate(samples)]
-        body["usage"] = token_counts(num_prompt, sum(len(s.token_ids) for s in samples))
         if outputs[0].prompt_logprobs is not None:
             # As in vLLM, the first sample of each prompt has them.
             owners = [body] if self.tool_use else body["choices"][:: len(outputs[0].outputs)]
@@ -142,8 +148,7 @@ def parse(llm: LLM, url: Any, body: Any, model: str, trust_chat_templates: bool 
         template = given.get("chat_template", more.get("chat_template"))
         if template is not None and not trust_chat_templates:
             raise ValueError(
-                "chat_template is a program, which may never end; leave it out, or start run-batch "
-                "with --trust-chat-templates"
+                "chat_template is a program; leave it out, or use --trust-chat-templates"
             )
         tools, parallel = given.pop("tools", []), given.pop("parallel_tool_calls", True)
         tool_use = ToolUse(tools, given.pop("tool_choice", "auto" if tools else "none"), parallel)
@@ -161,10 +166,7 @@ def parse(llm: LLM, url: Any, body: Any, model: str, trust_chat_templates: bool 
     params = sampling_params(given, llm.get_default_sampling_params(), url == CHAT)
     if tool_use is not None and tool_use.is_forced:
         if params.structured_outputs is not None:
-            raise ValueError(
-                "tool_choice forces a call by a grammar; leave out response_format and "
-                "structured_outputs"
-            )
+            raise ValueError("tool_choice forces a call by a grammar; leave out other grammars")
         params.structured_outputs = tool_use.grammar()
     return Job(url, model, prompts, params, tool_use=tool_use)
 
@@ -172,8 +174,7 @@ def parse(llm: LLM, url: Any, body: Any, model: str, trust_chat_templates: bool 
 def chat_prompt(llm: LLM, given: Fields, tools: list[Fields] | None = None) -> Prompt:
     """Return the prompt of a chat, and remove the fields that describe it from `given`."""
     [messages] = as_conversations(given.pop("messages", None))
-    variables: Fields = {"add_generation_prompt": True, "chat_template": None}
-    variables["tools"] = tools or None
+    variables: Fields = dict(add_generation_prompt=True, chat_template=None, tools=tools or None)
     variables |= {name: given.pop(name) for name in TEMPLATE if name in given}
     more = given.pop("chat_template_kwargs", None)
     return llm.engine.input_processor.chat_prompt(messages, variables, more)
@@ -194,8 +195,8 @@ def sampling_params(given: Fields, defaults: SamplingParams, chat: bool) -> Samp
         if top and not with_logprobs:
             raise ValueError(f"top_logprobs={top!r} needs logprobs=true")
         given["logprobs"] = top if with_logprobs else None
-    grammar, form = given.pop("structured_outputs", {}), given.pop("response_format", {})
-    given["structured_outputs"] = structured_outputs(grammar, form)
+    form = given.pop("response_format", {})
+    given["structured_outputs"] = structured_outputs(given.get("structured_outputs", {}), form)
     return replace(defaults, **given)
 
 
@@ -226,40 +227,25 @@ def checked_output(request: Request) -> Any:
     return request.output
 
 
-def scores(scorer: Scorer, requests: Sequence[Request], url: str, top_n: int) -> Fields:
-    """Return the fields of a response with scores."""
-    values = [output.outputs.score for output in scorer.outputs(requests)]
-    if url == SCORE:
-        data = [Fields(object="score", index=i, score=value) for i, value in enumerate(values)]
-        return {"object": "list", "data": data}
-    best = sorted(range(len(values)), key=values.__getitem__, reverse=True)[: top_n or None]
-    results = [
-        Fields(index=i, document={"text": scorer.second[i]}, relevance_score=values[i])
-        for i in best
-    ]
-    return {"results": results}
-
-
 def token_counts(prompt: int, new: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
 def choice(sample: CompletionOutput, index: int, tool_use: ToolUse | None, num_top: int) -> Fields:
     """Return a choice of a response. `tool_use` is None for a completion."""
-    shown: Fields = {"index": index}
+    shown: Fields = {"index": index, "stop_reason": sample.stop_reason}
     reason = sample.finish_reason
     if tool_use is not None:
         text, calls = tool_use.parse(sample.text)
         content = text or None if calls else text
         message: Fields = {"role": "assistant", "content": content, "refusal": None}
-        if sample.reasoning is not None:
-            message["reasoning"] = sample.reasoning
+        message |= {} if sample.reasoning is None else {"reasoning": sample.reasoning}
         if calls:
             message["tool_calls"], reason = calls, "tool_calls"
         shown |= {"message": message, "logprobs": chat_logprobs(sample, num_top)}
     else:
         shown["text"], shown["logprobs"] = sample.text, completion_logprobs(sample)
-    return shown | {"finish_reason": reason, "stop_reason": sample.stop_reason}
+    return shown | {"finish_reason": reason}
 
 
 def chat_logprobs(sample: CompletionOutput, num_top: int) -> Fields | None:
@@ -271,9 +257,10 @@ def chat_logprobs(sample: CompletionOutput, num_top: int) -> Fields | None:
             {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
             for text, logprob in token_texts(entry)
         ]
-        ranks = [logprob.rank for logprob in entry.values()]
-        best = sorted(range(len(ranks)), key=ranks.__getitem__)
-        top = [shown[i] for i in best if num_top == -1 or ranks[i] <= num_top]
+        ranked = sorted(
+            zip((e.rank for e in entry.values()), itertools.count(), shown, strict=False)
+        )
+        top = [token for rank, _, token in ranked if num_top == -1 or rank <= num_top]
         content.append(shown[0] | {"top_logprobs": top})
     return {"content": content}
 

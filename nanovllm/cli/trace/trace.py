@@ -5,8 +5,7 @@
     print(trace)
     trace.save("trace.html")
 
-A trace is the engine's observer. It stores the events of events.py, which are dicts with the
-changes since the previous event. show.py shows them as a table and as a page.
+A trace is the engine's observer and stores the events of events.py. show.py shows them.
 """
 
 from __future__ import annotations
@@ -53,14 +52,11 @@ class Search:
 class Trace(Observer):
     """Records the steps of an LLM, or of an LLMEngine, while its `with` block runs.
 
-    The trace contains the requests of all threads. An engine has one Trace at a time, and a Trace
-    has one `with` block. It can be printed and saved at any time, also after an error.
+    The trace contains the requests of all threads. An engine has one Trace at a time.
     """
 
     def __init__(self, llm: Any) -> None:
-        """llm: an LLM, an LLMEngine, or another object with these attributes of an LLMEngine:
-        scheduler, tokenizer, async_scheduling, observer and lock.
-        """
+        """llm: an LLM or an LLMEngine."""
         engine: Any = getattr(llm, "engine", llm)
         if not hasattr(engine, "scheduler"):
             raise TypeError(f"a Trace records an LLM or its LLMEngine, not {llm!r:.80}")
@@ -90,9 +86,7 @@ class Trace(Observer):
             if self.events:
                 raise RuntimeError("this Trace has been used; create another with Trace(llm)")
             if self._engine.observer is not NO_OBSERVER:
-                raise RuntimeError(
-                    "the engine has a Trace already; leave its `with` block before the next one"
-                )
+                raise RuntimeError("the engine has a Trace already; leave its `with` block first")
             self._engine.observer = self
             self._start = time.perf_counter()
             self._in_flight.extend(0 for _ in self._scheduler.in_flight)
@@ -292,14 +286,10 @@ class Trace(Observer):
     def save(self, path: str | Path) -> None:
         """Write a page for a browser."""
         if not self.num_steps:
-            raise RuntimeError(
-                "the trace is empty; call llm.generate inside `with Trace(llm)` first"
-            )
+            raise RuntimeError("the trace is empty; call llm.generate inside `with Trace(llm)`")
         with self._engine.lock:
-            Path(path).write_text(self.page(), encoding="utf-8")
-
-    def page(self) -> str:
-        return show.page(self.options, self.events, self.texts())
+            page = show.page(self.options, self.events, self.texts())
+            Path(path).write_text(page, encoding="utf-8")
 
     def __str__(self) -> str:
         return show.table(self.options, self.events, self.texts())

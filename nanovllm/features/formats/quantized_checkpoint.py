@@ -1,18 +1,16 @@
 """Quantized checkpoints: FP8, compressed-tensors, AWQ and GPTQ, decoded while they are loaded.
 
-All formats store a weight W [O, I] as small numbers, with a scale for each block of them, and in
-some formats a zero point for each block:
+All formats store a weight W [O, I] as small numbers, with a scale and maybe a zero point for each
+block of them:
 
     W[o, i] = (values[o, i] - zeros[b, g]) * scales[b, g]     b = o // rows, g = groups[i]
 
 The formats differ in the names, layouts and packing of these tensors. `WeightFormat.decoded` gives
 a view of open safetensors files in which W has the name of an unquantized weight, such as
-"model.layers.0.mlp.up_proj.weight". W is computed when it is read, one weight at a time. Layers
-that the checkpoint leaves unquantized stay as they are. Activations are not quantized. A weight
-of 4 bits can also be read as it is stored, for backends/int4.py.
-
-The shapes of its tensors say how many bits a weight has, and which of the block sizes in
-quantization_config it has. Both may differ between layers.
+"model.layers.0.mlp.up_proj.weight". W is computed when it is read, one weight at a time. A weight
+of 4 bits can also be read as it is stored, for backends/int4.py. The shapes of its tensors say how
+many bits a weight has, and which of the block sizes in quantization_config. Both may differ between
+layers. Activations are not quantized.
 
 Formats: https://github.com/vllm-project/compressed-tensors, WQLinear_GEMM of AutoAWQ, QuantLinear
 of AutoGPTQ, and `weight_scale_inv` of DeepSeek-V3 (arXiv:2412.19437, section 3.3).
@@ -49,6 +47,7 @@ CHOICES: dict[str, dict[str, tuple[Any, ...]]] = {
     },
 }
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+EIGHT = ("F8", "I8")  # how the names of dtypes with 8 bits begin in safetensors
 ONES = {4: 0x11111111, 8: 0x01010101}  # words whose numbers of 4 or 8 bits are all 1
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the position of output 0, 1, 2, ... of each eight
 
@@ -133,8 +132,7 @@ class WeightFormat:
             raise ValueError(
                 f"{path}: quantization_config with quant_method={method!r:.80} is not supported; "
                 f"quant_method can be {', '.join(map(repr, CHOICES))}. Load the checkpoint from "
-                "which this one was quantized, with quantization='int8' or 'int4' to quantize it "
-                "while loading"
+                "which this one was quantized, with quantization='int8' or 'int4'"
             )
         for name, choices in CHOICES[method].items():
             if (value := config.get(name) or choices[0]) not in choices:
@@ -210,9 +208,8 @@ class WeightFormat:
         else:
             shapes = " and zeros of ".join(str(list(x.shape)) for x in parts)
             raise ValueError(
-                f"{name} of shape {list(values.shape)} has scales of shape {shapes}, which fit no "
-                "block size of the quantization_config of config.json: "
-                f"{', '.join(map(str, self.blocks))} (0 means all)"
+                f"{name} {list(values.shape)} has scales of shape {shapes}, which fit no block of "
+                f"quantization_config: {', '.join(map(str, self.blocks))} (0 means all)"
             )
         groups = torch.arange(inputs) // columns
         order = need("g_idx") if self.is_ordered else tensors.get("g_idx")
@@ -233,14 +230,12 @@ class DecodedFile:
         self.others: list[str] = []  # names of tensors that stay as they are
         for name in file.keys():  # noqa: SIM118 (not a dict)
             stem, _, suffix = name.rpartition(".")
-            if suffix in ("weight_packed", "qweight") or (
-                suffix == "weight" and file.get_slice(name).get_dtype()[:2] in ("F8", "I8")
-            ):
+            is_packed = suffix in ("weight_packed", "qweight")
+            if is_packed or (suffix == "weight" and file.get_slice(name).get_dtype()[:2] in EIGHT):
                 self.quantized[f"{stem}.weight"] = suffix
-            elif (
-                suffix == "bias" and f"{stem}.qweight" in where and not file.get_tensor(name).any()
-            ):
-                pass  # AutoGPTQ adds zeros to layers without a bias
+            elif suffix == "bias" and f"{stem}.qweight" in where:
+                if file.get_tensor(name).any():  # AutoGPTQ adds zeros to layers without a bias
+                    self.others.append(name)
             elif suffix not in SCALES + OTHERS + UNUSED:
                 self.others.append(name)
 
@@ -249,9 +244,8 @@ class DecodedFile:
 
     def get_slice(self, name: str) -> Any:
         """Return an object with the methods get_shape and get_dtype."""
-        if name in self.quantized:
-            return self.read(name, header_only=True)
-        return self.file.get_slice(name)
+        quantized = name in self.quantized
+        return self.read(name, header_only=True) if quantized else self.file.get_slice(name)
 
     def get_tensor(self, name: str) -> Tensor:
         """Return a tensor, in the dtype of its scales if it is decoded."""

@@ -53,7 +53,7 @@ def load(engine: Any, config: Any, path: Any) -> int:
     file, num = Path(path).expanduser() / NAME, 0
     with engine.idle():  # also while the file is read: load_weights changes the fingerprint
         here = fingerprint(engine, config)
-        if not file.exists():
+        if not file.parent.exists() or file not in file.parent.iterdir():
             return 0
         try:
             with safe_open(file, framework="pt") as source:  # the file is memory-mapped
@@ -67,7 +67,7 @@ def load(engine: Any, config: Any, path: Any) -> int:
         if names not in ([], ["model"]):  # a copy of the model has another path
             theirs, ours = (", ".join(f"{x.get(n)!s:.99}" for n in names) for x in (found, here))
             raise ValueError(
-                f"{file} was saved with another {', '.join(names)} than this engine has "
+                f"{file} does not fit this engine: they differ in {', '.join(names)} "
                 f"({theirs}; here {ours}); use another directory"
             )
         with hold_interrupt():
@@ -138,7 +138,7 @@ def fingerprint(engine: Any, config: Any) -> dict[str, str]:
         if path.stat().st_mtime_ns != stat.st_mtime_ns:
             raise ValueError(f"{path} has changed since it was loaded; make a new LLM")
     values = {
-        "model": config.model,
+        "model": checkpoint.directory,
         "weights": digest.hexdigest() if opened else f"random with seed {config.seed}",
         "dtype": runner.dtype,
         "block_size": config.block_size,

@@ -1,19 +1,16 @@
 """New weights in a running engine: `LLM.load_weights`, as training loops need it for rollouts.
 
-The first load and later ones store the same CheckpointTensors. What differs is the source, which
-may be tensors in memory, and what depends on the weights:
+The first load and later ones store the same CheckpointTensors. What differs:
 
     packed weights   Products on a CPU read weights in another layout. A weight is unpacked when its
-                     first rows are stored, and packed again after the last. No more than one is in
-                     memory in both layouts.
+                     first rows are stored, and packed again after the last, one weight at a time.
     fused layers     They contain the addresses of packed weights, and are made anew.
     captured steps   On a GPU all weights keep their addresses, so captured steps remain valid.
-    KV and states    The prefix cache, the host cache and the snapshots are emptied.
-    KV on disk       It belongs to the files of a checkpoint. It can neither be saved nor loaded
-                     while the engine has other weights.
+    KV and states    All caches are emptied. A prefix cache on disk belongs to a checkpoint's files,
+                     and is refused while the engine has other weights.
 
 When the first tensor is stored, a Refusal takes the place of the runner. If an error or Ctrl-C
-follows, it stays there until a later call has loaded all weights.
+follows, it stays there until all weights have been stored.
 """
 
 from __future__ import annotations
@@ -21,10 +18,11 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,43 +36,40 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.threads import hold_interrupt
 from nanovllm.features.formats.quantized_checkpoint import DTYPES
 from nanovllm.models.layers import Linear
-from nanovllm.models.weights import EMBEDDINGS, HEAD, PREFIX, CheckpointTensor, check_headers
+from nanovllm.models.weights import HEAD, PREFIX, CheckpointTensor, check_headers
 from nanovllm.models.weights import load_weights as load_files
+from nanovllm.utils.checks import check_scalar
 
 INCOMPLETE = (
     "the weights are incomplete, after sleep(level=2) or a load_weights that did not end; call "
-    "load_weights with all weights, or make another LLM"
+    "load_weights until all weights are stored, or make another LLM"
 )
 KINDS = "weights must be a directory, a state_dict, or pairs of a name and a torch.Tensor"
 NAMES = DTYPES | {torch.float64: "F64"}  # of dtypes in safetensors
 # Errors show the first part of this path in place of the directory of a checkpoint.
 IN_MEMORY = Path("the argument of load_weights", "tensors")
+# What DistributedDataParallel, torch.compile, FSDP and PEFT put into the names of parameters.
+WRAPPED = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|base_model\.model)\.")
 # Fields of a ModelConfig that may differ, because they do not change the computation.
-UNUSED = {"architecture", "dtype", "max_position_embeddings", "tie_word_embeddings"}
+UNUSED = ("architecture", "dtype", "max_position_embeddings", "tie_word_embeddings")
 
 
 class Refusal:
-    """Takes the place of the runner of an engine that cannot run: its use raises RuntimeError."""
+    """Takes the place of the runner of an engine that cannot run, and refuses requests."""
 
     def __init__(self, engine: Any, why: str) -> None:
         self.engine, self.why = engine, why
         self.runner, self.factories = engine.runner, engine.input_processor.task_factories
+        self.stored = set[str]()  # names of the new weights so far
         # For sleep.py: what makes the parts of the runner again, and weights in host memory.
         self.makers: Mapping[str, Callable[[], Any]] = {}
         self.saved: list[Tensor] = []
-        engine.runner = self
+        engine.runner, engine.input_processor.task_factories = self, {object: self.refuse}
 
-    def __getattr__(self, _: str) -> NoReturn:
+    def refuse(self, *_: object) -> NoReturn:
         raise RuntimeError(self.why)
 
-    def refuse_requests(self) -> None:
-        """Refuse requests before they are queued. Others fail in their first step."""
-
-        def refuse(*_: object) -> NoReturn:
-            raise RuntimeError(self.why)
-
-        if self.engine.runner is self:
-            self.engine.input_processor.task_factories = {object: refuse}
+    __getattr__ = refuse
 
     def lift(self) -> None:
         self.engine.runner = self.runner
@@ -94,24 +89,9 @@ class MemoryFile(dict[str, Tensor]):
 
     get_tensor = dict.__getitem__
 
-    def get_slice(self, name: str) -> MemorySlice:
-        return MemorySlice(self[name])
-
-
-@dataclass(frozen=True)
-class MemorySlice:
-    """A tensor with the methods of a slice of an open safetensors file."""
-
-    tensor: Tensor
-
-    def get_shape(self) -> torch.Size:
-        return self.tensor.shape
-
-    def get_dtype(self) -> str:
-        return NAMES.get(self.tensor.dtype, str(self.tensor.dtype))
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.tensor[index]
+    def get_slice(self, name: str) -> Any:
+        shape, dtype = self[name].shape, NAMES.get(self[name].dtype, str(self[name].dtype))
+        return SimpleNamespace(get_shape=lambda: shape, get_dtype=lambda: dtype)
 
 
 class Unpacked:
@@ -127,18 +107,19 @@ class Unpacked:
 
     def split(self, sizes: list[int]) -> list[Any]:
         """Return consecutive rows, `sizes` outputs each, as objects that can only be stored."""
-        parts = zip(sizes, itertools.accumulate(sizes), strict=True)
+        starts = itertools.accumulate(sizes, initial=0)
         return [
-            SimpleNamespace(
-                shape=(size, self.shape[1]), copy_=partial(self.store, slice(end - size, end))
-            )
-            for size, end in parts
+            SimpleNamespace(shape=(n, self.shape[1]), copy_=partial(self.store, start))
+            for n, start in zip(sizes, starts, strict=False)
         ]
 
-    def store(self, rows: slice, source: Tensor) -> None:
-        self.weight = unpacked(self.weight)
-        self.weight[rows].copy_(source)
-        self.rows_left -= rows.stop - rows.start
+    def store(self, start: int, source: Tensor) -> None:
+        if not isinstance(self.weight, Tensor):
+            self.weight = self.weight.unpack()  # PackedExperts of backends/cpu/kernels/experts.py
+        elif self.weight.is_mkldnn:
+            self.weight = self.weight.to_dense(self.weight.dtype)
+        self.weight[start : start + len(source)].copy_(source)
+        self.rows_left -= len(source)
         if self.rows_left == 0:
             self.close()
 
@@ -158,22 +139,16 @@ def return_freed_memory() -> None:
     Without this, hand-overs of 456 MiB of float32 weights took up to 440 MiB more for the time
     being, instead of 240, and an engine that slept at level 2 kept 395 MiB, instead of 16.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:  # musl has none
-        trim(0)
-
-
-def unpacked(weight: Any) -> Tensor:
-    """Return a weight as it was before `Backend.after_load`."""
-    if isinstance(weight, Tensor):
-        return weight.to_dense(weight.dtype) if weight.is_mkldnn else weight
-    dense: Tensor = weight.unpack()  # PackedExperts of backends/cpu/kernels/experts.py
-    return dense
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # not musl
+        libc.malloc_trim(0)
 
 
 @contextmanager
-def stored_again(model: Any, ranks: Any) -> Iterator[Iterable[CheckpointTensor]]:
-    """Yield the tensors of a loaded model. At the end, no weight is left unpacked."""
+def stored_again(model: Any, ranks: Any, stored: set[str]) -> Iterator[Iterable[CheckpointTensor]]:
+    """Yield the tensors of a loaded model. At the end, no weight is left unpacked.
+
+    `stored` has the names of those that have changed.
+    """
     head, is_tied, table = model.lm_head, model.config.tie_word_embeddings, model.embed_tokens
     weights = [
         Unpacked(linear)
@@ -181,34 +156,25 @@ def stored_again(model: Any, ranks: Any) -> Iterator[Iterable[CheckpointTensor]]
         if isinstance(linear.weight, Tensor) or hasattr(linear.weight, "unpack")
         if not (is_tied and linear is head)
     ]
-
-    def with_head(tensor: CheckpointTensor) -> CheckpointTensor:
-        def store(weight: Any) -> None:
-            tensor.store(weight)
-            # The packed copy of the table, if there is one, is made again.
-            head.weight = table if ranks is None else table.rows
-            model.backend.after_load(head)
-
-        return replace(tensor, store=store)
-
     try:
-        yield [
-            with_head(tensor) if is_tied and tensor.name in EMBEDDINGS else tensor
-            for tensor in model.checkpoint_tensors()
-        ]
+        yield model.checkpoint_tensors()
     finally:
         with hold_interrupt():
             for weight in weights:
                 weight.close()
+            if is_tied and stored:  # a packed copy of the table, if there is one, is made again
+                head.weight = table if ranks is None else table.rows
+                model.backend.after_load(head)
 
 
 def load_weights(engine: LLMEngine, config: EngineConfig, weights: Any, is_partial: bool) -> None:
     """See `LLM.load_weights`."""
+    check_scalar("partial", is_partial, bool)
     with engine.idle(), torch.no_grad(), ExitStack() as stack:
         runner, ranks, refusal = runner_of(engine)
         if refusal is not None and refusal.makers:
-            raise RuntimeError(refusal.why)
-        ends_refusal = refusal is None or not is_partial
+            refusal.refuse()
+        was_complete, new = refusal is None, set[str]() if refusal is None else refusal.stored
         checkpoint, is_directory = engine.checkpoint, isinstance(weights, str | os.PathLike)
         is_whole = (is_directory or isinstance(weights, Sized)) and not is_partial
         if is_directory:
@@ -216,32 +182,37 @@ def load_weights(engine: LLMEngine, config: EngineConfig, weights: Any, is_parti
             batches: Iterable[Any] = [stack.enter_context(checkpoint.open_weights())]
         else:
             batches = in_memory(checkpoint, weights)
-        stored = set[str]()
+        is_tied = runner.model.config.tie_word_embeddings
+        stored = set[str]()  # names of tensors
 
         def recorded(tensor: CheckpointTensor) -> CheckpointTensor:
             def store(weight: Any) -> None:
                 nonlocal refusal
                 if not stored:  # this is the first change
                     refusal = refusal or Refusal(engine, INCOMPLETE)
-                    stack.callback(refusal.refuse_requests)
+                    refusal.stored = new
                     engine.scheduler.block_manager.reset_prefix_cache()
                     engine.checkpoint.is_replaced = True
-                if tensor.name in stored:
-                    raise ValueError(f"{IN_MEMORY.parent} has {tensor.name} twice")
-                stored.add(tensor.name)
                 tensor.store(weight)
+                stored.add(tensor.name)
+                new.add(tensor.name)
 
             return replace(tensor, store=store)
 
         stack.enter_context(runner.thread_limit())
         stack.enter_context(runner.backend.step_context())
-        with stored_again(runner.model, ranks) as tensors:
+        with stored_again(runner.model, ranks, stored) as tensors:
             if ranks is not None:
                 tensors = ranks.tensors_of_rank(tensors, checkpoint.model_config)
             tensors = [recorded(tensor) for tensor in tensors]
             for files in batches:
                 names = {name for file in files.values() for name in file.keys()}  # noqa: SIM118
-                check_head(runner.model, checkpoint, names, files)
+                head_is_used = is_tied and HEAD in names
+                if head_is_used and not checkpoint.match_head(files)[0].tie_word_embeddings:
+                    raise ValueError(
+                        f"{HEAD} differs from the embeddings, and this engine has one tensor for "
+                        "both, because they were equal when it was made; make another LLM"
+                    )
                 names |= {PREFIX + name for name in names}
                 load_files([t for t in tensors if is_whole or t.name in names], files)
             missing = {tensor.name: tensor for tensor in tensors if tensor.name not in stored}
@@ -249,7 +220,7 @@ def load_weights(engine: LLMEngine, config: EngineConfig, weights: Any, is_parti
                 check_headers(missing, {IN_MEMORY: MemoryFile()})
         if runner.device.type == "cuda":  # the caller may change its tensors from now on
             torch.cuda.synchronize(runner.device)
-        if ends_refusal and refusal is not None:
+        if refusal is not None and (was_complete or missing.keys() <= new):
             if runner.device.type == "cpu" or runner.fused_model is None:
                 runner.make_fast_steps(runner)
             refusal.lift()
@@ -264,8 +235,7 @@ def other_checkpoint(checkpoint: Any, config: EngineConfig, directory: Path) -> 
     other = type(checkpoint)(directory, config.hf_overrides)
     ours, theirs = checkpoint.model_config, other.model_config
     names = [field.name for field in fields(ours) if field.name not in UNUSED]
-    different = [n for n in names if getattr(ours, n) != getattr(theirs, n, None)]
-    if different:
+    if different := [n for n in names if getattr(ours, n) != getattr(theirs, n, None)]:
         raise ValueError(
             f"{directory} is another model than {checkpoint.directory}: they differ in "
             f"{', '.join(different)}; make another LLM"
@@ -273,27 +243,22 @@ def other_checkpoint(checkpoint: Any, config: EngineConfig, directory: Path) -> 
     return other
 
 
-def check_head(model: Any, checkpoint: Any, names: set[str], files: Mapping[Path, Any]) -> None:
-    """Raise ValueError for a head that would be ignored although it is not the embeddings."""
-    is_tied = model.config.tie_word_embeddings
-    if HEAD in names and is_tied and not checkpoint.match_head(files)[0].tie_word_embeddings:
-        raise ValueError(
-            f"{HEAD} differs from the embeddings, and this engine has one tensor for both, because "
-            "they were equal when it was made; make another LLM"
-        )
-
-
 def in_memory(checkpoint: Any, weights: Any) -> Iterator[Mapping[Path, Any]]:
     """Yield files with tensors in memory: one, or one for each tensor of a generator."""
     if not isinstance(weights, Iterable):
         raise TypeError(f"{KINDS}, not {weights!r:.80}")
-    select, together = checkpoint.model_config.select_tensors, MemoryFile()
+    select, together, names = checkpoint.model_config.select_tensors, MemoryFile(), set[str]()
     for pair in weights.items() if isinstance(weights, Mapping) else weights:
         name, tensor = pair if isinstance(pair, tuple | list) and len(pair) == 2 else (pair, None)
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise TypeError(f"{KINDS}, not {type(tensor).__name__} for {name!s:.80}")
-        if name in together:
+        if name in names:
             raise ValueError(f"{IN_MEMORY.parent} has {name} twice")
+        if wrapper := WRAPPED.search(name):
+            raise ValueError(
+                f"{name}: {wrapper[2]!r} is of a wrapper; pass the names of the model inside it"
+            )
+        names.add(name)
         # The head and the embeddings are compared.
         if isinstance(weights, Sized) or name.endswith(("embed_tokens.weight", HEAD)):
             together[name] = tensor.detach()

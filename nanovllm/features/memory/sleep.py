@@ -4,9 +4,8 @@
     1       freed              kept in host memory; a CPU's weights are there already
     2       freed              freed: all requests are refused until load_weights has loaded others
 
-A Refusal takes the place of the runner meanwhile. It keeps the functions that make the freed parts
-again, with the same sizes. Blocks in the host memory of swap_space are forgotten, but this memory
-is not freed: on a GPU it is pinned, which takes long.
+A Refusal takes the place of the runner meanwhile. It keeps functions that make the freed parts
+again. The host memory of swap_space is not freed: on a GPU it is pinned, which takes long.
 """
 
 from __future__ import annotations
@@ -23,22 +22,21 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.features.memory.new_weights import INCOMPLETE, Refusal, return_freed_memory, runner_of
 from nanovllm.models.backend import Backend
 from nanovllm.models.fp8 import FP8
+from nanovllm.utils.checks import check_scalar
 
 ASLEEP = "the engine sleeps; call wake_up first"
 
 
 def sleep(engine: LLMEngine, level: int) -> None:
     """See `LLM.sleep`."""
-    if level not in (1, 2):
-        raise ValueError(f"level must be 1 or 2, not {level!r}")
+    check_scalar("level", level, int, (1, 2))
     with engine.idle(), torch.no_grad():
         runner, _, refusal = runner_of(engine)
         if refusal is not None:
-            raise RuntimeError(refusal.why)
+            refusal.refuse()
         engine.scheduler.block_manager.reset_prefix_cache()
         refusal = Refusal(engine, ASLEEP)
-        refusal.refuse_requests()
-        refusal.makers, refusal.saved = makers_of(runner, level), []
+        refusal.makers = makers_of(runner, level)
         if level == 1 and "model" in refusal.makers:
             refusal.saved = [tensor.cpu() for tensor in tensors_of(runner.model)]
         for name in (*refusal.makers, "graphs", "fused_model", "fused_step"):
@@ -77,8 +75,10 @@ def tensors_of(part: Any) -> Iterator[Tensor]:
             yield from tensors_of(getattr(part, name))
 
 
-def wake_up(engine: LLMEngine) -> None:
+def wake_up(engine: LLMEngine, tags: Any = None) -> None:
     """See `LLM.wake_up`."""
+    if tags is not None and set(tags) != {"weights", "kv_cache"}:
+        raise ValueError(f"tags={tags!r}: weights and KV cache wake up together; leave tags out")
     with engine.idle(), torch.no_grad():
         runner, ranks, refusal = runner_of(engine)
         if refusal is None or not refusal.makers:

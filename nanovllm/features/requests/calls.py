@@ -110,7 +110,7 @@ class OptionalCalls(ABC):
         """
         scorer = Scorer(self.engine, data_1, data_2, instruction)
         pairs = [(prompt, scorer.params) for prompt in scorer.prompts]
-        return scorer.outputs(self._run(pairs, use_tqdm, "Scoring"))
+        return scorer.outputs(unaborted(self._run(pairs, use_tqdm, "Scoring")))
 
     def save_prefix_cache(self, path: str | os.PathLike[str]) -> int:
         """Save the blocks of the prefix cache to a file in the directory `path`, which is made.
@@ -173,14 +173,15 @@ class OptionalCalls(ABC):
 
         sleep(self.engine, level)
 
-    def wake_up(self) -> None:
+    def wake_up(self, tags: list[str] | None = None) -> None:
         """Allocate again what `sleep` has freed. Does nothing if the engine does not sleep.
 
         After level 2, all calls raise RuntimeError until `load_weights` has loaded all weights.
+        `tags` is vLLM's argument: None or both, because weights and KV cache wake up together.
         """
         from nanovllm.features.memory.sleep import wake_up
 
-        wake_up(self.engine)
+        wake_up(self.engine, tags)
 
 
 def unaborted(requests: list[Request]) -> list[Any]:

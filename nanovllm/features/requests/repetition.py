@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.utils.checks import KnownFields, check_scalars, located
+from nanovllm.utils.checks import check_scalars, located
 
 
 @dataclass(frozen=True)
-class RepetitionDetectionParams(KnownFields):
+class RepetitionDetectionParams:
     """When an output counts as repetitive, with the names of vLLM.
 
     It ends if its last tokens are a pattern `min_count` times in a row. Raises TypeError for a
@@ -25,15 +25,13 @@ class RepetitionDetectionParams(KnownFields):
 
     def __post_init__(self) -> None:
         check_scalars(self)
+        sizes = (
+            f"min_pattern_size={self.min_pattern_size}, max_pattern_size={self.max_pattern_size}"
+        )
         if self.min_pattern_size > self.max_pattern_size:
-            raise ValueError(
-                f"min_pattern_size={self.min_pattern_size} must be at most max_pattern_size="
-                f"{self.max_pattern_size}"
-            )
+            raise ValueError(f"{sizes}: the first must be at most the second")
         if self.max_pattern_size and self.min_count < 2:
-            raise ValueError(
-                f"min_count must be at least 2, not {self.min_count}, unless max_pattern_size=0"
-            )
+            raise ValueError(f"min_count must be at least 2, not {self.min_count}, with {sizes}")
 
 
 def as_params(value: Any) -> RepetitionDetectionParams | None:
@@ -42,10 +40,8 @@ def as_params(value: Any) -> RepetitionDetectionParams | None:
         with located("repetition_detection: "):
             value = RepetitionDetectionParams(**value)
     if not isinstance(value, RepetitionDetectionParams | None):
-        raise TypeError(
-            "repetition_detection must be a RepetitionDetectionParams or a dict of its fields, not "
-            f"{value!r:.80}"
-        )
+        kinds = "a RepetitionDetectionParams or a dict of its fields"
+        raise TypeError(f"repetition_detection must be {kinds}, not {value!r:.80}")
     return value if value and value.max_pattern_size else None
 
 

@@ -6,6 +6,7 @@ possible. Scores without its prompt are wrong, so this file has it, as the model
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from nanovllm.utils.checks import check_scalar
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
-    from nanovllm.engine.request import Request
     from nanovllm.outputs import RequestOutput
 
 PREFIX = (
@@ -62,17 +62,17 @@ class Scorer:
         instruction: str | None = None,
         names: Sequence[str] = ("data_1", "data_2"),
     ) -> None:
-        first, second = texts(data_1, names[0]), texts(data_2, names[1])
-        if len(first) not in (1, len(second)):
+        queries, documents = texts(data_1, names[0]), texts(data_2, names[1])
+        if len(queries) not in (1, len(documents)):
             raise ValueError(
-                f"{names[0]} has {len(first)} texts and {names[1]} has {len(second)}; give as many "
-                f"of both, or one text as {names[0]}"
+                f"{names[0]} has {len(queries)} texts and {names[1]} has {len(documents)}; give as "
+                f"many of both, or one text as {names[0]}"
             )
         if instruction is not None:
             check_scalar("instruction", instruction, str)
-        self.first, self.second = first, second
+        self.documents, self.num_queries = documents, len(queries)
         self.params: SamplingParams | PoolingParams = PoolingParams()
-        self.prompts: list[Prompt] = [*first, *second]  # of an embedding model
+        self.prompts: list[Prompt] = [*queries, *documents]  # of an embedding model
         modules = engine.checkpoint.directory / "modules.json"
         if modules.is_file() and ".Pooling" in modules.read_text(encoding="utf-8"):
             if instruction is not None:
@@ -83,39 +83,36 @@ class Scorer:
             return
         inputs = engine.input_processor
         find = inputs.get_tokenizer().backend_tokenizer.token_to_id
-        self.ids: list[Any] = [find("yes"), find("no")]
-        if None in self.ids:
+        ids: list[Any] = [find("yes"), find("no")]
+        if None in ids:
             raise ValueError(
                 "scores need a reranker such as Qwen3-Reranker, whose vocabulary has the tokens "
                 "'yes' and 'no', or an embedding model with modules.json; this model is neither"
             )
         # At temperature 1 log-probabilities are the same with every logprobs_mode.
         self.params = SamplingParams(
-            temperature=1, max_tokens=1, detokenize=False, logprob_token_ids=self.ids
+            temperature=1, max_tokens=1, detokenize=False, logprob_token_ids=ids
         )
         start, end = (inputs.encode(text, add_special_tokens=False) for text in (PREFIX, SUFFIX))
-        queries = first if len(first) == len(second) else first * len(second)
         pairs = [
             f"<Instruct>: {instruction or INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
-            for query, document in zip(queries, second, strict=True)
+            for query, document in zip(itertools.cycle(queries), documents, strict=False)
         ]
         self.prompts = [[*start, *ids, *end] for ids in inputs.encode_all(pairs)]
 
-    def outputs(self, requests: Sequence[Request]) -> list[ScoringRequestOutput]:
-        """Return the score of each pair. The requests of `prompts` have ended.
+    def outputs(self, outputs: list[Any]) -> list[ScoringRequestOutput]:
+        """Return the score of each pair from the outputs of `prompts`.
 
-        Raises ArithmeticError if the model computed NaN, and RuntimeError after an abort.
+        Raises ArithmeticError if the model computed NaN.
         """
-        if any(request.samples[0].seq.finish_reason == "abort" for request in requests):
-            raise RuntimeError("another thread has aborted the requests of this call")
-        parts = [[request.output] for request in requests]
+        parts = [[output] for output in outputs]
         if isinstance(self.params, SamplingParams):
-            scores = [self.probability(output) for (output,) in parts]
+            scores = [probability(output, self.params) for (output,) in parts]
         else:
-            num = len(self.first)
-            firsts = parts[:num] if num == len(self.second) else parts[:1] * len(self.second)
-            parts = [[*a, *b] for a, b in zip(firsts, parts[num:], strict=True)]
-            scores = [cosine(*(output.outputs.embedding for output in pair)) for pair in parts]
+            queries = itertools.cycle(parts[: self.num_queries])
+            pairs = zip(queries, parts[self.num_queries :], strict=False)
+            parts = [[*query, *document] for query, document in pairs]
+            scores = [cosine(*(output.outputs.embedding for output in part)) for part in parts]
         return [
             ScoringRequestOutput(
                 request_id="_".join(output.request_id for output in part),
@@ -127,24 +124,23 @@ class Scorer:
             for part, score in zip(parts, scores, strict=True)
         ]
 
-    def probability(self, output: RequestOutput) -> float:
-        """Return the probability of "yes" after a prompt."""
-        if output.outputs[0].finish_reason == "error" or not output.outputs[0].logprobs:
-            raise ArithmeticError("there is no score: the model computed NaN")
-        yes, no = (output.outputs[0].logprobs[0][token].logprob for token in self.ids)
-        odds = math.exp(-abs(yes - no))  # of the less likely one
-        return (1 if yes > no else odds) / (1 + odds)
-
 
 def texts(data: Any, name: str) -> list[str]:
     """Return a string, or a list of strings, as a list."""
-    items: list[Any] = as_list(data, name)
-    for item in items:
-        if not isinstance(item, str):
-            raise TypeError(f"{name} must be a string or a list of strings, not {data!r:.80}")
+    items = [check_scalar(f"a text of {name}", item, str) for item in as_list(data, name)]
     if not items:
         raise ValueError(f"{name} is empty; give at least one text")
     return items
+
+
+def probability(output: RequestOutput, params: SamplingParams) -> float:
+    """Return the probability of the first of two named tokens after a prompt."""
+    if output.outputs[0].finish_reason == "error" or not output.outputs[0].logprobs:
+        raise ArithmeticError("there is no score: the model computed NaN")
+    entry = output.outputs[0].logprobs[0]
+    yes, no = (entry[token].logprob for token in params.logprob_token_ids or ())
+    odds = math.exp(-abs(yes - no))  # of the less likely one
+    return (1 if yes > no else odds) / (1 + odds)
 
 
 def cosine(a: list[float], b: list[float]) -> float:

@@ -10,7 +10,7 @@ import functools
 import json
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -46,10 +46,6 @@ class Grammar:
     start: LLMatcher  # in the initial state; each row has a copy
     library_ends: tuple[int, ...]  # the end tokens of llguidance
     end_tokens: tuple[int, ...]  # the end tokens of the request; may be empty
-
-    def matcher(self) -> Matcher:
-        """Return a matcher for the output of a new row."""
-        return Matcher(self)
 
 
 class Matcher:
@@ -112,9 +108,10 @@ class GrammarCompiler:
         Raises ImportError without llguidance, ValueError without a tokenizer, and ValueError with
         llguidance's reason if it cannot compile the grammar.
         """
+        field, kind, text = source(params)
         if self.vocabulary is None:
             self.vocabulary = self._make_vocabulary()
-        start = self.compiled(*params.source())
+        start = self.compiled(field, kind, text)
         return Grammar(start, tuple(self.vocabulary.eos_tokens), tuple(end_tokens))
 
     def _make_vocabulary(self) -> LLTokenizer:
@@ -218,6 +215,47 @@ class GrammarCompiler:
         finally:
             if not result.done():
                 self.abandoned.append(thread)
+
+
+def source(params: StructuredOutputsParams) -> tuple[str, str, str]:
+    """Return the name of the field that is set, its format in llguidance, and its text.
+
+    Raises ValueError if `json` is not JSON, and TypeError or ValueError for a wrong `choice`.
+    """
+    if params.json is not None:
+        return "json", "json_schema", schema_text(params.json)
+    if params.regex is not None:
+        return "regex", "regex", params.regex
+    if params.grammar is not None:
+        return "grammar", "grammar", params.grammar
+    if params.choice is None:
+        return "json_object", "json_schema", '{"type": "object"}'
+    choice = params.choice
+    is_list = isinstance(choice, Sequence) and not isinstance(choice, str | bytes)
+    if not is_list or not all(isinstance(text, str) for text in choice):
+        raise TypeError(f"choice must be a list of strings, not {choice!r}")
+    if not choice:
+        raise ValueError("choice is empty; give at least one string")
+    # The choices form one terminal. llguidance limits the rules that begin at one position.
+    strings = " | ".join(json.dumps(text) for text in choice)
+    return "choice", "lark", f"start: CHOICE\nCHOICE: {strings}"
+
+
+def schema_text(schema: Any) -> str:
+    """Return a JSON schema, given as a pydantic model, a dict or a string, as a string."""
+    value = schema.model_json_schema() if hasattr(schema, "model_json_schema") else schema
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+        if isinstance(value, Mapping):
+            return json.dumps(value)
+    except RecursionError:
+        raise ValueError("json is nested too deeply; flatten the schema, or use $ref") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"json={schema!r:.80} is not JSON: {error}") from None
+    raise TypeError(
+        "json must be a JSON schema, as a dict or a string, or a pydantic model, not "
+        f"{schema!r:.80}"
+    )
 
 
 def without_forcing(grammar: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING
 
 from nanovllm.engine.detokenizer import Tokenizer
@@ -45,44 +44,32 @@ def opened(tokenizer: Tokenizer, prompt: list[int]) -> str | None:
     return thought if start and END not in thought else None
 
 
-class Part(Enum):
-    BEGIN = 0  # the output may still begin with <think>
-    THINKING = 1
-    ANSWER = 2
-
-
 class Splitter:
     """Separates the thinking and the answer in the text of one output, while the text grows."""
 
     def __init__(self, is_open: bool) -> None:
         """is_open: whether the prompt opens the block."""
-        self.is_open, self.part = is_open, Part.BEGIN
-        self.has_thought = is_open
+        self.is_open = self.is_thinking = self.has_thought = is_open
+        self.has_begun = False  # else the output may still begin with <think>
         self.held = ""  # text that may be the beginning of a marker
-
-    @property
-    def is_thinking(self) -> bool:
-        return self.part is Part.THINKING or (self.part is Part.BEGIN and self.is_open)
 
     def add(self, text: str, is_last: bool = False) -> tuple[str, str]:
         """Add text. Returns what is new in the thinking and in the answer, without the markers."""
         text, self.held = self.held + text, ""
-        if self.part is Part.BEGIN:
+        if not self.has_begun:
             begun = text.lstrip()
-            if begun.startswith(START):
-                text = begun.removeprefix(START)
-                self.part, self.has_thought = Part.THINKING, True
-            elif is_last or not START.startswith(begun):
-                self.part = Part.THINKING if self.is_open else Part.ANSWER
-            else:
+            if len(begun) < len(START) and START.startswith(begun) and not is_last:
                 self.held = text
                 return "", ""
-        if self.part is Part.ANSWER:
+            self.has_begun = True
+            if begun.startswith(START):
+                text = begun.removeprefix(START)
+                self.is_thinking = self.has_thought = True
+        if not self.is_thinking:
             return "", text
         thought, end, answer = text.partition(END)
-        if end:
-            self.part = Part.ANSWER
-        elif not is_last:
+        self.is_thinking = not end
+        if not end and not is_last:
             sizes = range(len(END) - 1, 0, -1)
             self.held = next((END[:size] for size in sizes if text.endswith(END[:size])), "")
             thought = text.removesuffix(self.held)
@@ -95,20 +82,22 @@ class Thinking:
 
     tokenizer: Tokenizer
     end_ids: list[int]  # the tokens of </think>
-    limit: float = math.inf  # tokens of thinking, including those in the prompt
-    separates: bool = False  # whether the grammar begins after the thinking
+    limit: float  # tokens of thinking, including those in the prompt
+    separates: bool  # whether the grammar begins after the thinking
 
 
 def make_thinking(
     input_processor: InputProcessor, params: SamplingParams, separates: bool
 ) -> Thinking | None:
     """Return the rules of thinking that the parameters request, if there are any."""
-    limit, separates = params.thinking_token_budget, separates and bool(params.structured_outputs)
-    if limit in (None, -1) and not separates:
+    separates = separates and params.structured_outputs is not None
+    budget = params.thinking_token_budget
+    limit = math.inf if budget is None or budget < 0 else budget
+    if limit == math.inf and not separates:
         return None
     tokenizer = check_markers(input_processor, "thinking_token_budget")
     end_ids = input_processor.encode(END, add_special_tokens=False)
-    return Thinking(tokenizer, end_ids, math.inf if limit in (None, -1) else limit, separates)
+    return Thinking(tokenizer, end_ids, limit, separates)
 
 
 class ThinkingOfRow:

@@ -54,8 +54,7 @@ def parse_tool_calls(text: str, tools: list[Fields] | None = None) -> tuple[str,
         position = end.end() if found and end else after
         for name, arguments in found:
             function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-            new = {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
-            calls.append(new)
+            calls.append(Fields(id=f"call_{uuid.uuid4().hex}", type="function", function=function))
     rest += text[position:]
     return rest.strip() if calls else rest, calls
 
@@ -64,15 +63,19 @@ def check_tools(tools: Any) -> list[str]:
     """Return the names of tools in OpenAI's format. Raises TypeError or ValueError for others."""
     names = []
     for i, tool in enumerate(check_scalar("tools", tools, list)):
-        is_function = isinstance(tool, dict) and tool.get("type") == "function"
-        function = tool.get("function") if is_function else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError(f"tools[{i}] must have the form {FORM}, not {tool!r:.200}")
-        schema, where = function.get("parameters") or {}, f"tools[{i}].function.parameters"
+        names.append(function_name(f"tools[{i}]", tool))
+        schema, where = tool["function"].get("parameters") or {}, f"tools[{i}].function.parameters"
         check_scalar(where, schema, dict)
         check_scalar(f"{where}.properties", schema.get("properties", {}), dict)
-        names.append(function["name"])
     return names
+
+
+def function_name(what: str, value: Any) -> str:
+    """Return the name of a function in OpenAI's format. Raises ValueError for another format."""
+    match value:
+        case {"type": "function", "function": {"name": str(name)}}:
+            return name
+    raise ValueError(f"{what} must have the form {FORM}, not {value!r:.200}")
 
 
 def read_calls(text: str, start: int, tools: list[Fields]) -> tuple[list[tuple[str, Fields]], int]:
@@ -88,16 +91,13 @@ def read_calls(text: str, start: int, tools: list[Fields]) -> tuple[list[tuple[s
                 with suppress(ValueError, RecursionError):
                     arguments[name] = read_json(value.lower() if kind == "boolean" else value)[0]
         return [(function[1], arguments)], function.end()
-    try:
+    with suppress(KeyError, TypeError, ValueError, RecursionError):
         value, end = read_json(text, start)
-    except (ValueError, RecursionError):
-        return [], start
-    calls = value if isinstance(value, list) else [value]
-    pairs: list[Any] = [
-        (c.get("name"), c.get("arguments", {})) for c in calls if isinstance(c, dict)
-    ]
-    are_calls = all(isinstance(name, str) and isinstance(a, dict) for name, a in pairs)
-    return (pairs, end) if pairs and are_calls and len(pairs) == len(calls) else ([], start)
+        calls = value if isinstance(value, list) else [value]
+        found = [(call["name"], call.get("arguments", {})) for call in calls]
+        if found and all(isinstance(n, str) and isinstance(a, dict) for n, a in found):
+            return found, end
+    return [], start
 
 
 def read_json(text: str, start: int = 0) -> tuple[Any, int]:
@@ -118,23 +118,13 @@ class ToolUse:
     def __post_init__(self) -> None:
         check_scalar("parallel_tool_calls", self.parallel, bool)
         names = check_tools(self.tools)
-        if not isinstance(self.choice, dict):
-            if self.choice not in ("none", "auto", "required"):
-                raise ValueError(
-                    f"tool_choice must be none, auto, required or {FORM}, not {self.choice!r:.200}"
-                )
-        elif self.choice.get("type") != "function" or not isinstance(self.named, str):
-            raise ValueError(f"tool_choice must have the form {FORM}, not {self.choice!r:.200}")
-        elif self.named not in names:
-            raise ValueError(unknown_name("function in tool_choice", self.named, names))
+        if isinstance(self.choice, dict):
+            if (name := function_name("tool_choice", self.choice)) not in names:
+                raise ValueError(unknown_name("function in tool_choice", name, names))
+        else:
+            check_scalar("tool_choice", self.choice, str, ("none", "auto", "required"))
         if self.is_forced and not names:
             raise ValueError(f"tool_choice={self.choice!r} needs tools")
-
-    @property
-    def named(self) -> Any:
-        """The name of the function that must be called, if there is one."""
-        function = self.choice.get("function") if isinstance(self.choice, dict) else None
-        return function.get("name") if isinstance(function, dict) else None
 
     @property
     def is_forced(self) -> bool:
@@ -142,15 +132,16 @@ class ToolUse:
 
     def grammar(self) -> StructuredOutputsParams:
         """Return the grammar of an output that must be a list of calls."""
+        functions = [tool["function"] for tool in self.tools]
+        if is_named := isinstance(self.choice, dict):
+            functions = [f for f in functions if f["name"] == self.choice["function"]["name"]]
         calls = []
-        for function in (tool["function"] for tool in self.tools):
-            if self.named in (None, function["name"]):
-                arguments = function.get("parameters") or EMPTY
-                properties = {"name": {"const": function["name"]}, "arguments": arguments}
-                call = {"type": "object", "properties": properties, "required": [*properties]}
-                calls.append(call | {"additionalProperties": False})
+        for function in functions:
+            arguments = function.get("parameters") or EMPTY
+            properties = {"name": {"const": function["name"]}, "arguments": arguments}
+            calls.append(EMPTY | {"properties": properties, "required": [*properties]})
         schema: Fields = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
-        if not self.parallel or self.named is not None:
+        if is_named or not self.parallel:
             schema["maxItems"] = 1
         return StructuredOutputsParams(json=schema)
 

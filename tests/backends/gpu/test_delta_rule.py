@@ -4,7 +4,6 @@ The interpreter computes bfloat16 incorrectly: test_gpu_kernels.py tests it. It 
 """
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from delta_rule_cases import (
     make_layer,
     make_states,
 )
-from hybrid_checkpoints import make_hybrid_checkpoint
 from torch import Tensor
 
 triton = pytest.importorskip("triton")
@@ -26,7 +24,6 @@ pytestmark = pytest.mark.skipif(
     reason="needs Triton's interpreter with loops up to the value of a tensor (3.7 or later)",
 )
 
-from nanovllm import LLM, SamplingParams  # noqa: E402
 from nanovllm.backends.gpu.kernels import delta_rule  # noqa: E402
 from nanovllm.features.models.hybrid.delta_rule import Segments  # noqa: E402
 
@@ -93,19 +90,3 @@ def test_the_lists_are_sent_once() -> None:
     assert table.tolist() == [[3, 0, 70, 0, 0], [1, 70, 72, 1, 2]]
     assert tiles.tolist() == [[3, 0, 70, 0, 0], [3, 0, 70, 0, 64], [1, 70, 72, 1, 70]]
     assert delta_rule.tables(segments, torch.device("cpu"))[0] is table
-
-
-@pytest.mark.slow
-def test_the_engine_with_the_kernels(tmp_path: Path) -> None:
-    """Chunks of prompts together with decodes, and states that are saved for the prefix cache."""
-    make_hybrid_checkpoint(tmp_path, layer_types="LF")
-    prompts = [list(range(3, 45)), list(range(3, 40)), [7, 9]]
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    options = dict(dtype="float32", device="cpu", skip_tokenizer_init=True, max_model_len=64)
-    options |= dict(max_num_batched_tokens=32, max_num_seqs=4, num_kv_cache_blocks=32)
-    found = []
-    for name in ("triton", "sdpa"):
-        llm = LLM(str(tmp_path), attention_backend=name, **options)
-        outputs = [llm.generate(prompts, params, use_tqdm=False) for _ in range(2)]
-        found.append([out["token_ids"] for each in outputs for out in each])
-    assert found[0] == found[1]

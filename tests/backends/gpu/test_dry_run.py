@@ -65,7 +65,7 @@ def test_tokens_are_those_of_the_cpu_engine(found: Callable[[str], Any], name: s
         assert run["plain is right"], run["options"]
         assert run["ruled is right"], run["options"]
         if name == "drafts":
-            assert 5 < run["accepted"] < run["drafted"] - 5
+            assert 5 < run["accepted_tokens"] < run["drafted_tokens"] - 5
         assert (run["preemptions"] > 0) == (run["options"]["num_kv_cache_blocks"] < 99)
 
 
@@ -74,7 +74,7 @@ def test_the_host_waits_for_tokens_only(found: Callable[[str], Any], name: str) 
     """Without rules; with overlap only when no step is left to launch."""
     for run in found(name)["found"]:
         small = run["options"]["num_kv_cache_blocks"] < 99
-        assert (run["loads"] > 0) == (name == "host cache" and small)
+        assert (run["host_loads"] > 0) == (name == "host cache" and small)
         waits = run["plain waits"]
         assert all(x.startswith("the last event at nanovllm/models/transfers.py") for x in waits), (
             waits

@@ -3,6 +3,7 @@
 import inspect
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import references
@@ -21,6 +22,15 @@ from nanovllm.plan import BlockCopy
 pytestmark = MARKS
 
 
+def make_llm(path: Path, **options: Any) -> LLM:
+    settings = dict(dtype="float32", device=DEVICE, skip_tokenizer_init=True, max_num_seqs=16)
+    return LLM(str(path), **settings | {"num_kv_cache_blocks": 400} | options)
+
+
+def answer(llm: LLM, prompts: list[list[int]], params: Any) -> list[list[int]]:
+    return [[*o.outputs[0].token_ids] for o in llm.generate(prompts, params, use_tqdm=False)]
+
+
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_experts_have_the_tokens_of_transformers_captured_and_eager(
     hybrid: bool, tmp_path: Path
@@ -29,9 +39,8 @@ def test_experts_have_the_tokens_of_transformers_captured_and_eager(
     model = make_moe_checkpoint(tmp_path, hybrid=hybrid, **sizes)
     prompts = [[i + 1] * (3 * i + 1) for i in range(12)]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    options = dict(dtype="float32", device=DEVICE, skip_tokenizer_init=True, max_num_seqs=16)
     for eager in (False, True):
-        llm = LLM(str(tmp_path), num_kv_cache_blocks=400, enforce_eager=eager, **options)
+        llm = make_llm(tmp_path, enforce_eager=eager)
         for output in llm.generate(prompts, params, use_tqdm=False):
             prompt, ids = output.prompt_token_ids, output.outputs[0].token_ids
             with torch.no_grad():
@@ -43,12 +52,11 @@ def test_experts_have_the_tokens_of_transformers_captured_and_eager(
 def test_captured_and_eager_steps_are_close_in_bfloat16(model: str, tmp_path: Path) -> None:
     """Log-probabilities of the first tokens: of graphs of chunks, and of the delta rule."""
     make_hybrid_checkpoint(tmp_path) if model == "hybrid" else make_checkpoint(tmp_path)
-    options = dict(dtype="bfloat16", device=DEVICE, skip_tokenizer_init=True, max_num_seqs=16)
     prompts = [[i + 1] * (11 * i + 1) for i in range(12)]
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
     found = []
     for eager in (True, False):
-        llm = LLM(str(tmp_path), num_kv_cache_blocks=400, enforce_eager=eager, **options)
+        llm = make_llm(tmp_path, dtype="bfloat16", enforce_eager=eager)
         outputs = llm.generate(prompts, params, use_tqdm=False)
         entries = [entry for o in outputs for entry in o.prompt_logprobs[1:]]
         found.append(torch.tensor([x.logprob for entry in entries for x in entry.values()]))
@@ -64,19 +72,9 @@ def test_quantized_tokens_are_the_same_captured_and_eager(
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     answers = []
     for options in ({}, {"enforce_eager": True}, {"max_num_batched_tokens": 16}):
-        llm = LLM(
-            str(tmp_path),
-            dtype="float32",
-            device=DEVICE,
-            skip_tokenizer_init=True,
-            quantization=quantization,
-            max_num_seqs=16,
-            num_kv_cache_blocks=400,
-            **options,
-        )
-        answers.append([o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)])
-    assert answers[1] == answers[0]
-    assert answers[2] == answers[0]
+        llm = make_llm(tmp_path, quantization=quantization, **options)
+        answers.append(answer(llm, prompts, params))
+    assert answers[0] == answers[1] == answers[2]
 
 
 @pytest.mark.parametrize("kind", ["plain", "int4", "hybrid"])
@@ -86,24 +84,16 @@ def test_new_weights_and_sleep(tmp_path: Path, kind: str) -> None:
     models = [make(tmp_path / str(seed), seed=seed) for seed in range(2)]
     prompts = [[i + 1] * (3 * i + 1) for i in range(6)]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    options = dict(dtype="float32", device=DEVICE, skip_tokenizer_init=True, max_num_seqs=8)
-    options["quantization"] = "int4" if kind == "int4" else None
-
-    def engine(seed: int, eager: bool) -> LLM:
-        path = str(tmp_path / str(seed))
-        return LLM(path, num_kv_cache_blocks=100, enforce_eager=eager, **options)
-
-    def answer(llm: LLM) -> list[list[int]]:
-        return [[*o.outputs[0].token_ids] for o in llm.generate(prompts, params, use_tqdm=False)]
-
-    wanted = [answer(engine(seed, True)) for seed in range(2)]
+    options = dict(max_num_seqs=8, quantization="int4" if kind == "int4" else None)
+    eager = [make_llm(tmp_path / str(i), enforce_eager=True, **options) for i in range(2)]
+    wanted = [answer(llm, prompts, params) for llm in eager]
     assert wanted[0] != wanted[1]
-    llm = engine(0, False)
-    assert answer(llm) == wanted[0]
+    llm = make_llm(tmp_path / "0", **options)
+    assert answer(llm, prompts, params) == wanted[0]
     graphs = llm.engine.runner.graphs
     for seed in (1, 0):
         llm.load_weights(models[seed].state_dict())
-        assert answer(llm) == wanted[seed]
+        assert answer(llm, prompts, params) == wanted[seed]
     assert llm.engine.runner.graphs is graphs
     del graphs
     for level in (1, 2):
@@ -112,7 +102,7 @@ def test_new_weights_and_sleep(tmp_path: Path, kind: str) -> None:
         if level == 2:
             llm.load_weights(models[1].named_parameters())
         assert llm.engine.runner.graphs is not None
-        assert answer(llm) == wanted[level - 1]
+        assert answer(llm, prompts, params) == wanted[level - 1]
 
 
 def test_what_graphs_read_is_not_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,14 +112,13 @@ def test_what_graphs_read_is_not_freed(tmp_path: Path, monkeypatch: pytest.Monke
         pytest.skip("this torch does not check it")
     monkeypatch.setattr(torch.cuda, "graph", partial(graph, check_input_liveness=True))
     make_checkpoint(tmp_path)
-    llm = LLM(str(tmp_path), device=DEVICE, skip_tokenizer_init=True, max_num_seqs=4)
     params = SamplingParams(max_tokens=20, ignore_eos=True)
-    assert len(llm.generate([[1, 2, 3]] * 4, params, use_tqdm=False)) == 4
+    assert len(answer(make_llm(tmp_path, max_num_seqs=4), [[1, 2, 3]] * 4, params)) == 4
 
 
 def test_steady_decode_never_waits(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
-    llm = LLM(str(tmp_path), device=DEVICE, skip_tokenizer_init=True, max_num_seqs=8)
+    llm = make_llm(tmp_path, dtype="auto", max_num_seqs=8)
     params = SamplingParams(temperature=0.7, top_k=20, top_p=0.9, ignore_eos=True, max_tokens=100)
     for i in range(8):
         llm.engine.add_request([i + 1] * 5, params)
@@ -157,15 +146,7 @@ def test_capture_sizes(tmp_path: Path, num: int) -> None:
     ]
     answers = []
     for eager in (True, False):
-        llm = LLM(
-            str(tmp_path),
-            dtype="float32",
-            device=DEVICE,
-            skip_tokenizer_init=True,
-            max_num_seqs=num,
-            enforce_eager=eager,
-            gpu_memory_utilization=0.3,
-        )
+        llm = make_llm(tmp_path, num_kv_cache_blocks=5 * num, max_num_seqs=num, enforce_eager=eager)
         answers.append([o.outputs[0] for o in llm.generate(prompts, params, use_tqdm=False)])
         del llm
     for wanted, found in zip(*answers, strict=True):
@@ -179,16 +160,8 @@ def test_a_full_pool(tmp_path: Path) -> None:
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=100, ignore_eos=True)
     answers = []
     for blocks in (400, 30):
-        llm = LLM(
-            str(tmp_path),
-            dtype="float32",
-            device=DEVICE,
-            skip_tokenizer_init=True,
-            max_num_seqs=16,
-            num_kv_cache_blocks=blocks,
-        )
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        answers.append([o.outputs[0].token_ids for o in outputs])
+        llm = make_llm(tmp_path, num_kv_cache_blocks=blocks)
+        answers.append(answer(llm, prompts, params))
     assert llm.stats()["preemptions"] > 0
     assert answers[1] == answers[0]
 
@@ -216,15 +189,13 @@ def test_copies_of_the_host_pool(monkeypatch: pytest.MonkeyPatch, dtype: torch.d
 @pytest.mark.parametrize("eager", [True, False])
 def test_tokens_with_a_host_cache(tmp_path: Path, eager: bool) -> None:
     make_checkpoint(tmp_path)
-    options = dict(dtype="float32", skip_tokenizer_init=True, max_num_seqs=4, max_model_len=300)
-    options |= dict(block_size=16, enforce_eager=eager)
+    options = dict(max_num_seqs=4, max_model_len=300, enforce_eager=eager)
     prompts = [[(7 * i + j) % 190 + 1 for j in range(40 + 15 * i)] for i in range(10)]
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 
     def tokens(**more: object) -> tuple[list[list[int]], dict]:
-        llm = LLM(str(tmp_path), device=DEVICE, **options, **more)
-        rounds = [llm.generate(prompts, params, use_tqdm=False) for _ in range(2)]
-        return [out.outputs[0].token_ids for outs in rounds for out in outs], llm.stats()
+        llm = make_llm(tmp_path, **options, **more)
+        return answer(llm, prompts, params) + answer(llm, prompts, params), llm.stats()
 
     wanted, _ = tokens(num_kv_cache_blocks=400)
     found, stats = tokens(num_kv_cache_blocks=24, swap_space=2**-6)
@@ -235,10 +206,9 @@ def test_tokens_with_a_host_cache(tmp_path: Path, eager: bool) -> None:
 def test_graphs_fit_in_the_margin(tmp_path: Path) -> None:
     """What the graphs of 28 layers and 512 rows take outside torch's allocator."""
     make_checkpoint(tmp_path, num_hidden_layers=28)
-    options = dict(device=DEVICE, skip_tokenizer_init=True, max_num_seqs=512)
     taken = []
     for eager in (True, False):  # the first one loads libraries
-        llm = LLM(str(tmp_path), num_kv_cache_blocks=600, enforce_eager=eager, **options)
+        llm = make_llm(tmp_path, dtype="auto", max_num_seqs=512, enforce_eager=eager)
         free, total = torch.cuda.mem_get_info(torch.device(DEVICE))
         taken.append(total - free - torch.cuda.memory_reserved())
         del llm

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import references
 import torch
-from gpu_cases import DEVICE, MARKS, TOLERANCE, error, needs_fp8
+from gpu_cases import DEVICE, MARKS, TOLERANCE, error, needs_fp8, paged
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -24,22 +24,6 @@ from nanovllm.models.fp8 import FP8
 from nanovllm.models.layers import add_rms_norm, silu_and_mul
 
 pytestmark = MARKS
-
-
-def paged(contexts: list[int], kv_heads: int, dim: int, size: int, dtype: torch.dtype) -> tuple:
-    """(k, v, block tables, contexts): blocks in random order, NaN in slots that nobody wrote."""
-    counts = [-(-n // size) for n in contexts]
-    order = (torch.randperm(sum(counts)) + 1).int()
-    tables = torch.zeros((len(contexts), max(counts)), dtype=torch.int32)
-    shape = (sum(counts) + 1, kv_heads, size, dim)
-    k, v = (torch.randn(shape, device=DEVICE).to(dtype) for _ in range(2))
-    k[0], v[0] = float("nan"), float("nan")
-    for seq, count in enumerate(counts):
-        start = sum(counts[:seq])
-        tables[seq, :count] = order[start : start + count]
-        last, used = int(tables[seq, count - 1]), contexts[seq] - (count - 1) * size
-        k[last, :, used:], v[last, :, used:] = float("nan"), float("nan")
-    return k, v, tables.to(DEVICE), torch.tensor(contexts, device=DEVICE)
 
 
 REPEATS, LONG = 20, 4096  # launches on the same inputs, and tokens of a segment

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import faults
 import numpy as np
 import pytest
 import torch
@@ -41,7 +42,7 @@ def make_llm(path: Path, graphs: bool, **options: object) -> LLM:
         if graphs:
             capture_with(patch, stand_in)
         llm = LLM(str(path), **(settings | options))
-    assert (llm.engine.runner.graphs is not None) == graphs
+    assert hasattr(llm.engine.runner, "graphs") == graphs
     return llm
 
 
@@ -210,78 +211,46 @@ def test_an_engine_with_graphs_is_freed_at_once(
         gc.enable()
 
 
-def test_a_failed_replay_leaves_the_engine_usable(path: Path) -> None:
-    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-    llm = make_llm(path, graphs=True, max_num_seqs=4)
-    want = [o.outputs[0].token_ids for o in llm.generate([[1, 2], [3, 4]], params, use_tqdm=False)]
-    llm.reset_prefix_cache()
-    graphs = llm.engine.runner.graphs
-    assert graphs is not None
-    replay, calls = graphs.replay, []
+@pytest.mark.slow
+def test_an_error_at_any_line(path: Path) -> None:
+    """A step fails, and all requests go on.
 
-    def fail_once(rows: list[int]) -> object:
-        calls.append(rows)
-        if len(calls) == 3:
-            raise RuntimeError("lost")
-        return replay(rows)
-
-    graphs.replay = fail_once  # type: ignore[method-assign]
-    for prompt in ([1, 2], [3, 4]):
-        llm.engine.add_request(prompt, params)
-    found: dict[str, list[int]] = {}
-    failures = 0
-    while llm.engine.has_unfinished_requests():
-        try:
-            found |= {o.request_id: o.outputs[0].token_ids for o in llm.engine.step()}
-        except RuntimeError:
-            failures += 1
-    assert failures == 1
-    assert [found[key] for key in sorted(found, key=int)] == want
-
-
-@pytest.mark.parametrize("sent", [False, True])
-def test_rows_that_were_not_sent_are_sent_again(
-    path: Path, monkeypatch: pytest.MonkeyPatch, sent: bool
-) -> None:
-    """Sending fails when one of two rows has ended. Then there are the same two rows again."""
-    prompts, lengths = [[1, 2], [3, 4], [5, 6]], (20, 5, 9)
+    If rows were not sent when one of them had ended, the same rows are there again with the request
+    that is added then.
+    """
+    prompts, lengths = [[1, 2], [3, 4], [5, 6]], (7, 3, 4)
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
     llm = make_llm(path, graphs=True, max_num_seqs=4, async_scheduling=False)
-    want = [
-        llm.generate([prompt], p, use_tqdm=False)[0].outputs[0].token_ids
-        for prompt, p in zip(prompts, params, strict=True)
-    ]
-    graphs, calls = llm.engine.runner.graphs, []
-    assert graphs is not None
-    send = gpu_graphs.to_device
+    free_rows = llm.engine.scheduler.free_rows.copy()
+    pairs = list(zip(prompts, params, strict=True))
+    want = [llm.generate([x], y, use_tqdm=False)[0].outputs[0].token_ids for x, y in pairs]
+    engine, found, failures = llm.engine, dict[int, list[int]](), list[str]()
 
-    class Lost(torch.Tensor):
-        """A device's rows, whose change is interrupted at the end."""
+    def action() -> None:
+        found.clear()
+        failures.clear()
+        llm.reset_prefix_cache()
+        llm.engine.runner.graphs.decode_rows = None  # each run has the same lines and rows
+        engine.scheduler.free_rows = free_rows.copy()
+        for pair in pairs[:2]:
+            engine.add_request(*pair)
+        while engine.has_unfinished_requests():
+            try:
+                found.update({o.prompt_token_ids[0]: o["token_ids"] for o in engine.step()})
+            except ZeroDivisionError:
+                failures.append("")
+                engine.add_request(*pairs[2])
 
-        def __setitem__(self, index: object, value: torch.Tensor) -> None:
-            super().__setitem__(index, value)
-            if len(calls) == 2:
-                raise RuntimeError("lost")
+    def fault() -> None:
+        raise ZeroDivisionError
 
-    def fail_once(rows: object, device: torch.device) -> torch.Tensor:
-        calls.append(rows)
-        if len(calls) == 2 and not sent:
-            raise RuntimeError("lost")
-        return send(rows, device)
-
-    monkeypatch.setattr(gpu_graphs, "to_device", fail_once)
-    graphs.rows = graphs.rows.as_subclass(Lost)
-    for prompt, p in zip(prompts[:2], params, strict=False):
-        llm.engine.add_request(prompt, p)
-    found, failures = {}, 0
-    while llm.engine.has_unfinished_requests():
-        try:
-            found |= {o.prompt_token_ids[0]: o.outputs[0].token_ids for o in llm.engine.step()}
-        except RuntimeError:
-            failures += 1
-            llm.engine.add_request(prompts[2], params[2])
-    assert failures == 1
-    assert [found[prompt[0]] for prompt in prompts] == want
+    files = ("backends/gpu/graphs.py",)
+    lines = faults.run(action, files)
+    assert len(lines) > 30
+    for at, line in enumerate(lines):
+        faults.run(action, files, at, fault)
+        assert [found.get(prompt[0]) for prompt in prompts] == want, line
+        assert len(failures) == 1
 
 
 @pytest.mark.parametrize(("num_seqs", "chunk"), [(5, 12), (1, 32)])

@@ -8,7 +8,6 @@ import importlib.util
 import os
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 import references
 import torch
-from checkpoints import make_checkpoint, random_llm
+from gpu_cases import Paged, paged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -33,7 +32,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import make_backend  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
-from nanovllm import LLM, SamplingParams  # noqa: E402
+from nanovllm import LLM  # noqa: E402
 from nanovllm.backends.gpu.kernels import (  # noqa: E402
     attention,
     conversions,
@@ -67,27 +66,6 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
-class Paged:
-    """Random keys and values of sequences, in blocks in random order; NaN in all unused slots."""
-
-    def __init__(
-        self, contexts: list[int], kv_heads: int, dim: int, size: int, dtype: torch.dtype
-    ) -> None:
-        counts = [-(-n // size) for n in contexts]
-        # Block 0 and two other blocks stay unused.
-        order = (torch.randperm(sum(counts) + 2) + 1).tolist()
-        shape = (sum(counts) + 3, kv_heads, size, dim)
-        self.k, self.v = torch.full(shape, NAN, dtype=dtype), torch.full(shape, NAN, dtype=dtype)
-        self.tables = torch.zeros((len(contexts), max(counts) + 1), dtype=torch.int32)
-        for seq, (context, count) in enumerate(zip(contexts, counts, strict=True)):
-            for i in range(count):
-                block, used = order.pop(), min(size, context - i * size)
-                self.tables[seq, i] = block
-                for cache in (self.k, self.v):
-                    cache[block, :, :used] = torch.randn(kv_heads, used, dim).to(dtype)
-        self.contexts = torch.tensor(contexts)
-
-
 def lengths(size: int) -> st.SearchStrategy[int]:
     """One token, and lengths around the boundaries of blocks and of tiles of 16 keys."""
     edges = {1, 2, 15, 16, 17, 31, 32, 33, size - 1, size, size + 1}
@@ -116,7 +94,7 @@ def cases(draw: st.DrawFn, decode: bool) -> dict[str, object]:
 def attention_inputs(case: dict) -> tuple[Paged, Tensor, Tensor]:
     torch.manual_seed(case["seed"])
     dtype = FP8 if case["scales"] else case["dtype"]
-    kv = Paged(case["contexts"], case["kv_heads"], case["dim"], case["size"], dtype)
+    kv = paged(case["contexts"], case["kv_heads"], case["dim"], case["size"], dtype, "cpu")
     starts = torch.tensor([0, *torch.tensor(case["queries"]).cumsum(0)], dtype=torch.int32)
     q = torch.randn(int(starts[-1]), case["kv_heads"] * case["group"], case["dim"])
     return kv, q.to(case["dtype"]), starts
@@ -191,7 +169,7 @@ def test_a_cache_of_more_than_2_31_elements() -> None:
 
 def test_reference_equals_torch_attention() -> None:
     torch.manual_seed(0)
-    kv = Paged([33], 2, 32, 16, torch.float32)
+    kv = paged([33], 2, 32, 16, torch.float32, "cpu")
     q = torch.randn(33, 4, 32)
     starts = torch.tensor([0, 33], dtype=torch.int32)
     actual = references.attend(q, kv.k, kv.v, starts, kv.contexts, kv.tables)
@@ -306,11 +284,12 @@ def test_silu_and_mul(seed: int, rows: int, size: int, dtype: torch.dtype) -> No
     bias=st.booleans(),
     dtype=DTYPES,
 )
-def test_int8_linear(
-    seed: int, rows: int, shape: tuple[int, int], bias: bool, dtype: torch.dtype
+@pytest.mark.parametrize("weight_class", [Int8Weight, Int4Weight])
+def test_quantized_linear(
+    weight_class: Any, seed: int, rows: int, shape: tuple[int, int], bias: bool, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(seed)
-    weight = Int8Weight.empty(partial(torch.empty, dtype=dtype), *shape)
+    weight = weight_class.empty(partial(torch.empty, dtype=dtype), *shape)
     weight.copy_(torch.randn(shape) / shape[1] ** 0.5)
     module = SimpleNamespace(weight=weight, bias=torch.randn(shape[0]).to(dtype) if bias else None)
     x = torch.randn(rows, shape[1]).to(dtype)
@@ -390,26 +369,6 @@ def test_ptx_converts_every_byte_exactly(
     found = torch.cat(run_ptx(code.value, every.view(torch.int32)), 1).view(dtype)
     expected = every.view(source).to(dtype)
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.slow
-@BRIEF
-@given(
-    seed=SEEDS,
-    rows=st.sampled_from([1, 16, 17, 65, 129, 257]),
-    shape=st.sampled_from([(64, 64), (70, 70), (16, 300), (199, 96)]),
-    bias=st.booleans(),
-    dtype=DTYPES,
-)
-def test_int4_linear(
-    seed: int, rows: int, shape: tuple[int, int], bias: bool, dtype: torch.dtype
-) -> None:
-    torch.manual_seed(seed)
-    weight = Int4Weight.empty(partial(torch.empty, dtype=dtype), *shape)
-    weight.copy_(torch.randn(shape) / shape[1] ** 0.5)
-    module = SimpleNamespace(weight=weight, bias=torch.randn(shape[0]).to(dtype) if bias else None)
-    x = torch.randn(rows, shape[1]).to(dtype)
-    close(linear.linear(x, module), weight_only(x, module))
 
 
 COUNTS = [[1], [0, 3, 0, 0, 1], [2, 1, 65, 0, 3], [1] * 4, [0, 0, 0, 17], [33, 0, 0]]
@@ -553,22 +512,6 @@ def test_a_hidden_token_is_never_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (exceeds | (chosen == weights.nonzero().max())).all()
 
 
-@pytest.mark.slow
-def test_draws_follow_the_distribution() -> None:
-    probs = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
-    num = 120
-    row = torch.ones(num)
-    ids = torch.arange(num)
-    batch = SamplingBatch(row, ids, 3 * ids, {})
-    tokens = sampler.sample(probs.log().expand(num, -1).contiguous(), batch)
-    counts = torch.bincount(tokens, minlength=5)
-    assert counts[4] == 0
-    expected = probs[:4] * num
-    chi_squared = float(((counts[:4] - expected) ** 2 / expected).sum())
-    # With 3 degrees of freedom, one draw in a thousand exceeds this.
-    assert chi_squared < 16.3
-
-
 # Answers of four tokens: each takes the interpreter a second.
 QUESTIONS = {"sam backwards": "mas", "And aji in capitals?": "AJI"}
 
@@ -580,21 +523,6 @@ def test_the_engine_answers_with_the_kernels() -> None:
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
     answers = [out.outputs[0].text for out in llm.chat(chats, use_tqdm=False)]
     assert answers == list(QUESTIONS.values())
-
-
-@pytest.mark.slow
-def test_the_layout_of_llama_with_the_kernels(tmp_path: Path) -> None:
-    """No norms of queries and keys, biases of all projections of attention, rope of Llama 3."""
-    rope = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0}
-    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-    model = make_checkpoint(tmp_path, "llama", attention_bias=True, rope_parameters=rope)
-    llm = random_llm(tmp_path, attention_backend="triton", max_model_len=48)
-    ids = list(range(3, 29))
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    new = llm.generate(ids, params, use_tqdm=False)[0]["token_ids"]
-    with torch.no_grad():
-        logits = model(torch.tensor([ids + new])).logits[0, len(ids) - 1 : -1]
-    assert new == logits.argmax(dim=1).tolist()
 
 
 @pytest.fixture

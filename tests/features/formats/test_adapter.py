@@ -160,21 +160,6 @@ def test_embeddings_and_head_that_are_one_tensor(tmp_path: Path) -> None:
         torch.testing.assert_close(weight, (dict(model.state_dict()) | saved)[name])
 
 
-def test_the_prefix_cache_on_disk_belongs_to_the_adapter(tmp_path: Path) -> None:
-    base, adapter, _ = pair(tmp_path)
-    llm = random_llm(base, adapter=adapter)
-    llm.generate([1] * 40, GREEDY, use_tqdm=False)
-    assert llm.save_prefix_cache(tmp_path)
-    assert random_llm(base, adapter=adapter).load_prefix_cache(tmp_path)
-    with pytest.raises(ValueError, match="weights is"):
-        random_llm(base).load_prefix_cache(tmp_path)
-
-
-def test_dummy_weights_need_no_adapter(tmp_path: Path) -> None:
-    base, adapter, _ = pair(tmp_path)
-    assert tokens(random_llm(base, adapter=adapter, load_format="dummy"))
-
-
 PEFT = {"use_dora": True, "layer_replication": [[0, 2]], "trainable_token_indices": [3]}
 
 
@@ -186,15 +171,11 @@ PEFT = {"use_dora": True, "layer_replication": [[0, 2]], "trainable_token_indice
         ({"a_new_field": 1, "another": 2}, "a_new_field=1, another=2 is not supported"),
         ({"peft_type": "LOHA"}, "peft_type must be one of LORA, not 'LOHA'"),
         ({"r": 0}, "r must be at least 1"),
-        ({"r": "4"}, "r must be an int, not '4'"),
-        ({"rank_pattern": {"q_proj": 0}}, "r of 'q_proj' must be at least 1"),
-        ({"alpha_pattern": {"q_proj": "a"}}, "lora_alpha of 'q_proj' must be a number"),
-        ({"rank_pattern": {"(": 4}}, r"'\(' is no pattern: missing \)"),
         ({"alpha_pattern": [1]}, "alpha_pattern must be an object"),
         (
             {"r": 8},
-            r"adapter of 'the/base' and does not fit /.*/base: .*lora_A.weight has the shape "
-            r"\[4, 96\], expected \[8, 96\]; .*; and 24 more",
+            r"an adapter of 'the/base' with r=8, does not fit /.*/base in 28 tensors: .*"
+            r"lora_A.weight is \[4, 96\], expected \[8, 96\]; ",
         ),
         ({"rank_pattern": {"k_proj": 3}}, r"k_proj.lora_A.* \[4, 64\], expected \[3, 64\]"),
     ],
@@ -211,20 +192,18 @@ def test_what_is_not_supported(tmp_path: Path, config: dict[str, Any], words: st
 def test_an_adapter_of_another_model(tmp_path: Path, path: Path) -> None:
     make_checkpoint(tmp_path / "large", hidden_size=96)
     tensors = lora(load_file(tmp_path / "large" / "model.safetensors"), "layers.0.*q_proj")
-    with pytest.raises(
-        ValueError, match=r"lora_A.weight has the shape \[4, 96\], expected \[4, 64"
-    ):
+    with pytest.raises(ValueError, match=r"lora_A.weight is \[4, 96\], expected \[4, 64"):
         random_llm(path, adapter=save_adapter(tmp_path / "a", tensors))
     unknown = {name.replace("layers.0", "layers.9"): x for name, x in tensors.items()}
     with pytest.raises(ValueError, match=r"layers.9.*\[4, 96\], expected no such tensor"):
         random_llm(path, adapter=save_adapter(tmp_path / "a", unknown))
     half = {name: x[..., :64] for name, x in tensors.items() if "lora_A" in name}
-    with pytest.raises(ValueError, match=r"lora_B.weight has the shape None, expected \[128, 4\]"):
+    with pytest.raises(ValueError, match=r"lora_B.weight is missing, expected \[128, 4\]"):
         random_llm(path, adapter=save_adapter(tmp_path / "a", half))
     for name in ("score.weight", "model.embed_tokens.lora_embedding_A"):
-        with pytest.raises(ValueError, match=rf"{name} has the shape \[1, 64\], expected no such"):
+        with pytest.raises(ValueError, match=rf"{name} is \[1, 64\], expected no such"):
             random_llm(path, adapter=save_adapter(tmp_path / "a", {name: torch.ones(1, 64)}))
-    with pytest.raises(ValueError, match=r"norm.weight has the shape \[5\], expected \[64\]"):
+    with pytest.raises(ValueError, match=r"norm.weight is \[5\], expected \[64\]"):
         random_llm(path, adapter=save_adapter(tmp_path / "a", {"model.norm.weight": torch.ones(5)}))
 
 

@@ -210,7 +210,7 @@ def test_the_file_is_in_the_format_of_safetensors(path: Path, saved: tuple[Path,
     ("options", "message"),
     [
         ({"dtype": "bfloat16"}, r"dtype, .*\(torch.float32, .*; here torch.bfloat16, "),
-        ({"block_size": 32}, r"block_size than this engine has \(16; here 32\)"),
+        ({"block_size": 32}, r"block_size \(16; here 32\)"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype .*here torch.float8_e4m3fn"),
         ({"quantization": "int8"}, "quantization .*None; here int8"),
         ({"load_format": "dummy"}, "weights .*here random with seed 0"),
@@ -222,7 +222,7 @@ def test_other_options(
     path: Path, saved: tuple[Path, Any], options: dict[str, Any], message: str
 ) -> None:
     llm = random_llm(path, **options)
-    with pytest.raises(ValueError, match=f"was saved with another {message}"):
+    with pytest.raises(ValueError, match=f"they differ in {message}"):
         llm.load_prefix_cache(saved[0])
     assert is_empty(llm)
     still_serves(llm)
@@ -234,7 +234,7 @@ def test_another_model(path: Path, saved: tuple[Path, Any], tmp_path: Path) -> N
     other = random_llm(tmp_path / "other")
     with pytest.raises(
         ValueError,
-        match=rf"another model, weights than .* \({path}, \w+; here {tmp_path}/other, \w+\); use",
+        match=rf"differ in model, weights \({path}, \w+; here {tmp_path}/other, \w+\); use",
     ):
         other.load_prefix_cache(saved[0])
     assert is_empty(other)
@@ -325,6 +325,8 @@ def test_nothing_to_save_or_load(path: Path, tmp_path: Path) -> None:
     assert llm.load_prefix_cache(tmp_path) > 0
     with pytest.raises(OSError, match="cannot be written: .*File exists"):
         llm.save_prefix_cache(tmp_path / disk_cache.NAME)
+    with pytest.raises(NotADirectoryError):
+        llm.load_prefix_cache(tmp_path / disk_cache.NAME)
 
 
 # ---- at any time ----

@@ -98,6 +98,8 @@ def test_all_differences_in_one_error(old_and_new: tuple[LLM, Any, Any]) -> None
 def test_wrong_types(old_and_new: tuple[LLM, Any, Any], weights: Any, message: str) -> None:
     with pytest.raises(TypeError, match=re.escape(message)):
         old_and_new[0].load_weights(weights)
+    with pytest.raises(TypeError, match="partial must be True or False, not 'yes'"):
+        old_and_new[0].load_weights({}, partial="yes")
     assert old_and_new[0].stats()["blocks_evictable"] > 0
 
 
@@ -187,6 +189,33 @@ def test_some_weights(models: Callable[[str], Pair]) -> None:
     assert answers(llm)[0] == answers(random_llm(new_path))[0]
 
 
+def test_parts_that_are_complete_together(old_and_new: tuple[LLM, Any, Any]) -> None:
+    """After sleep, and after an error in one of the parts."""
+    llm, old, _ = old_and_new
+    llm.sleep(2)
+    llm.wake_up()
+    names = sorted(old)
+    parts = [{name: old[name] for name in names[i::3]} for i in range(3)]
+    llm.load_weights(parts[0], partial=True)
+    failing = [*parts[1].items(), ("no tensor", torch.zeros(1))]
+    with pytest.raises(ValueError, match="unexpected: no tensor"):
+        llm.load_weights(iter(failing), partial=True)
+    for part in parts[1:]:
+        with pytest.raises(RuntimeError, match="the weights are incomplete"):
+            llm.generate([[1, 2]])
+        llm.load_weights(iter(part.items()), partial=True)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "base_model.model."])
+def test_names_of_a_wrapper(old_and_new: tuple[LLM, Any, Any], prefix: str) -> None:
+    llm, _, new = old_and_new
+    wrapped = {prefix + name: tensor for name, tensor in new.items()}
+    for form in (wrapped, iter(wrapped.items())):
+        with pytest.raises(ValueError, match=f"{prefix[:-1]}' is of a wrapper; pass the names of"):
+            llm.load_weights(form)
+    assert llm.stats()["blocks_evictable"] > 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_other_dtypes(models: Callable[[str], Pair], dtype: torch.dtype) -> None:
     (path, _), (_, new) = models("qwen3")
@@ -214,10 +243,10 @@ def test_the_prefix_cache_on_disk(models: Callable[[str], Pair], tmp_path: Path)
     llm.load_weights(new.state_dict())
     answers(llm)
     for call in (llm.save_prefix_cache, llm.load_prefix_cache):
-        with pytest.raises(ValueError, match="has stored weights that are not the files"):
+        with pytest.raises(ValueError, match="load_weights has stored weights"):
             call(tmp_path)
     llm.load_weights(new_path)
-    with pytest.raises(ValueError, match="cannot be used with"):
+    with pytest.raises(ValueError, match="does not fit this engine: they differ in model, weights"):
         llm.load_prefix_cache(tmp_path)
     llm.load_weights(path)
     assert llm.load_prefix_cache(tmp_path) > 0

@@ -12,9 +12,10 @@ from checkpoints import random_llm
 from graphs import capture_with, stand_in
 from weights import MODELS, OPTIONS, PARAMS, answers, pair
 
+CASES = [*zip(MODELS, OPTIONS, strict=True), ("qwen3", "int8"), ("hybrid", "bfloat16")]
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("kind", MODELS)
+
+@pytest.mark.parametrize(("kind", "options"), CASES)
 def test_tokens_are_equal_after_sleep(kind: str, options: str, tmp_path: Path) -> None:
     """With a prefix cache that is full before each sleep."""
     (path, model), (other, _) = pair(kind, tmp_path)
@@ -96,8 +97,11 @@ def test_calls_are_refused(path: Path, level: int, tmp_path: Path) -> None:
 
 def test_what_cannot_sleep(path: Path) -> None:
     llm = random_llm(path)
-    with pytest.raises(ValueError, match="level must be 1 or 2, not 3"):
-        llm.sleep(3)
+    for level, error in ((3, ValueError), (True, TypeError)):
+        with pytest.raises(error, match=f"level must be .*, not {level}"):
+            llm.sleep(level)
+    with pytest.raises(ValueError, match="weights and KV cache wake up together; leave tags out"):
+        llm.wake_up(tags=["weights"])
     stream = llm.stream([[1, 2, 3]], PARAMS)
     next(stream)
     with pytest.raises(RuntimeError, match="while requests run"):

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint, random_llm
+from scripted import run_bodies
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cli.jobs.run_batch import BatchFiles, run_batch
 from nanovllm.loading.checkpoint import find_checkpoint
 
 QUERY = "What is the capital of China?"
@@ -118,8 +118,8 @@ WRONG: list[tuple[Any, Any, type[Exception], str]] = [
     ([], "a", ValueError, "data_1 is empty"),
     (["a", "b"], ["c"], ValueError, "data_1 has 2 texts and data_2 has 1"),
     ("a", None, TypeError, "data_2 must be"),
-    ("a", [1], TypeError, "data_2 must be a string or a list of strings"),
-    ({"a": 1}, "b", TypeError, "data_1 must be a string or a list of strings"),
+    ("a", [1], TypeError, "a text of data_2 must be a string"),
+    ({"a": 1}, "b", TypeError, "a text of data_1 must be a string"),
     ("a", "\ud800", ValueError, "UTF-8"),
     ("a", "word " * 2000, ValueError, "max_model_len"),
 ]
@@ -163,12 +163,8 @@ def test_a_file_of_requests(reranker: tuple[LLM, torch.nn.Module], tmp_path: Pat
         ("rerank", {"query": QUERY, "document": DOCUMENTS}),
         ("score", {"queries": QUERY, "documents": [3], "top_n": 1}),
     ]
-    lines = [{"custom_id": str(i), "url": f"/v1/{u}", "body": b} for i, (u, b) in enumerate(bodies)]
-    (tmp_path / "in").write_text("\n".join(map(json.dumps, lines)))
-    run_batch(llm, BatchFiles(tmp_path / "in", tmp_path / "out"))
-    read = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
-    by_id = {int(result["custom_id"]): result for result in read}
-    done = [by_id[i]["response"]["body"] for i in range(5)]
+    results = run_bodies(llm, tmp_path, [(f"/v1/{url}", body) for url, body in bodies])
+    done = [result["response"]["body"] for result in results]
     plain = [o.outputs.score for o in llm.score(QUERY, DOCUMENTS, use_tqdm=False)]
     asked = [o.outputs.score for o in llm.score(QUERY, DOCUMENTS, use_tqdm=False, instruction=TASK)]
     for i in (0, 2):
@@ -186,7 +182,7 @@ def test_a_file_of_requests(reranker: tuple[LLM, torch.nn.Module], tmp_path: Pat
         "document": {"text": DOCUMENTS[best]},
         "relevance_score": pytest.approx(asked[best], abs=1e-5),
     }
-    messages = [by_id[i]["error"]["error"]["message"] for i in range(5, 10)]
+    messages = [result["error"]["error"]["message"] for result in results[5:]]
     wanted = [
         "data_2 must be a string",
         "query must be a string",

@@ -4,16 +4,15 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import random_llm
+from scripted import run_bodies, script
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.cli.jobs.openai_format import CHAT, COMPLETIONS
-from nanovllm.cli.jobs.run_batch import BatchFiles, run_batch
 from nanovllm.features.requests.thinking import END, START, Splitter
 from nanovllm.loading.checkpoint import find_checkpoint
 
@@ -37,16 +36,6 @@ def spelled(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     with (path / "chat_template.jinja").open("a") as template:
         template.write("{# <think></think> #}")
     return LLM(str(path), reasoning_parser="deepseek_r1", device="cpu", dtype="float32")
-
-
-def script(ids: list[int]) -> Callable[..., Any]:
-    """A logits processor that makes the model say these tokens."""
-
-    def force(output: list[int], logits: Any) -> Any:
-        logits[ids[len(output)]] = float("inf")
-        return logits
-
-    return force
 
 
 def separated(text: str, is_open: bool) -> tuple[str | None, str]:
@@ -239,19 +228,14 @@ def test_a_file_of_requests(thinker: LLM, tmp_path: Path) -> None:
     thinks = {"logit_bias": {"1036": 100}, "thinking_token_budget": 2}
     completion = thinks | {"prompt": "What is 2 + 3?\n", "max_tokens": 8, "logprobs": 0}
     bodies = [(CHAT, chat | thinks), (CHAT, chat), (COMPLETIONS, completion)]
-    lines = [
-        {"custom_id": str(i), "url": url, "body": body} for i, (url, body) in enumerate(bodies)
-    ]
-    (tmp_path / "in").write_text("\n".join(map(json.dumps, lines)))
-    run_batch(thinker, BatchFiles(tmp_path / "in", tmp_path / "out"))
-    results = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
-    choices = {r["custom_id"]: r["response"]["body"]["choices"][0] for r in results}
-    messages = [choices[name]["message"] for name in "01"]
+    results = run_bodies(thinker, tmp_path, bodies)
+    choices = [result["response"]["body"]["choices"][0] for result in results]
+    messages = [choice["message"] for choice in choices[:2]]
     assert messages[0]["reasoning"] == "<think><think>"
     assert messages[0]["content"].startswith("<think>")
     assert "reasoning" not in messages[1]
     assert messages[1]["content"] == "2 + 3 = 5"
-    text, shown = choices["2"]["text"], choices["2"]["logprobs"]
+    text, shown = choices[2]["text"], choices[2]["logprobs"]
     assert text.startswith("<think><think><think></think><think>")
     for token, start in zip(shown["tokens"], shown["text_offset"], strict=True):
         assert text[start:].startswith(token)

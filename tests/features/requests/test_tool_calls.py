@@ -2,17 +2,16 @@
 
 import json
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted import run_bodies, script
 
 from nanovllm import LLM, SamplingParams, parse_tool_calls
 from nanovllm.cli.jobs.openai_format import CHAT, parse
-from nanovllm.cli.jobs.run_batch import BatchFiles, run_batch
 from nanovllm.features.requests.tool_calls import ToolUse
 
 ADD = {
@@ -153,8 +152,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"tools": [{"type": "function", "function": {"name": "a", "parameters": "x"}}]},
         r"tools\[0\].function.parameters must be an object",
     ),
-    ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice must be none, auto, required or"),
-    ({"tools": TOOLS, "tool_choice": 1}, "tool_choice must be none, auto"),
+    ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice must be one of none, auto, required"),
+    ({"tools": TOOLS, "tool_choice": 1}, "tool_choice must be a string"),
     ({"tools": TOOLS, "tool_choice": {"function": {"name": "add"}}}, "tool_choice must have the"),
     ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice must have the form"),
     (
@@ -170,27 +169,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def script(ids: list[int]) -> Callable[..., Any]:
-    """A logits processor that makes the model say these tokens."""
-
-    def force(output: list[int], logits: Any) -> Any:
-        logits[ids[len(output)]] = float("inf")
-        return logits
-
-    return force
-
-
-def run(llm: LLM, tmp_path: Path, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The results of chats, in their order."""
-    lines = [
-        {"custom_id": str(i), "url": "/v1/chat/completions", "body": {"messages": chat} | body}
-        for i, body in enumerate(bodies)
-    ]
-    (tmp_path / "in").write_text("\n".join(map(json.dumps, lines)))
-    files = BatchFiles(tmp_path / "in", tmp_path / "out")
-    run_batch(llm, files, trust_chat_templates=True)
-    results = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
-    return sorted(results, key=lambda result: int(result["custom_id"]))
+def run(llm: LLM, path: Path, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The results of chats."""
+    return run_bodies(llm, path, [(CHAT, {"messages": chat} | body) for body in bodies])
 
 
 chat = [{"role": "user", "content": "What is 2 + 3?"}]

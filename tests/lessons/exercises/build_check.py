@@ -21,24 +21,24 @@ from lessons.oracle.oracle import (
     replay,
 )
 
-__all__ = ["OracleRunner", "answer", "check_history", "expect", "load", "make_samples"]
+__all__ = ["OracleRunner", "answer", "check_history", "expect", "load", "make_samples", "same"]
 FAILS = "Random requests fail with your code. This is a short history of those that fail."
 FAULT = "What fails after the last step of this history:"
 
 
-def load(file: str, name: str) -> Any:
-    """Return `name` from the file in $SOLUTION, or from `file` in that or the current directory."""
+def load(file: str, *names: str) -> Any:
+    """Return what $SOLUTION, or `file` in that directory or the current one, defines as `names`."""
     path, task = Path(os.environ.get("SOLUTION", ".")).resolve(), file.removesuffix(".py")
     path = path / file if path.is_dir() else path
+    # pytest shows the text of a CollectError without a traceback.
     if not path.is_file():
-        # pytest shows the text of a CollectError without a traceback.
         raise pytest.Collector.CollectError(
             f"There is no file {path}. `python -m lessons build {task}` writes {file}, and "
             f"`python -m lessons build {task} --check FILE` checks it."
         )
     spec = importlib.util.spec_from_file_location("solution", path)
-    assert spec is not None, f"{path} is not a Python file"
-    assert spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise pytest.Collector.CollectError(f"{path} is not a Python file: its name ends in .py.")
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent))  # a solution may import others
     try:
@@ -49,15 +49,22 @@ def load(file: str, name: str) -> Any:
         ) from None
     finally:
         sys.path.remove(str(path.parent))
-    if not hasattr(module, name):
-        raise pytest.Collector.CollectError(f"{path} does not define {name}.")
-    return getattr(module, name)
+    for name in names:
+        if not hasattr(module, name):
+            raise pytest.Collector.CollectError(f"{path} does not define {name}.")
+    found = [getattr(module, name) for name in names]
+    return found if len(names) > 1 else found[0]
 
 
 def expect(is_right: bool, message: str) -> None:
     """Fail with `message` alone, which says what was expected and what came out."""
     if not is_right:
         raise pytest.fail.Exception(message, pytrace=False) from None
+
+
+def same(got: object, want: object, what: str) -> None:
+    """Fail unless `got` is equal to `want`. `what` says what they are."""
+    expect(got == want, f"{what} should be {want!r}, but with your code it is {got!r}.")
 
 
 def check_history(seed: int, make: type[History] = History, **modules: Any) -> History:

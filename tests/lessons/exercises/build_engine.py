@@ -2,18 +2,17 @@
 
 import functools
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from build_check import expect, load
+from build_check import expect, load, same
 from torch import Tensor
 from transformers import AutoModelForCausalLM, TypicalLogitsWarper
 from transformers.utils.logging import disable_progress_bar
 
-from lessons.lesson import ask, make_llm
+from lessons.lesson import ask, make_llm, timed
 from lessons.lesson02_model import Attend, Model
 from lessons.show import show_table
 from nanovllm.config import EMBEDDED
@@ -69,72 +68,55 @@ def by_transformers(text: str, number: int, typical_p: float = 0) -> list[int]:
     return output
 
 
-def compare(got: list[int], want: list[int], question: str, detail: str = "") -> None:
-    decode = shared()[0].decode
+def compare(got: list[int], question: str, number: int, detail: str = "", p: float = 0) -> None:
+    want, decode = by_transformers(question, number, p), shared()[0].decode
+    what = f"{question!r}{detail}: transformers answers {decode(want)!r}, and your engine"
+    expect(got == want, f"{what} {decode(got)!r}.")
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("number", "rows", "budget"), [(1, 4, 64), (5, 4, 64), (5, 3, 7)])
+def test_answers(number: int, rows: int, budget: int) -> None:
+    """Also with fewer rows than questions, and a budget that cuts prompts into chunks."""
+    prompts = [shared()[0].encode(question) for question in QUESTIONS[:number]]
+    engine = start(rows=rows, budget=budget)
+    outputs = engine.generate(prompts, [12] * number, shared()[3])
+    what = f"{number} question{'s' * (number > 1)} with {rows} rows and a budget of {budget}"
+    for question, got in zip(QUESTIONS, outputs, strict=False):
+        compare(got, question, 12, f", one of {what}" if number > 1 else "")
+    most, steps = max(shared()[1].steps), len(shared()[1].steps)
+    expect(most <= budget, f"A step computes {most} tokens, and the budget is {budget}.")
     expect(
-        got == want,
-        f"{question!r}{detail}: transformers answers {decode(want)!r}, and your engine "
-        f"{decode(got)!r}.",
+        number == 1 or steps < sum(map(len, outputs)),
+        f"{what} take {steps} steps, as many as one after the other. A step should compute tokens "
+        "of several requests.",
     )
-
-
-@torch.inference_mode()
-def test_answers_one_question() -> None:
-    prompt = shared()[0].encode(QUESTIONS[0])
-    [got] = start().generate([prompt], [12], shared()[3])
-    compare(got, by_transformers(QUESTIONS[0], 12), QUESTIONS[0])
-
-
-@torch.inference_mode()
-def test_answers_several_at_once() -> None:
-    """With fewer rows than questions, and a budget that cuts prompts into chunks."""
-    prompts = [shared()[0].encode(question) for question in QUESTIONS]
-    for rows, budget in ((4, 64), (3, 7)):
-        engine = start(rows=rows, budget=budget)
-        outputs = engine.generate(prompts, [12] * len(prompts), shared()[3])
-        for question, got in zip(QUESTIONS, outputs, strict=True):
-            want = by_transformers(question, 12)
-            compare(got, want, question, f" with {rows} rows and a budget of {budget}")
-        most, steps = max(shared()[1].steps), len(shared()[1].steps)
-        expect(most <= budget, f"A step computes {most} tokens, and the budget is {budget}.")
-        expect(
-            steps < sum(map(len, outputs)),
-            f"{len(prompts)} questions with {rows} rows take {steps} steps, as many as one after "
-            "the other. A step should compute tokens of several requests.",
-        )
-        free = engine.blocks.num_available
-        expect(free == 64, f"All requests have ended, and {64 - free} blocks are still in use.")
+    same(engine.blocks.num_available, 64, f"{what} have ended. The available blocks, of 64,")
 
 
 @torch.inference_mode()
 def test_the_longest_output_runs_first() -> None:
     new = [2, 2, 37, 2, 2]
-    prompts = [[300 + i, 5] for i in range(5)]
-    start(rows=2).generate(prompts, new, set())
-    steps = len(shared()[1].steps)
-    expect(
-        steps == max(new),
-        f"Two rows, and requests for {new} tokens: if the longest runs first, all take {max(new)} "
-        f"steps, but yours take {steps}.",
-    )
+    start(rows=2).generate([[300 + i, 5] for i in range(5)], new, set())
+    what = f"Two rows, and requests for {new} tokens. If the longest runs first, the steps of all"
+    same(len(shared()[1].steps), max(new), what)
 
 
 @torch.inference_mode()
 def test_a_prefix_is_computed_once() -> None:
     tokenizer, model, _, ends = shared()
     prompts = [tokenizer.encode(SYSTEM + question) for question in QUESTIONS[:2]]
-    same = next(i for i, (a, b) in enumerate(zip(*prompts, strict=False)) if a != b) // 16 * 16
+    common = next(i for i, (a, b) in enumerate(zip(*prompts, strict=False)) if a != b) // 16 * 16
     engine = start()
     for prompt, question in zip(prompts, QUESTIONS, strict=False):
         model.steps.clear()
         [got] = engine.generate([prompt], [12], ends)
-        compare(got, by_transformers(SYSTEM + question, 12), question, " after a prefix")
-    computed, want = sum(model.steps), len(prompts[1]) + len(got) - 1 - same
-    expect(
-        computed == want,
-        f"Two prompts begin with the same {same} tokens, in full blocks, and run one after the "
-        f"other. The second should compute {want} tokens, but computes {computed}.",
+        compare(got, SYSTEM + question, 12)
+    what = (
+        f"Two prompts begin with the same {common} tokens, in full blocks, and run one after the "
     )
+    want = len(prompts[1]) + len(got) - 1 - common
+    same(sum(model.steps), want, f"{what}other. The tokens that the second computes")
 
 
 @torch.inference_mode()
@@ -143,29 +125,25 @@ def test_a_prefix_is_attached_once() -> None:
     engine, prefix = start(rows=3, budget=7), [7] * 40
     engine.generate([prefix], [1], set())
     engine.generate([[*prefix, 10 + i] for i in range(5)], [1] * 5, set())
-    free = engine.blocks.num_available
-    expect(
-        free == 64,
-        "Requests take their cached prefix once, even if they wait for several steps after that. "
-        f"When all have ended, all 64 blocks should be available, but {free} are.",
-    )
+    what = "Requests take their cached prefix once, even if they wait for several steps after that."
+    same(engine.blocks.num_available, 64, f"{what} When all have ended, the available blocks")
+    what = "5 prompts begin with the same 32 tokens, which are cached. The tokens that all compute"
+    same(sum(shared()[1].steps) - len(prefix), 5 * 9, what)
 
 
 @torch.inference_mode()
 def test_a_prefix_with_hits_survives_documents() -> None:
-    model, prefix = shared()[1], [7] * 32
-    engine = start(num_blocks=6, rows=1)
+    prefix, engine = [7] * 32, start(num_blocks=6, rows=1)
     for i in range(3):
         engine.generate([[*prefix, 10 + i]], [1], set())
     engine.generate([[20 + i] * 40 for i in range(3)], [1] * 3, set())
-    model.steps.clear()
+    shared()[1].steps.clear()
     engine.generate([[*prefix, 30]], [1], set())
-    computed = sum(model.steps)
-    expect(
-        computed == 1,
+    what = (
         "A prefix of 32 tokens has 2 hits, and then 3 documents need its blocks, if blocks without "
-        f"hits are not evicted first. The next chat should compute 1 token, but computes {computed}.",
     )
+    what += "hits are not evicted first. The tokens that the next chat computes"
+    same(sum(shared()[1].steps), 1, what)
 
 
 @torch.inference_mode()
@@ -174,16 +152,11 @@ def test_waiting_requests_hold_no_blocks() -> None:
     engine, prefixes = start(num_blocks=6, rows=1), [[7] * 32, [8] * 32]
     for prefix in prefixes:
         engine.generate([[*prefix, 9]], [1], set())
-    error = None
     try:
         engine.generate([[6] * 70, *([*prefix, 9] for prefix in prefixes)], [10, 1, 1], set())
-    except Exception as raised:  # whatever a block manager without blocks raises
-        error = raised
-    expect(
-        error is None,
-        f"With one row a request needs 5 of 6 blocks, and your engine raises {error!r}. No request "
-        "that has to wait may hold blocks.",
-    )
+    except Exception as error:  # whatever a block manager without blocks raises
+        what = "With one row a request needs 5 of 6 blocks, and your engine raises"
+        expect(False, f"{what} {error!r}. No request that has to wait may hold blocks.")
 
 
 @torch.inference_mode()
@@ -198,11 +171,8 @@ def test_one_new_token_attends_by_tiles(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(softmax, "update", counted)
     monkeypatch.setitem(Engine.attend.__globals__, "update", counted)
     start().generate([[7] * 20], [2], set())
-    expect(
-        len(calls) > 0,
-        "A request with one new token should attend through tiles, but `update` of softmax.py is "
-        "not called.",
-    )
+    what = "A request with one new token should attend through tiles, but `update` of softmax.py is"
+    expect(len(calls) > 0, f"{what} not called.")
 
 
 @torch.inference_mode()
@@ -210,7 +180,7 @@ def test_the_filter_is_used() -> None:
     text = "What is "
     for p in (0.05, 0.2):
         [got] = start().generate([shared()[0].encode(text)], [6], shared()[3], p)
-        compare(got, by_transformers(text, 6, p), text, f" with typical_p={p}")
+        compare(got, text, 6, f" with typical_p={p}", p)
 
 
 @torch.inference_mode()
@@ -244,9 +214,8 @@ def test_speed(capsys: pytest.CaptureFixture[str]) -> None:
         ("your engine", yours),
         ("nanovllm in plain torch", nanovllm),
     ):
-        begin = time.perf_counter()
-        tokens = run()
-        rows.append((name, tokens, f"{tokens / (time.perf_counter() - begin):,.0f}"))
+        tokens, seconds = timed(run, repeats=2)
+        rows.append((name, tokens, f"{tokens / seconds:,.0f}"))
     with capsys.disabled():
         print("\n\n4 questions:\n")
         show_table(("engine", "tokens", "tokens/s"), rows)

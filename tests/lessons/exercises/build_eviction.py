@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from build_check import OracleRunner, answer, check_history, expect, load, make_samples
+from build_check import OracleRunner, answer, check_history, expect, load, make_samples, same
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
@@ -23,13 +23,8 @@ class Checked(FewestHits):
         return victim
 
 
-def use(blocks: BlockManager, *heads: int) -> None:
-    """Run a sequence with one full block [head, head] for each head, and release its blocks."""
-    blocks.release(start(blocks, *heads))
-
-
 def start(blocks: BlockManager, *heads: int) -> Sequence:
-    """Run a sequence as in `use`, which keeps its blocks."""
+    """Run a sequence with one full block [head, head] for each head. It keeps its blocks."""
     tokens = [token for head in heads for token in (head, head)] + [0]
     seq = make_samples(tokens, len(tokens) + 1)[0]
     blocks.attach_cached(seq, blocks.match(seq))
@@ -38,6 +33,12 @@ def start(blocks: BlockManager, *heads: int) -> Sequence:
     seq.num_computed = len(tokens)
     blocks.cache_full_blocks(seq)
     return seq
+
+
+def use(blocks: BlockManager, *prompts: int | tuple[int, ...]) -> None:
+    """Run a sequence for each prompt, and release its blocks."""
+    for heads in prompts:
+        blocks.release(start(blocks, *(heads if isinstance(heads, tuple) else (heads,))))
 
 
 def evict_all(blocks: BlockManager) -> list[int]:
@@ -52,102 +53,77 @@ def evict_all(blocks: BlockManager) -> list[int]:
     return order
 
 
-def test_fewest_hits_first() -> None:
-    blocks = Checked(8, 2)
-    for _ in range(4):
-        use(blocks, 1)
-    use(blocks, 2, 3)
-    got = evict_all(blocks)
-    expect(
-        got == [3, 2, 1],
-        "Block 1 has 3 hits. Then blocks 2 and 3 of a document are computed, with 0 hits. The "
-        f"expected order of eviction is [3, 2, 1], but it is {got}.",
-    )
+@pytest.mark.parametrize(
+    ("prompts", "want", "what"),
+    [
+        (
+            (1, 1, 1, 1, (2, 3)),
+            [3, 2, 1],
+            "Block 1 has 3 hits. Then blocks 2 and 3 of a document are computed, with 0 hits.",
+        ),
+        (
+            (1, 2, 3, 2, 3, 1),
+            [2, 3, 1],
+            "Blocks 1, 2 and 3 have one hit each and were used last in the order 2, 3, 1.",
+        ),
+        (
+            (*[1] * 5, *[2] * 4, *[3] * 3, 4, 4, 5),
+            [5, 4, 3, 2, 1],
+            "Blocks 1 to 5 have 4, 3, 2, 1 and 0 hits, and were used in this order.",
+        ),
+        (
+            ((1, 2, 3), (1, 2, 3), 4),
+            [4, 3, 2, 1],
+            "Blocks 1, 2 and 3 of one prompt have one hit each, and block 4 has none. The last "
+            "block of a sequence is released first.",
+        ),
+    ],
+    ids=["scan", "recent", "many", "prefix"],
+)
+def test_order(prompts: tuple[int | tuple[int, ...], ...], want: list[int], what: str) -> None:
+    use(blocks := Checked(8, 2), *prompts)
+    same(evict_all(blocks), want, f"{what} The order of eviction")
 
 
-def test_the_least_recently_used_of_equal_ones() -> None:
-    blocks = Checked(8, 2)
-    for head in (1, 2, 3, 2, 3, 1):
-        use(blocks, head)
-    got = evict_all(blocks)
-    expect(
-        got == [2, 3, 1],
-        "Blocks 1, 2 and 3 have one hit each and were used last in the order 2, 3, 1. They should "
-        f"be evicted in this order, but the order is {got}.",
-    )
-
-
-def test_every_hit_counts() -> None:
-    blocks = Checked(8, 2)
-    for head, times in ((1, 5), (2, 4), (3, 3), (4, 2), (5, 1)):
-        for _ in range(times):
-            use(blocks, head)
-    got = evict_all(blocks)
-    expect(
-        got == [5, 4, 3, 2, 1],
-        "Blocks 1 to 5 have 4, 3, 2, 1 and 0 hits, and were used in this order. The expected order "
-        f"of eviction is [5, 4, 3, 2, 1], but it is {got}.",
-    )
+def test_a_match_alone_is_no_hit() -> None:
+    use(blocks := Checked(8, 2), 1, 1, 2, 2, 2)
+    for _ in range(5):
+        blocks.match(make_samples([1, 1, 0], 4)[0])
+    what = "Block 1 has one hit and block 2 has two. Then `match` finds block 1 5 times, and no "
+    same(evict_all(blocks), [1, 2], f"{what}sequence takes it. The order of eviction")
 
 
 def test_hits_of_a_block_in_use_count() -> None:
     blocks = Checked(8, 2)
     seq = start(blocks, 1)
-    for head in (1, 1, 1, 2, 2, 2):
-        use(blocks, head)
+    use(blocks, 1, 1, 1, 2, 2, 2)
     blocks.release(seq)
     use(blocks, 2)
-    got = evict_all(blocks)
-    expect(
-        got == [1, 2],
+    what = (
         "Block 1 gets 3 hits while the request that computed it still runs, and then block 2 gets "
-        f"3 hits. They should be evicted in the order [1, 2], but the order is {got}.",
     )
+    same(evict_all(blocks), [1, 2], f"{what}3 hits. The order of eviction")
     seq = start(blocks, 3)
-    for head in (3, 3, 4, 4):
-        use(blocks, head)
+    use(blocks, 3, 3, 4, 4)
     blocks.release(seq)
-    use(blocks, 3)
-    use(blocks, 5)
-    use(blocks, 4)
-    got = evict_all(blocks)
-    expect(
-        got == [5, 4, 3],
-        "Block 3 gets 2 hits while the request that computed it still runs, and 1 later. Block 4 "
-        f"has 2 hits and block 5 none. The expected order of eviction is [5, 4, 3], but it is "
-        f"{got}.",
-    )
-
-
-def test_each_block_of_a_prefix_has_hits() -> None:
-    blocks = Checked(8, 2)
-    for heads in ((1, 2, 3), (1, 2, 3), (4,)):
-        use(blocks, *heads)
-    got = evict_all(blocks)
-    expect(
-        got == [4, 3, 2, 1],
-        "Blocks 1, 2 and 3 of one prompt have one hit each, and block 4 has none. The expected "
-        f"order of eviction is [4, 3, 2, 1], because the last block of a sequence is released "
-        f"first, but it is {got}.",
+    use(blocks, 3, 5, 4)
+    what = "Block 3 gets 2 hits while the request that computed it still runs, and 1 later. Block "
+    same(
+        evict_all(blocks), [5, 4, 3], f"{what}4 has 2 hits and block 5 none. The order of eviction"
     )
 
 
 @pytest.mark.parametrize("popular", [4, 5])
-def test_hits_belong_to_the_content(popular: int) -> None:
+@pytest.mark.parametrize("reset", [False, True])
+def test_hits_belong_to_the_content(popular: int, reset: bool) -> None:
     blocks = Checked(3, 2)
-    for head, times in ((1, 10), (2, 5)):
-        for _ in range(times):
-            use(blocks, head)
-    evict_all(blocks)
-    for head in (4, 5, popular):
-        use(blocks, head)
-    got, want = evict_all(blocks), [9 - popular, popular]
-    expect(
-        got == want,
-        "Blocks with many hits are evicted and filled with new content, 4 and 5. Then "
-        f"{popular} gets one hit, and {9 - popular} has none. The expected order of eviction is "
-        f"{want}, but it is {got}. New content should start with 0 hits.",
-    )
+    use(blocks, *[1] * 10, *[2] * 5)
+    _ = blocks.reset_prefix_cache() if reset else evict_all(blocks)
+    use(blocks, 4, 5, popular)
+    how = "lost by reset_prefix_cache()" if reset else "evicted"
+    what = f"Blocks with many hits are {how} and filled with new content, 4 and 5, which starts "
+    what += f"with 0 hits. Then {popular} gets one. The order of eviction"
+    same(evict_all(blocks), [9 - popular, popular], what)
 
 
 def cached_tokens(manager: type[BlockManager]) -> int:
@@ -168,19 +144,15 @@ def cached_tokens(manager: type[BlockManager]) -> int:
             assert step is not None
             scheduler.commit(step, runner.run(step.plan))
         want = answer(prompt, seq.max_length, frozenset(), 0)
-        expect(seq.output_ids == want, f"request {arrival} got the tokens of another context")
+        same(seq.output_ids, want, f"The tokens of request {arrival}")
     return scheduler.cached_tokens
 
 
 def test_more_prefix_hits_than_least_recently_used() -> None:
-    lru, got, want = cached_tokens(BlockManager), cached_tokens(FewestHits), 19 * 16
-    assert lru == 10 * 16  # documents evict the common prefix between two rounds
-    expect(
-        got == want,
-        f"20 chats with a common prefix of 16 tokens run between documents. The engine's own rule "
-        f"takes {lru} tokens from the prefix cache. Of yours 19 * 16 = {want} are expected, all "
-        f"but the first chat's, but it takes {got}.",
-    )
+    assert cached_tokens(BlockManager) == 10 * 16  # documents evict the prefix between two rounds
+    what = "20 chats with a common prefix of 16 tokens run between documents. The tokens from the "
+    what += "prefix cache, of all chats but the first (160 with the engine's own rule),"
+    same(cached_tokens(FewestHits), 19 * 16, what)
 
 
 def test_random_histories() -> None:

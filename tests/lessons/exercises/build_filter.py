@@ -5,7 +5,7 @@ from typing import Annotated
 
 import pytest
 import torch
-from build_check import expect, load
+from build_check import expect, load, same
 from torch import Tensor
 from transformers import TypicalLogitsWarper
 
@@ -19,9 +19,12 @@ MASKED = float("-inf")
 
 def filtered(logits: Tensor, *typical_p: float) -> Tensor:
     """The solution's result, for one p a row."""
-    got = keep_typical_p(logits.clone(), torch.tensor(typical_p))
+    given = logits.clone()
+    got = keep_typical_p(given, torch.tensor(typical_p))
     is_right = isinstance(got, Tensor) and got.shape == logits.shape and got.dtype == logits.dtype
     expect(is_right, f"A tensor of shape {list(logits.shape)} is expected, but {got!r} came out.")
+    unchanged = torch.equal(given.nan_to_num(), logits.nan_to_num())
+    expect(unchanged, "The tensor of logits that your function gets must not change.")
     return got
 
 
@@ -33,59 +36,43 @@ def kept(logits: Tensor) -> list[int]:
     return (logits > MASKED).nonzero().flatten().tolist()
 
 
-@pytest.mark.parametrize(("p", "want"), [(0.3, [1, 2]), (0.6, [0, 1, 2]), (0.95, [0, 1, 2, 3])])
-def test_the_example(p: float, want: list[int]) -> None:
-    got = kept(filtered(torch.tensor([[0.5, 0.2, 0.2, 0.1]]).log(), p)[0])
-    expect(
-        got == want,
-        f"Of the probabilities 0.5, 0.2, 0.2, 0.1 typical_p={p} should keep the tokens {want}, but "
-        f"it keeps {got}.",
-    )
+def random(seed: int, rows: int, size: int = 60, scale: float = 3) -> Tensor:
+    return scale * torch.randn(rows, size, generator=torch.Generator().manual_seed(seed))
 
 
-def test_equal_distances_are_kept_together() -> None:
-    got = kept(filtered(torch.tensor([[0.5, 0.2, 0.2, 0.1]]).log(), 0.1)[0])
-    expect(
-        got == [1, 2],
-        "Of the probabilities 0.5, 0.2, 0.2, 0.1 the first 0.2 reaches typical_p=0.1 alone, and "
-        f"the other 0.2 has the same distance. The tokens [1, 2] should be kept, but {got} are.",
-    )
-
-
-def test_a_sum_of_exactly_p_is_enough() -> None:
-    """0.25 three times and 0.125 twice, whose sums are exact in float32."""
-    logits = torch.tensor([[0.25, 0.25, 0.25, 0.125, 0.125]]).log()
-    exact = torch.tensor([[0.25, 0.25, 0.25, 0.125, 0.125]])
-    for probs in (logits.softmax(-1), logits.log_softmax(-1).exp()):
-        if not torch.equal(probs, exact):
+@pytest.mark.parametrize(
+    ("probs", "p", "want"),
+    [
+        ([0.5, 0.2, 0.2, 0.1], 0.3, [1, 2]),
+        ([0.5, 0.2, 0.2, 0.1], 0.6, [0, 1, 2]),
+        ([0.5, 0.2, 0.2, 0.1], 0.95, [0, 1, 2, 3]),
+        ([0.5, 0.2, 0.2, 0.1], 0.1, [1, 2]),  # the first 0.2 reaches p, the other is equal
+        ([0.25, 0.25, 0.25, 0.125, 0.125], 0.75, [0, 1, 2]),  # a sum of exactly p is enough
+    ],
+)
+def test_small_distributions(probs: list[float], p: float, want: list[int]) -> None:
+    logits = torch.tensor([probs]).log()
+    for computed in (logits.softmax(-1), logits.log_softmax(-1).exp()):
+        if p == 0.75 and not torch.equal(computed, torch.tensor([probs])):
             pytest.skip("this processor's exp rounds 0.25 or 0.125")
-    got = kept(filtered(logits, 0.75)[0])
-    expect(
-        got == [0, 1, 2],
-        "Of the probabilities 0.25, 0.25, 0.25, 0.125, 0.125 the first three sum to 0.75, and "
-        f"typical_p=0.75 should keep the tokens [0, 1, 2], but it keeps {got}.",
-    )
+    what = f"Of the probabilities {probs} the tokens that typical_p={p} keeps"
+    same(kept(filtered(logits, p)[0]), want, what)
 
 
 @pytest.mark.parametrize("p", [0.001, 0.2, 0.5, 0.9, 0.98])
 def test_equals_transformers(p: float) -> None:
-    torch.manual_seed(0)
-    logits = 3 * torch.randn(8, 60)
+    logits = random(0, 8)
     got, want = filtered(logits, *[p] * 8), reference(logits, p)
-    for i in range(8):
-        expect(
-            kept(got[i]) == kept(want[i]),
-            f"For random logits and typical_p={p}, transformers' TypicalLogitsWarper keeps the "
-            f"tokens {kept(want[i])}, but yours keeps {kept(got[i])}.",
-        )
+    for mine, theirs in zip(got, want, strict=True):
+        what = f"Of random logits the tokens that typical_p={p} keeps, as in transformers,"
+        same(kept(mine), kept(theirs), what)
     difference = (got - want)[want > MASKED].abs().max()
     expect(difference == 0, f"Kept logits should not change, but change by up to {difference:.2f}.")
 
 
 def test_small_probabilities_count() -> None:
     """A constant that is added to them, so that log 0 is finite, must be much smaller."""
-    torch.manual_seed(6)
-    logits = torch.randn(1, 50_000)
+    logits = random(6, 1, 50_000, scale=1)
     got, want = (len(kept(x[0])) for x in (filtered(logits, 0.5), reference(logits, 0.5)))
     expect(
         abs(got - want) < 0.01 * want,
@@ -94,66 +81,45 @@ def test_small_probabilities_count() -> None:
 
 
 def test_each_row_has_its_own_value() -> None:
-    torch.manual_seed(1)
-    values = (0.2, 1.0, 0.9, 0.5)
-    logits = 3 * torch.randn(len(values), 60)
+    values, logits = (0.2, 1.0, 0.9, 0.5), random(1, 4)
     got = filtered(logits, *values)
     for i, p in enumerate(values):
         want = logits[i] if p == 1 else reference(logits[i : i + 1], p)[0]
-        expect(
-            torch.equal(got[i], want),
-            f"Rows have typical_p={values}. Row {i} should keep {len(kept(want))} tokens, as it "
-            f"does alone, but keeps {len(kept(got[i]))}.",
-        )
+        what = f"Rows have typical_p={values}. The tokens that row {i} keeps, as it does alone,"
+        same(kept(got[i]), kept(want), what)
 
 
 def test_one_turns_it_off() -> None:
-    torch.manual_seed(2)
-    logits = 30 * torch.randn(4, 60)  # many probabilities are so small that they are rounded to 0
+    logits = random(2, 4, scale=30)  # many probabilities are so small that they are rounded to 0
     got = filtered(logits, 1.0, 1.0, 1.0, 0.5)
     expect(
         torch.equal(got[:3], logits[:3]), "typical_p=1 should not change the logits, but it does."
     )
 
 
+@pytest.mark.parametrize("p", [0, 1e-6])
 @pytest.mark.parametrize("scale", [0.0, 1.0, 100.0])
-def test_a_token_is_left(scale: float) -> None:
-    torch.manual_seed(3)
-    got = filtered(scale * torch.randn(4, 60), *[1e-6] * 4)
-    for row in got:
-        expect(
-            len(kept(row)) > 0,
-            f"typical_p=1e-6 should keep at least one token of logits of scale {scale}, but keeps "
-            "none.",
-        )
+def test_a_token_is_left(scale: float, p: float) -> None:
+    for row in filtered(random(3, 4, scale=scale), *[p] * 4):
+        what = f"typical_p={p} should keep at least one token of logits of scale {scale}, but"
+        expect(len(kept(row)) > 0, f"{what} keeps none.")
 
 
 def test_what_is_hidden_stays_hidden() -> None:
-    torch.manual_seed(4)
-    logits = 3 * torch.randn(4, 60)
+    logits, values = random(4, 4), (0.2, 0.5, 0.9, 0.99)
     few = logits[:, :20].clone()
     logits[:, 20:] = MASKED
-    got, want = filtered(logits, 0.2, 0.5, 0.9, 0.99), filtered(few, 0.2, 0.5, 0.9, 0.99)
-    for i in range(4):
-        expect(
-            not kept(got[i, 20:]),
-            "Tokens 20 to 59 are -inf already. They should stay -inf, but some do not.",
-        )
-        expect(
-            torch.equal(got[i, :20], want[i]),
-            f"An earlier filter has hidden tokens 20 to 59. Of the others, {kept(want[i])} should "
-            f"be kept, as if there were no hidden ones, but {kept(got[i])} are.",
-        )
+    for got, want in zip(filtered(logits, *values), filtered(few, *values), strict=True):
+        what = "An earlier filter has hidden tokens 20 to 59. What is kept then, as if there were "
+        same(kept(got), kept(want), f"{what}no hidden ones,")
     only = torch.full((1, 60), MASKED)
     only[0, 7] = 0.0
-    got = filtered(only, 0.5)
-    expect(torch.equal(got, only), f"The only token, 7, should be kept, but {kept(got[0])} are.")
+    same(kept(filtered(only, 0.5)[0]), [7], "What is kept of the only token, 7,")
 
 
 def test_a_row_of_nan_does_not_disturb_the_others() -> None:
     """The sampler returns -1 for such a row, but filters see it."""
-    torch.manual_seed(5)
-    logits = torch.randn(2, 60)
+    logits = random(5, 2)
     want = filtered(logits, 0.5, 0.5)[1]
     logits[0] = float("nan")
     got = filtered(logits, 0.5, 0.5)[1]
@@ -186,9 +152,5 @@ def test_generates_with_the_embedded_model(monkeypatch: pytest.MonkeyPatch) -> N
     off = tokens([Params(seed=i, **common) for i in range(len(values))])
     want = tokens([Params(seed=i, logits_processors=f, **common) for i, f in enumerate(processors)])
     for i, p in enumerate(values):
-        expect(
-            got[i] == want[i],
-            f"With typical_p={p} and seed {i}, the engine should generate the tokens {want[i]}, as "
-            f"with transformers' filter, but it generates {got[i]}.",
-        )
+        same(got[i], want[i], f"The tokens of the engine with typical_p={p} and seed {i}")
     assert got != off  # else the prompt would prove nothing

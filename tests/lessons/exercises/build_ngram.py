@@ -5,14 +5,13 @@ from itertools import product
 
 import pytest
 import torch
-from build_check import expect, load
+from build_check import expect, load, same
 
 from lessons.lesson import make_llm
 from lessons.lesson02_model import Model, attention
 from lessons.oracle.oracle import next_token
 
-propose, accept = load("ngram.py", "propose"), load("ngram.py", "accept")
-generate = load("ngram.py", "generate")
+propose, accept, generate = load("ngram.py", "propose", "accept", "generate")
 
 
 @pytest.mark.parametrize(
@@ -36,13 +35,12 @@ generate = load("ngram.py", "generate")
 )
 def test_propose(known: list[int], size: int, most: int, want: list[int]) -> None:
     given = list(known)
-    got = propose(known, size, most)
-    expect(
-        got == want,
-        f"After {given}, size {size} and most {most}: the drafts should be {want}, but yours are "
-        f"{got}.",
+    same(
+        propose(known, size, most),
+        want,
+        f"The drafts after {given}, with size={size}, most={most},",
     )
-    expect(known == given, f"propose changed the known tokens {given} to {known}.")
+    same(known, given, "The known tokens, which propose gets,")
 
 
 @pytest.mark.parametrize(
@@ -57,12 +55,8 @@ def test_propose(known: list[int], size: int, most: int, want: list[int]) -> Non
     ],
 )
 def test_accept(drafts: list[int], drawn: list[int], want: list[int]) -> None:
-    got = accept(list(drafts), list(drawn))
-    expect(
-        got == want,
-        f"Drafts {drafts}, and {drawn} are drawn: the tokens {want} should be kept, but yours "
-        f"keeps {got}.",
-    )
+    what = f"Drafts {drafts}, and {drawn} are drawn: what is kept"
+    same(accept(list(drafts), list(drawn)), want, what)
 
 
 class Recorded:
@@ -108,17 +102,9 @@ def compare(
     model, given = Recorded(after), list(prompt)
     got = generate(model.draw, prompt, max_tokens, ends, size, most)
     what = f"Prompt {given}, max_tokens {max_tokens}, ends {ends}, size {size}, most {most}: "
-    expect(
-        got == output,
-        f"{what}without drafts the output is {output}, and yours is {got}. Your steps (position, "
-        f"tokens) were {model.chunks}.",
-    )
-    expect(
-        model.chunks == chunks,
-        f"{what}the output is right. The steps (position, tokens) should be {chunks}, but yours "
-        f"are {model.chunks}.",
-    )
-    expect(prompt == given, f"{what}generate changed the prompt to {prompt}.")
+    same(got, output, f"{what}your steps are {model.chunks}. The output, as without drafts,")
+    same(model.chunks, chunks, f"{what}the output is right. The steps (position, tokens)")
+    same(prompt, given, f"{what}the prompt that generate gets")
     return len(chunks)
 
 
@@ -127,18 +113,12 @@ def copy(period: int) -> Callable[[list[int]], int]:
     return lambda known: known[-period] if len(known) >= period else 0
 
 
-def test_without_drafts() -> None:
+def test_texts_that_repeat() -> None:
     compare(copy(2), [1, 2], 3, set(), 1, 0)
-
-
-def test_a_text_that_repeats() -> None:
     steps = compare(copy(3), [1, 2, 3, 1, 2], 12, set(), 2, 4)
     expect(
         steps < 6, f"12 tokens of a text that repeats should take less than 6 steps, not {steps}."
     )
-
-
-def test_an_end_among_drafts() -> None:
     compare(copy(4), [1, 2, 3, 9, 1, 2], 8, {9}, 2, 4)
     compare(copy(4), [1, 2, 3, 9, 1], 8, {9}, 1, 4)
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from build_check import check_history, expect, load, make_samples
+from build_check import check_history, expect, load, make_samples, same
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.policies import AGING, POLICIES
@@ -11,6 +11,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 
 longest_output_first = load("policy.py", "longest_output_first")
+FIRST = 998  # arrival of the first request: others have ended long ago
 
 
 @pytest.fixture(autouse=True)
@@ -18,93 +19,70 @@ def _policy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(POLICIES, "mine", longest_output_first)
 
 
-def make_scheduler(max_num_seqs: int, policy: str = "mine") -> Scheduler:
-    return Scheduler(BlockManager(1000, 16), max_num_seqs, 8192, policy)
-
-
 def request(arrival: int, new: int, prompt: int = 3) -> Sequence:
     """A request for `new` tokens. Its prompt has `prompt` tokens."""
-    return make_samples([arrival] * prompt, prompt + new, arrival)[0]
+    seq = make_samples([arrival] * prompt, prompt + new, FIRST + arrival)[0]
+    seq.request_id = f"request {arrival}"
+    return seq
 
 
-def step(scheduler: Scheduler) -> list[Sequence]:
-    """One step in which every sequence samples token 1. Returns the sequences that finished."""
+def make_scheduler(rows: int, new: list[int], policy: str = "mine", prompt: int = 3) -> Scheduler:
+    """A scheduler with requests for `new` tokens. The first has a prompt of `prompt` tokens."""
+    scheduler = Scheduler(BlockManager(1000, 16), rows, 8192, policy)
+    for arrival, tokens in enumerate(new):
+        scheduler.add(request(arrival, tokens, 3 if arrival else prompt))
+    return scheduler
+
+
+def step(scheduler: Scheduler) -> list[int]:
+    """One step in which every sequence samples token 1 -> the requests that finished."""
     planned = scheduler.schedule()
     assert planned is not None
     updated = scheduler.commit(planned, [1] * len(planned.sampling_seqs))
-    return [seq for seq in updated if seq.status is Status.FINISHED]
-
-
-def order(new: list[int], prompts: list[int] | None = None) -> list[int]:
-    """The order of admission of requests for `new` tokens, which are queued together."""
-    scheduler, finished = make_scheduler(max_num_seqs=1), []
-    for arrival, tokens in enumerate(new):
-        scheduler.add(request(arrival, tokens, prompts[arrival] if prompts else 3))
-    while scheduler.has_work():
-        finished += [seq.arrival for seq in step(scheduler)]
-    return finished
-
-
-def num_steps(new: list[int], policy: str) -> int:
-    scheduler, steps = make_scheduler(max_num_seqs=2, policy=policy), 0
-    for arrival, tokens in enumerate(new):
-        scheduler.add(request(arrival, tokens))
-    while scheduler.has_work():
-        step(scheduler)
-        steps += 1
-    return steps
+    return [seq.arrival - FIRST for seq in updated if seq.status is Status.FINISHED]
 
 
 @pytest.mark.parametrize(
-    ("new", "want"),
+    ("new", "prompt", "want"),
     [
-        ([100, 400, 300], [1, 2, 0]),
-        ([8, 40, 24], [1, 0, 2]),
-        ([30, 30, 30], [0, 1, 2]),
-        ([10, 10 + AGING], [0, 1]),
-        ([10, 10 + AGING + 1], [1, 0]),
+        ([100, 400, 300], 3, [1, 2, 0]),
+        ([8, 40, 24], 3, [1, 0, 2]),
+        ([30, 30, 30], 3, [0, 1, 2]),
+        ([10, 10 + AGING], 3, [0, 1]),
+        ([10, 10 + AGING + 1], 3, [1, 0]),
+        ([10, 10 + AGING + 1], 200, [1, 0]),
     ],
 )
-def test_order_of_admission(new: list[int], want: list[int]) -> None:
-    got = order(new)
-    expect(
-        got == want,
-        f"Requests 0, 1, ... may generate {new} tokens, and each arrival ages a request by {AGING} "
-        f"tokens. The expected order of admission is {want}, but it is {got}.",
-    )
-
-
-def test_a_long_prompt_is_not_a_long_output() -> None:
-    got = order([10, 60], prompts=[200, 3])
-    expect(
-        got == [1, 0],
-        "Request 0 has a prompt of 200 tokens and may generate 10, request 1 has a prompt of 3 and "
-        f"may generate 60. Request 1 should be admitted first, but the order is {got}.",
-    )
+def test_order_of_admission(new: list[int], prompt: int, want: list[int]) -> None:
+    scheduler, finished = make_scheduler(1, new, prompt=prompt), []
+    while scheduler.has_work():
+        finished += step(scheduler)
+    what = f"Requests 0, 1, ... may generate {new} tokens, each arrival ages a request by {AGING} "
+    what += f"tokens, and the prompt of request 0 has {prompt} tokens. The order of admission"
+    same(finished, want, what)
 
 
 def test_fewer_steps_than_first_come_first_served() -> None:
-    new = [40, 40, 40, 40, 160]
-    fcfs, got = num_steps(new, "fcfs"), num_steps(new, "mine")
-    expect(
-        got == 160,
-        f"Two rows, and requests for {new} tokens: fcfs takes {fcfs} steps. 160 are expected of "
-        f"longest output first, because the short ones run beside the long one, but it takes "
-        f"{got}.",
-    )
+    new, steps = [40, 40, 40, 40, 160], []
+    for policy in ("fcfs", "mine"):
+        scheduler, number = make_scheduler(2, new, policy), 0
+        while scheduler.has_work():
+            step(scheduler)
+            number += 1
+        steps.append(number)
+    what = f"Two rows, and requests for {new} tokens: fcfs takes {steps[0]} steps. Yours, in which "
+    same(steps[1], 160, f"{what}the short ones run next to the long one,")
 
 
 def test_no_request_waits_forever() -> None:
     """A new long request arrives whenever one is finished."""
-    scheduler, short, long = make_scheduler(max_num_seqs=1), 8, 200
-    bound = (long - short) // AGING
-    waiting = request(1, short)
-    for seq in (request(0, long), waiting, request(2, long)):
-        scheduler.add(seq)
-    overtaken, arrival = 0, 3
-    while waiting.status is not Status.FINISHED and overtaken <= 2 * bound:
-        for seq in step(scheduler):
-            overtaken += seq.arrival > waiting.arrival
+    short, long = 8, 200
+    bound, scheduler = (long - short) // AGING, make_scheduler(1, [long, short, long])
+    overtaken, arrival, finished = 0, 3, list[int]()
+    while 1 not in finished and overtaken <= 2 * bound:
+        finished = step(scheduler)
+        for number in finished:
+            overtaken += number > 1
             scheduler.add(request(arrival, long))
             arrival += 1
     expect(
@@ -112,13 +90,6 @@ def test_no_request_waits_forever() -> None:
         f"A request for {short} tokens waits in a stream of requests for {long}. At most "
         f"({long} - {short}) / {AGING} = {bound} may overtake it, but {overtaken} or more do.",
     )
-
-
-def fields(seq: Sequence) -> dict[str, object]:
-    """A copy of what a policy may not change."""
-    names = [f.name for f in dataclasses.fields(seq) if f.name != "block_hashes"]  # by a match
-    values = {name: getattr(seq, name) for name in names}
-    return {name: list(x) if isinstance(x, list) else x for name, x in values.items()}
 
 
 def used_manager() -> BlockManager:
@@ -135,17 +106,16 @@ def test_the_key_is_an_int_and_depends_on_the_sequence_alone() -> None:
     keys = []
     for blocks in (BlockManager(100, 16), BlockManager(7, 8), used_manager()):
         seq = request(arrival=5, new=50, prompt=40)
-        before = fields(seq)
+        before = dataclasses.asdict(seq)
         keys += [longest_output_first(seq, blocks), longest_output_first(seq, blocks)]
-        after = fields(seq)
+        after = dataclasses.asdict(seq) | {"block_hashes": before["block_hashes"]}  # by a match
         changed = [name for name in before if before[name] != after[name]]
-        expect(not changed, f"The key must change nothing, but it changed these fields: {changed}.")
+        same(changed, [], "The key must change nothing. The fields that it changed")
     expect(type(keys[0]) is int, f"The key must be an int, but it is {keys[0]!r}.")
-    expect(
-        len(set(keys)) == 1,
-        "The keys of equal requests must be equal, whenever they are computed and whichever blocks "
-        f"are used or cached, but are {keys}.",
+    what = (
+        "The keys of equal requests, whenever they are computed and whichever blocks are used or "
     )
+    same(keys, keys[:1] * 6, f"{what}cached,")
 
 
 def test_random_histories(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,54 +3,39 @@
 from types import SimpleNamespace
 
 import pytest
-from build_check import OracleRunner, check_history, expect, load
+from build_check import OracleRunner, check_history, load, same
 
 from lessons.oracle import oracle
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
 
-slots, blocks_to_append = load("slots.py", "slots"), load("slots.py", "blocks_to_append")
+slots, blocks_to_append = load("slots.py", "slots", "blocks_to_append")
 
 
 @pytest.mark.parametrize(
-    ("table", "size", "start", "count", "want"),
+    ("table", "size", "start", "count", "want", "more"),
     [
-        ([7, 2], 4, 2, 4, [30, 31, 8, 9]),
-        ([7, 2], 4, 0, 8, [28, 29, 30, 31, 8, 9, 10, 11]),
-        ([3, 1, 2], 1, 1, 2, [1, 2]),
-        ([5], 16, 15, 1, [95]),
-        ([5], 16, 3, 0, []),
+        ([7, 2], 4, 2, 4, [30, 31, 8, 9], 0),
+        ([7, 2], 4, 0, 8, [28, 29, 30, 31, 8, 9, 10, 11], 0),
+        ([3, 1, 2], 1, 1, 2, [1, 2], 0),
+        ([5], 16, 15, 1, [95], 0),
+        ([5], 16, 3, 0, [], 0),
+        ([7, 2], 4, 6, 3, None, 1),
+        ([], 4, 0, 9, None, 3),
+        ([], 4, 0, 8, None, 2),
+        ([7, 2, 1], 4, 0, 4, [28, 29, 30, 31], 0),
+        ([], 4, 0, 0, [], 0),
     ],
 )
-def test_slots(table: list[int], size: int, start: int, count: int, want: list[int]) -> None:
+def test_arithmetic(
+    table: list[int], size: int, start: int, count: int, want: list[int] | None, more: int
+) -> None:
     given = list(table)
-    got = slots(table, size, start, count)
-    expect(
-        got == want,
-        f"Blocks of {size} slots and the block table {given}: {count} positions from {start} on "
-        f"should have the slots {want}, but yours have {got}.",
-    )
-    expect(table == given, f"The block table {given} was changed to {table}.")
-
-
-@pytest.mark.parametrize(
-    ("table", "size", "start", "count", "want"),
-    [
-        ([7, 2], 4, 6, 3, 1),
-        ([7, 2], 4, 6, 2, 0),
-        ([], 4, 0, 9, 3),
-        ([], 4, 0, 8, 2),
-        ([7, 2, 1], 4, 0, 4, 0),
-        ([], 4, 0, 0, 0),
-    ],
-)
-def test_blocks_to_append(table: list[int], size: int, start: int, count: int, want: int) -> None:
-    got = blocks_to_append(table, size, start, count)
-    expect(
-        got == want,
-        f"Blocks of {size} slots and the block table {table}: to hold {count} positions from "
-        f"{start} on, {want} blocks should be appended, but yours says {got}.",
-    )
+    what = f"Blocks of {size} slots, block table {given}, {count} positions from {start} on: "
+    same(blocks_to_append(table, size, start, count), more, f"{what}the number of blocks to append")
+    if want is not None:
+        same(slots(table, size, start, count), want, f"{what}their slots")
+    same(table, given, f"{what}the block table after the calls")
 
 
 class Runner(OracleRunner):

@@ -3,18 +3,34 @@
 import random
 
 import pytest
-from build_check import expect, load, make_samples
+from build_check import expect, load, make_samples, same
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 
-plan_step, Seq = load("step.py", "plan_step"), load("step.py", "Seq")
+plan_step, Seq = load("step.py", "plan_step", "Seq")
 
 
-def plan(running: list[int], waiting: list[int], budget: int, most: int) -> tuple[list[int], int]:
-    """Plan sequences with so many tokens to compute -> tokens in the order of the plan, and how
-    many wait then."""
+@pytest.mark.parametrize(
+    ("running", "waiting", "budget", "most", "want", "left"),
+    [
+        ([1, 1], [4, 5, 2], 8, 3, [1, 1, 4], 2),
+        ([1, 1], [4, 5, 2], 8, 4, [1, 1, 4, 2], 1),
+        ([], [20], 8, 4, [8], 0),
+        ([12], [3], 8, 4, [8], 1),
+        ([12], [3], 12, 4, [12], 1),
+        ([1, 0, 1], [1], 8, 4, [1, 1, 1], 0),
+        ([1, 0, 1], [1], 8, 3, [1, 1], 1),
+        ([1, 1, 1], [], 2, 4, [1, 1], 0),
+        ([1], [9, 1], 4, 4, [1, 3], 1),
+        ([], [], 4, 4, [], 0),
+        ([6, 1], [], 4, 4, [4], 0),
+    ],
+)
+def test_the_plan(
+    running: list[int], waiting: list[int], budget: int, most: int, want: list[int], left: int
+) -> None:
     first, second = ([Seq(n + 3, 3) for n in tokens] for tokens in (running, waiting))
     every = [*first, *second]
     planned = plan_step(first, second, budget, most)
@@ -28,34 +44,10 @@ def plan(running: list[int], waiting: list[int], budget: int, most: int) -> tupl
         [(s.known, s.computed) for s in every] == [(n + 3, 3) for n in running + waiting],
         "A sequence has other numbers of known or computed tokens than before.",
     )
-    return [tokens for _, tokens in planned], len(second)
-
-
-@pytest.mark.parametrize(
-    ("running", "waiting", "budget", "most", "want", "left"),
-    [
-        ([1, 1], [4, 5, 2], 8, 3, [1, 1, 4], 2),
-        ([1, 1], [4, 5, 2], 8, 4, [1, 1, 4, 2], 1),
-        ([], [20], 8, 4, [8], 0),
-        ([12], [3], 8, 4, [8], 1),
-        ([12], [3], 12, 4, [12], 1),
-        ([1, 0, 1], [1], 8, 4, [1, 1, 1], 0),
-        ([1, 1, 1], [], 2, 4, [1, 1], 0),
-        ([1], [9, 1], 4, 4, [1, 3], 1),
-        ([], [], 4, 4, [], 0),
-        ([6, 1], [], 4, 4, [4], 0),
-    ],
-)
-def test_the_plan(
-    running: list[int], waiting: list[int], budget: int, most: int, want: list[int], left: int
-) -> None:
-    got = plan(running, waiting, budget, most)
-    expect(
-        got == (want, left),
-        f"A budget of {budget} and max_num_seqs={most}. Running sequences have {running} tokens to "
-        f"compute, waiting ones {waiting}. The expected plan is {want}, and {left} wait then, but "
-        f"it is {got[0]}, and {got[1]} wait.",
-    )
+    what = f"A budget of {budget} and max_num_seqs={most}. Running sequences have {running} tokens "
+    what += f"to compute, waiting ones {waiting}. "
+    same([tokens for _, tokens in planned], want, f"{what}The plan")
+    same(len(second), left, f"{what}The number of those that wait then")
 
 
 def test_as_the_engine() -> None:
@@ -65,30 +57,25 @@ def test_as_the_engine() -> None:
         budget, most = rng.randint(1, 20), rng.randint(1, 5)
         scheduler = Scheduler(BlockManager(1000, 4), most, budget)
         mine: dict[Sequence, object] = {}
-        running, waiting = [], []
+        running, waiting, number = [], [], 0
         for arrival in range(8):
             size = rng.randint(1, 30)
             seq = make_samples([arrival] * size, size + rng.randint(1, 6), arrival)[0]
             scheduler.add(seq)
             mine[seq] = Seq(size, 0)
             waiting.append(mine[seq])
-        for number in range(200):
-            if not scheduler.has_work():
-                break
+        while scheduler.has_work():
+            number += 1
             before = {seq: seq.num_computed for seq in mine}
             planned = scheduler.schedule()
             assert planned is not None
-            want = {mine[s]: s.num_computed - before[s] for s in mine if s.num_computed > before[s]}
-            got = plan_step(running, waiting, budget, most)
-            names = list(mine.values())
-            texts = [
-                {names.index(seq): tokens for seq, tokens in pairs} for pairs in (want.items(), got)
-            ]
-            expect(
-                texts[0] == texts[1],
-                f"Step {number + 1} of random requests, a budget of {budget} and "
-                f"max_num_seqs={most}: the engine plans {texts[0]} (request: tokens), and yours is "
-                f"{texts[1]}.",
+            got, names = plan_step(running, waiting, budget, most), list(mine.values())
+            computed = [seq.num_computed - before[seq] for seq in mine]
+            same(
+                {names.index(seq): tokens for seq, tokens in got},
+                {i: tokens for i, tokens in enumerate(computed) if tokens},
+                f"Step {number} of random requests, a budget of {budget} and max_num_seqs={most}: "
+                "the plan (request: tokens)",
             )
             updated = scheduler.commit(planned, [1] * len(planned.sampling_seqs))
             for one, tokens in got:

@@ -3,7 +3,7 @@
 from itertools import pairwise, product
 
 import pytest
-from build_check import expect, load
+from build_check import expect, load, same
 
 from lessons.lesson import ask, make_llm
 
@@ -21,30 +21,26 @@ def by_definition(stops: list[str], tokens: list[bytes]) -> tuple[str, bool]:
     return text[: len(text) - max(held, default=0)], False
 
 
-def compare(stops: list[str], tokens: list[bytes]) -> None:
+def compare(stops: list[str], *tokens: bytes) -> None:
     """Add the tokens one by one, and compare what is shown."""
-    stream, shown, what = StopStream(stops), "", f"Stop strings {stops}"
+    stream, shown, ended, given = StopStream(stops), "", False, list(stops)
     for number, token in enumerate(tokens, 1):
-        said = tokens[:number]
+        said = [*tokens[:number]]
         text = stream.add(token)
         expect(isinstance(text, str), f"`add` should return a string, but it returns {text!r}.")
         shown += text
-        want, ended = by_definition(stops, said)
-        expect(
-            shown == want,
-            f"{what}, tokens {said}: {want!r} should be shown by now, but it is {shown!r}.",
-        )
-        expect(
-            stream.ended == ended,
-            f"{what}, tokens {said}: `ended` should be {ended}, but it is {stream.ended!r}.",
-        )
+        want, ended = by_definition(given, said)
+        what = f"Stop strings {given}, tokens {said}: "
+        expect(shown == want, f"{what}{want!r} should be shown by now, but it is {shown!r}.")
+        same(stream.ended, ended, f"{what}`ended`")
     want = want if ended else b"".join(tokens).decode(errors="ignore")
-    shown += (last := stream.finish())
+    last = stream.finish()
     expect(
-        shown == want,
-        f"{what}, tokens {tokens}, and no more follow: {want!r} should be shown in all, but with "
-        f"{last!r} from `finish` it is {shown!r}.",
+        shown + last == want,
+        f"{what}and no more follow: {want!r} should be shown in all, but with {last!r} from "
+        f"`finish` it is {shown + last!r}.",
     )
+    same(stops, given, "The list of stop strings")
 
 
 def cut(data: bytes, *ends: int) -> list[bytes]:
@@ -52,17 +48,17 @@ def cut(data: bytes, *ends: int) -> list[bytes]:
 
 
 def test_the_example() -> None:
-    compare(["END"], [b"in E", b"N", b"g", b"l", b"ENDs", b"more"])
-    compare(["END"], [b"an E"])
+    compare(["END"], b"in E", b"N", b"g", b"l", b"ENDs", b"more")
+    compare(["END"], b"an E")
 
 
 def test_characters_of_several_tokens() -> None:
     for text in ("€", "a€b", "né", "😀!"):
         data = text.encode()
         for end in range(1, len(data)):
-            compare([], cut(data, end))
-        compare([], cut(data, *range(1, len(data))))
-    compare([], [b"a", b"\xe2\x82"])
+            compare([], *cut(data, end))
+        compare([], *cut(data, *range(1, len(data))))
+    compare([], b"a", b"\xe2\x82")
 
 
 @pytest.mark.parametrize(
@@ -71,31 +67,27 @@ def test_characters_of_several_tokens() -> None:
 def test_all_short_texts(stops: list[str]) -> None:
     """Texts of two letters, in one token, in any two and letter by letter, the shortest first."""
     for length in range(1, 7):
-        for letters in product(b"ab", repeat=length):
-            compare(stops, [bytes(letters)])
+        for letters in map(bytes, product(b"ab", repeat=length)):
+            compare(stops, letters)
             for end in range(1, length):
-                compare(stops, cut(bytes(letters), end))
-            compare(stops, [bytes([letter]) for letter in letters])
+                compare(stops, *cut(letters, end))
+            compare(stops, *cut(letters, *range(1, length)))
 
 
-def test_the_first_that_is_complete() -> None:
-    compare(["abcd", "bc"], [b"xabcd"])
-    compare(["cd", "b"], [b"abcd"])
-    compare(["aaaa", "ab"], [b"aaab"])
-    compare(["x", "\n\n"], [b"1\n", b"2\n", b"\n3"])
-
-
-def test_a_stop_string_of_several_bytes() -> None:
+def test_several_stop_strings_and_bytes() -> None:
+    compare(["abcd", "bc"], b"xabcd")
+    compare(["cd", "b"], b"abcd")
+    compare(["aaaa", "ab"], b"aaab")
+    compare(["x", "\n\n"], b"1\n", b"2\n", b"\n3")
+    compare(["é"], b"a\xc3", b"\xa9b")
     for end in range(1, 7):
-        compare(["€€"], cut("a€€b".encode(), end))
-    compare(["é"], [b"a\xc3", b"\xa9b"])
+        compare(["€€"], *cut("a€€b".encode(), end))
 
 
 def test_two_streams_are_independent() -> None:
     one, other = StopStream(["ab"]), StopStream(["ab"])
     one.add(b"a")
-    got = other.add(b"b")
-    expect(got == "b", f"Another stream has held back 'a'. This one should show 'b', not {got!r}.")
+    same(other.add(b"b"), "b", "Another stream has held back 'a'. What this one shows of 'b'")
 
 
 def test_answers_of_the_model() -> None:
@@ -111,9 +103,5 @@ def test_answers_of_the_model() -> None:
         texts = [llm.get_tokenizer().decode(ids[:end]) for end in range(len(ids) + 1)]
         for before, after in pairwise(texts):
             shown += stream.add(after.removeprefix(before).encode())
-        shown += stream.finish()
-        expect(
-            shown == wanted.outputs[0].text,
-            f"{question!r} with stop={stops}: the engine answers {wanted.outputs[0].text!r}, and "
-            f"your stream of the same tokens shows {shown!r}.",
-        )
+        what = f"The answer to {question!r} with stop={stops}, as the engine shows it,"
+        same(shown + stream.finish(), wanted.outputs[0].text, what)

@@ -1,916 +1,432 @@
-"""Wrong solutions of the build-it tasks, as learners write them, and why each is refused.
+"""Wrong solutions of the build-it tasks, as learners write them, and why each is refused."""
 
-Task -> (piece of the solution, what replaces it, the check that fails first, part of its message).
+# Task, then for each the text of the solution (-), what replaces it (+), and a part of the message.
+TEXT = r"""
+stop
+- while self.held and not any(stop.startswith(self.held) for stop in self.stops):
++ while self.held:
+? 'in ' should be shown by now, but it is 'in E'.
+- shown, self.held = shown + self.held[0], self.held[1:]
++ shown, self.held = shown + self.held, ''
+? 'a' should be shown by now, but it is 'aa'.
+-         return self.held
++         return ''
+? tokens [b'an E']: and no more follow: 'an E' should be shown in all, but with '' from `finish` it is 'an '.
+- if self.ended:
++ if False:
+? tokens [b'in E', b'N', b'g', b'l', b'ENDs']: 'in ENgl' should be shown by now, but it is 'in ENgls'.
+- for stop in self.stops:
++ for stop in self.stops[::-1]:
+? Stop strings ['ab', 'b'], tokens [b'ab']: '' should be shown by now, but it is 'a'.
+- self.decoder.decode(token)
++ token.decode(errors='ignore')
+? Stop strings [], tokens [b'\xe2', b'\x82\xac']: '€' should be shown by now, but it is ''.
+-         return self.held
++         return self.held + self.decoder.getstate()[0].decode(errors='replace')
+? [b'a', b'\xe2\x82']: and no more follow: 'a' should be shown in all, but with '�' from `finish` it is 'a�'.
+- for stop in self.stops):
++ for stop in self.stops[:1]):
+? Stop strings ['b', 'ab'], tokens [b'a']: '' should be shown by now, but it is 'a'.
+- for character in self.decoder.decode(token)
++ for character in [self.decoder.decode(token)]
+? tokens [b'in E', b'N', b'g', b'l', b'ENDs']: 'in ENgl' should be shown by now, but it is 'in ENglENDs'.
+- self.
++ StopStream.
+? Another stream has held back 'a'. What this one shows of 'b' should be 'b', but with your code it is ''.
+cache
+- before + torch.arange
++ torch.arange
+? 2 KV heads, tokens in pieces of [1, 1, 1, 1]: the attention of the tokens [1, 2, 3] differs from torch's.
+- repeat_interleave(group, dim=1)
++ repeat(1, group, 1)
+? heads, tokens in pieces of [3, 1, 2]: the attention of the tokens [0, 1, 2, 3, 4, 5] differs from torch's.
+-  / q.shape[2] ** 0.5
++
+? heads, 2 KV heads, tokens in pieces of [5]: the attention of the tokens [1, 2, 3, 4] differs from torch's.
+- q.shape[2] ** 0.5
++ q.shape[2]
+? heads, 2 KV heads, tokens in pieces of [5]: the attention of the tokens [1, 2, 3, 4] differs from torch's.
+- self.k, self.v = torch.cat((self.k, k)), torch.cat((self.v, v))
++ self.k, self.v = k, v
+? 2 KV heads, tokens in pieces of [1, 1, 1, 1]: the attention of the tokens [1, 2, 3] differs from torch's.
+- torch.cat((self.k, k)), torch.cat((self.v, v))
++ torch.cat((k, self.k)), torch.cat((v, self.v))
+? 2 query heads, 2 KV heads, tokens in pieces of [3, 2]: the attention of the tokens [3] differs from torch's.
+- self.
++ KVCache.
+? 'What is 12 + 30?' should be '12 + 30 = 42', but with your code it is
+- scores.masked_fill(~seen, -torch.inf).softmax(-1)
++ (e := scores.exp() * seen) / e.sum(-1, keepdim=True)
+? of [3, 2], keys and queries times 20: the attention of the tokens [0, 1, 2, 3, 4] differs from torch's.
+slots
+- * block_size + position % block_size
++ + position % block_size
+? 2], 4 positions from 2 on: their slots should be [30, 31, 8, 9], but with your code it is [9, 10, 2, 3].
+- -(-(start + count) // block_size)
++ (start + count) // block_size
+? [7, 2], 3 positions from 6 on: the number of blocks to append should be 1, but with your code it is 0.
+-  + position % block_size
++
+? 2], 4 positions from 2 on: their slots should be [30, 31, 8, 9], but with your code it is [28, 28, 8, 8].
+- range(start, start + count)
++ range(start, count)
+? [7, 2], 4 positions from 2 on: their slots should be [30, 31, 8, 9], but with your code it is [30, 31].
+- max(0, needed - len(block_table))
++ needed
+? [7, 2], 4 positions from 2 on: the number of blocks to append should be 0, but with your code it is 2.
+- max(0, needed - len(block_table))
++ needed - len(block_table)
+? [7, 2, 1], 4 positions from 0 on: the number of blocks to append should be 0, but with your code it is -2.
+- (start + count)
++ count
+? [7, 2], 3 positions from 6 on: the number of blocks to append should be 1, but with your code it is 0.
+- block_table[position // block_size] * block_size
++ block_table[start // block_size + (position - start) // block_size] * block_size
+? 2], 4 positions from 2 on: their slots should be [30, 31, 8, 9], but with your code it is [30, 31, 28, 29].
+step
+- if tokens > 0:
++ if True:
+? tokens to compute, waiting ones [1]. The plan should be [1, 1, 1], but with your code it is [1, 0, 1, 1].
+- len(running) < max_num_seqs
++ True
+? to compute, waiting ones [4, 5, 2]. The plan should be [1, 1, 4], but with your code it is [1, 1, 4, 2].
+- plan.append((seq, tokens))
+-             budget -= tokens
++ plan.append((seq, tokens))
+? to compute, waiting ones [4, 5, 2]. The plan should be [1, 1, 4, 2], but with your code it is [1, 1, 4, 4].
+- for seq in running:
++ for seq in reversed(running):
+? sequences in the order [1, 0, 2]. The running ones come first, and the oldest of them before the others.
+- waiting.pop(0)
++ waiting.pop()
+? to compute, waiting ones [4, 5, 2]. The plan should be [1, 1, 4], but with your code it is [1, 1, 2].
+-         running.append(seq)
++
+? to compute, waiting ones [4, 5, 2]. The plan should be [1, 1, 4], but with your code it is [1, 1, 4, 2].
+- while waiting and budget > 0
++ while waiting and budget >= waiting[0].known - waiting[0].computed
+? to compute, waiting ones [4, 5, 2]. The plan should be [1, 1, 4, 2], but with your code it is [1, 1, 4].
+- tokens = min(seq.known - seq.computed, budget)
+-         if
++ tokens = seq.known - seq.computed
++         if
+? have [12] tokens to compute, waiting ones [3]. The plan should be [8], but with your code it is [12].
+- len(running) < max_num_seqs
++ len(plan) < max_num_seqs
+? 0, 1] tokens to compute, waiting ones [1]. The plan should be [1, 1], but with your code it is [1, 1, 1].
+filter
+- (typical_p < 1)[:, None]
++ (typical_p < 1).any()
+? typical_p=1 should not change the logits, but it does.
+- log_probs = logits.log_softmax(dim=-1)
+-     probs = log_probs.exp()
++ probs = logits.softmax(dim=-1)
++     log_probs = (probs + 1e-5).log()
+? Of 50,000 random logits typical_p=0.5 should keep about
+- nansum
++ sum
+? be [1], but with your code it is [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19].
+- before < typical_p[:, None]
++ before < typical_p.max()
+? 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59].
+-     last = ordered.gather(1, kept - 1)
+-     return logits.masked_fill((distance > last)
++     late = order.argsort(dim=-1) >= kept
++     return logits.masked_fill(late
+? [0.5, 0.2, 0.2, 0.1] the tokens that typical_p=0.1 keeps should be [1, 2], but with your code it is [1].
+- before < typical_p[:, None]
++ before <= typical_p[:, None]
+? 0.125] the tokens that typical_p=0.75 keeps should be [0, 1, 2], but with your code it is [0, 1, 2, 3, 4].
+- distance = (-log_probs - entropy).abs()
++ distance = -log_probs
+? [0.5, 0.2, 0.2, 0.1] the tokens that typical_p=0.3 keeps should be [1, 2], but with your code it is [0].
+- logits.masked_fill(
++ logits.masked_fill_(
+? The tensor of logits that your function gets must not change.
+prefix
+- (len(seq.token_ids) - 1) //
++ len(seq.token_ids) //
+? tokens of the blocks matched by [5, 6, 7, 8] should be [[5, 6]], but with your code it is [[5, 6], [7, 8]].
+- hash_block(parent, token_ids)
++ hash_block(b'', token_ids)
+? of the blocks matched by [5, 6, 7, 8, 9] should be [[5, 6], [7, 8]], but with your code it is [[5, 6]].
+- break
++ continue
+? The tokens of the blocks matched by [5, 6, 7, 8, 9] should be [], but with your code it is [[7, 8]].
+- if block is None or block.token_ids != token_ids
++ if block is None
+? hash here. The tokens of the blocks matched by [5, 7, 8] should be [], but with your code it is [[5, 6]].
+- matched.append(block)
++ matched.append(block.block_id)
+? match should return a list of Blocks, but it returns [1, 2].
+- matched.append(block)
++ matched = [block]
+? of the blocks matched by [5, 6, 7, 8, 9] should be [[5, 6], [7, 8]], but with your code it is [[7, 8]].
+- len(seq.token_ids)
++ seq.num_prompt
+? of output should be [6, 8, 10, 12, 14, 16, 18, 20], but with your code it is [6, 8, 10, 12, 14, 16, 18].
+- block.token_ids != token_ids
++ sorted(block.token_ids) != sorted(token_ids)
+? hash here. The tokens of the blocks matched by [6, 5, 8] should be [], but with your code it is [[5, 6]].
+eviction
+- self.hits[block.block_id] = 0
++ pass
+? with 0 hits. Then 4 gets one. The order of eviction should be [5, 4], but with your code it is [4, 5].
+- min(self.evictable,
++ min(reversed(self.evictable),
+? are computed, with 0 hits. The order of eviction should be [3, 2, 1], but with your code it is [2, 3, 1].
+- min(self.evictable, key=self.hits.__getitem__)
++ super().choose_victim()
+? are computed, with 0 hits. The order of eviction should be [3, 2, 1], but with your code it is [1, 3, 2].
+- += 1
++ = 1
+? in this order. The order of eviction should be [5, 4, 3, 2, 1], but with your code it is [5, 1, 2, 3, 4].
+- for block in matched:
++ for block in matched[:1]:
+? is released first. The order of eviction should be [4, 3, 2, 1], but with your code it is [3, 2, 4, 1].
+- for block in matched:
++ for block in matched[-1:]:
+? is released first. The order of eviction should be [4, 3, 2, 1], but with your code it is [2, 1, 4, 3].
+- self.hits[block.block_id] += 1
++ self.hits[block.block_id] += block.ref_count
+? and then block 2 gets 3 hits. The order of eviction should be [1, 2], but with your code it is [2, 1].
+- self.hits = [0] * len(self.blocks)
++ self.hits = getattr(self, "hits", [0] * len(self.blocks))
+? with 0 hits. Then 5 gets one. The order of eviction should be [4, 5], but with your code it is [5, 4].
+preempt
+- self.running[-1]
++ self.running[0]
+? and sequence 0 needs 1. After _make_room, those that run should be [0, 1], but with your code it is [1, 2].
+- while self
++ if self
+? and sequence 0 needs 3. After _make_room, those that run should be [0], but with your code it is [0, 1, 2].
+- self.block_manager.release(seq)
++ seq.block_table = []
+? and sequence 0 needs 1. After _make_room, those that run should be [0, 1], but with your code it is [].
+- , seq.decoding = -1, False
++  = -1
+? What fails after the last step of this history: context: slot 16 of request 1 holds (2, 4)
+- self.queue(seq)
++ self.queue(seq, seq.arrival)
+? The number of preemptions, as with preempt in scheduler.py, should be 11, but with your code it is 10.
+- self.queue(seq)
++ self.queue(seq, 10**6)
+? run and waits when sequence 1 is preempted. The queue should be [1, 7], but with your code it is [7, 1].
+- return seq in self.running
++ return True
+? _make_room, what it has returned: whether sequence 1 runs should be False, but with your code it is True.
+-         self.queue(seq)
++         del seq.token_ids[seq.num_prompt :]
++         self.queue(seq)
+? be [[0, 0, 0, 0, 2], [1, 1, 0], [2, 2, 0]], but with your code it is [[0, 0, 0, 0, 2], [1, 1, 0], [2, 2]].
+- seq in self.running:
++ seq is not self.running[-1]:
+? and sequence 1 needs 1. After _make_room, those that run should be [0], but with your code it is [0, 1].
+- and seq in self.running:
++ and len(self.running) > 1:
+? and sequence 2 needs 4. After _make_room, those that run should be [0, 1], but with your code it is [0].
+- self.running[-1]
++ max(self.running, key=lambda s: s.arrival)
+? What fails after the last step of this history: oldest: the oldest sequence was preempted
+- seq.num_computed + tokens
++ seq.num_computed + tokens - 1
+? sequence 0 needs 1. After _make_room, those that run should be [0, 1], but with your code it is [0, 1, 2].
+policy
+- AGING * seq.arrival - (
++ -(
+? of request 0 has 3 tokens. The order of admission should be [1, 0, 2], but with your code it is [1, 2, 0].
+- seq.max_length - seq.num_prompt
++ seq.max_length
+? of request 0 has 200 tokens. The order of admission should be [1, 0], but with your code it is [0, 1].
+- AGING *
++
+? of request 0 has 3 tokens. The order of admission should be [1, 0, 2], but with your code it is [1, 2, 0].
+- AGING *
++ 1.0 * AGING *
+? The key must be an int, but it is 15998.0.
+-     return
++     seq.num_prompt -= 1
++     return
+? The key must change nothing. The fields that it changed should be [], but with your code it is ['num_prompt'].
+-     return
++     f = longest_output_first
++     f.n = getattr(f, 'n', 0) + 1
++     return f.n +
+? prompt of request 0 has 3 tokens. The order of admission should be [1, 0], but with your code it is [0, 1].
+- AGING *
++ blocks.num_available + AGING *
+? 16098, 16098, 16098, 16098, 16098], but with your code it is [16098, 16098, 16005, 16005, 15998, 15998].
+- arrival - (
++ arrival - len(blocks.match(seq)) * blocks.block_size - (
+? 15998, 15998, 15998, 15998, 15998], but with your code it is [15998, 15998, 15998, 15998, 15966, 15966].
+-     return
++     return -(seq.num_prompt > 100) +
+? of request 0 has 200 tokens. The order of admission should be [1, 0], but with your code it is [0, 1].
+- AGING * seq.arrival
++ AGING * (seq.arrival % 1000)
+? of request 0 has 3 tokens. The order of admission should be [1, 2, 0], but with your code it is [2, 1, 0].
+softmax
+- first, second = torch.exp(one[0] - base), torch
++ first, second = torch.ones(()), torch
+? The example: m, l, acc after tile 2 should be [3.0, 1.5, 38.71], but with your code it is [3.0, 2.37, 53.68].
+- base = torch.where(m == -torch.inf, 0.0, m)
++ base = m
+? All scores of tile 0 of 3 are -inf: acc / l should be [
+- return m, one[1]
++ return one[0], one[1]
+? example: m, l, acc after tile 1 should be [2.0, 1.37, 23.68], but with your code it is [-inf, 1.37, 23.68].
+- torch.exp(other[0] - base)
++ torch.ones(())
+? 50 scores in tiles of 1 (falling): acc / l should be [
+- torch.maximum(one[0], other[0])
++ other[0]
+? All scores of tile 1 of 3 are -inf: acc / l should be [
+- base = torch.where(m == -torch.inf, 0.0, m)
++ base = m.clamp(min=-100)
+? Scores around -1000: acc / l should be [
+- weights = torch.exp(scores - torch.where(m == -torch.inf, 0.0, m))
++ weights = torch.exp(scores - m)
+? All scores of tile 0 of 3 are -inf: acc / l should be [
+-     return m, one[1] * first + other[1] * second
++     return m, one[1].mul_(first) + other[1] * second
+? `update` should not change its arguments.
+replay
+- self.rows[:size] = torch.tensor(
++ self.rows = torch.tensor(
+? with which it was captured. The rows that are computed should be [[2]], but with your code it is [[6]].
+- [self.padding_row] *
++ rows[-1:] *
+? was captured. The rows that are computed should be [[5, 0, 2, 6]], but with your code it is [[5, 0, 2, 2]].
+- self.rows[:size] = torch.tensor(rows + [self.padding_row] * (size - len(rows)))
++ self.rows[: len(rows)] = torch.tensor(rows)
+? was captured. The rows that are computed should be [[4, 5, 1, 6]], but with your code it is [[4, 5, 1, 3]].
+-             step(self.rows[:size])
++             pass
+? for the first time during a capture. It has to be compiled before: run the step once without a capture.
+- torch.full((max(sizes),), padding_row)
++ torch.arange(max(sizes))
+? runs the step for the padding row, 6. Other rows should be [], but with your code it is [0, 1, 2, 3, 4, 5].
+- if size >= len(rows)
++ if size > len(rows) or size == max(self.graphs)
+? with which it was captured. The rows that are computed should be [[2]], but with your code it is [[2, 6]].
+- max(sizes)
++ sizes[-1]
+? (2) must match the existing size (4) at non-singleton dimension 0.  Target sizes: [2].  Tensor sizes: [4].
+-         self.graphs[size]()
++         if getattr(self, 'last', None) != rows:
++             self.graphs[size]()
++         self.last = rows
+? rows [[2]]: a step of [2] replays a graph. The number of launches should be 1, but with your code it is 0.
+- self.tokens[size] = step(self.rows[:size])
++ self.tokens |= dict.fromkeys(range(99), step(self.rows[:size]))
+? 6: a step of [2] gives the next tokens. The output of row 2 should be [1], but with your code it is [-1].
+- self.graphs, self.tokens = {}, {}
++ Replays.graphs, Replays.tokens = {}, {}
+? row 6: a step of [0, 1] replays a graph. The number of launches should be 1, but with your code it is 0.
+- self.rows[:size] = torch.tensor(rows + [self.padding_row] * (size - len(rows)))
++ new = torch.tensor(rows + [self.padding_row] * (size - len(rows)))
++         self.rows = new if self.tokens.get(0) else self.rows.index_copy_(0, torch.arange(size), new)
++         self.tokens[0] = True
+? which it was captured. The rows that are computed should be [[4, 1]], but with your code it is [[1, 4]].
+ngram
+- known[end - size : end] == known[-size:]
++ known[end - 1] == known[-1]
+? The drafts after [1, 2, 9, 3, 2, 8, 1, 2], with size=2, most=1, should be [9], but with your code it is [8].
+-     number = 0
+-     while number < len(drafts) and drafts[number] == drawn[number]:
+-         number += 1
++     number = sum(a == b for a, b in zip(drafts, drawn))
+? Drafts [3, 4], and [8, 4, 5] are drawn: what is kept should be [8], but with your code it is [8, 4].
+- drawn[: number + 1]
++ drawn[: number + 2]
+? 4, 1], and [3, 4, 7, 9] are drawn: what is kept should be [3, 4, 7], but with your code it is [3, 4, 7, 9].
+- range(len(known) - 1, size - 1, -1)
++ range(size, len(known))
+? The drafts after [1, 2, 8, 1, 2, 9, 1, 2], with size=2, most=1, should be [9], but with your code it is [8].
+- range(len(known) - 1,
++ range(len(known),
+? The drafts after [5, 1, 2, 3, 4, 1, 2], with size=2, most=3, should be [3, 4, 1], but with your code it is [].
+- return known[end : end + most]
++ return (known[end:] * most)[:most]
+? 1, 2], with size=2, most=9, should be [3, 4, 1, 2], but with your code it is [3, 4, 1, 2, 3, 4, 1, 2, 3].
+-         computed = len(known)
++         computed += len(drawn)
+? [2, 3, 1])]. The last begins at position 12 and has 3 tokens, but only the positions before 9 are computed.
+- computed += len(kept) - 1
++ pass
+? code it is [(0, [1, 2, 3, 1, 2]), (5, [3, 1, 2, 3]), (6, [1, 2, 3, 1, 2, 3, 1]), (10, [2, 3, 1, 2, 3, 1])].
+- left - 1)
++ left)
+? but with your code it is [(0, [1, 2, 3, 1, 2]), (5, [3, 1, 2, 3]), (9, [1, 2, 3, 1]), (13, [2, 3, 1, 2])].
+- token in ends or 
++
+? 1])]. The output, as without drafts, should be [3, 9], but with your code it is [3, 9, 1, 2, 3, 9, 1, 2].
+-         for token in kept:
+-             known.append(token)
+-             if token in ends or len(known)
++         known += kept
++         for token in kept[-1:]:
++             if token in ends or len(known)
+? 1, 2, 3])]. The output, as without drafts, should be [3, 9], but with your code it is [3, 9, 1, 2, 3, 9].
+- propose(known, size,
++ propose(prompt, size,
+? 3, 1, 2]), (6, [1, 3, 1, 2]), (7, [2, 3, 1, 2]), (11, [3, 3, 1, 2]), (12, [1, 3, 1, 2]), (13, [2, 3, 1])].
+- known[end - size : end] == known[-size:]
++ set(known[end - size : end]) == set(known[-size:])
+? The drafts after [1, 2, 1, 2, 1], with size=3, most=5, should be [2, 1], but with your code it is [1].
+- computed += len(kept) - 1
++ computed += len(drafts)
+? (6, [])]. The last begins at position 6 and has 0 tokens, but only the positions before 6 are computed.
+engine
+- if count == 1:
++ if False:
+? A request with one new token should attend through tiles, but `update` of softmax.py is not called.
+- waiting[: self.max_num_seqs - len(running)]
++ list(waiting)
+? engine raises ValueError('min() arg is an empty sequence'). No request that has to wait may hold blocks.
+-  / len(query) ** 0.5
++
+? transformers answers '
+- sorted(every, key=lambda seq: longest_output_first(seq, self.blocks))
++ list(every)
+? 2, 37, 2, 2] tokens. If the longest runs first, the steps of all should be 37, but with your code it is 39.
+- self.blocks.cache_full_blocks(seq)
++ pass
+? run one after the other. The tokens that the second computes should be 28, but with your code it is 204.
+-             if not seq.block_table:
+-                 self.blocks.attach_cached(seq, self.blocks.match(seq))
++             self.blocks.attach_cached(seq, self.blocks.match(seq))
+? steps after that. When all have ended, the available blocks should be 64, but with your code it is 62.
+- class Blocks(Matching, FewestHits)
++ class Blocks(Matching)
+? are not evicted first. The tokens that the next chat computes should be 1, but with your code it is 33.
+- keep_typical_p(logits, torch.full((len(plan),), typical_p))
++ logits
+? 'What is ' with typical_p=
+- if not seq.block_table:
++ if not seq.block_table and not running:
+? should be 45, but with your code it is
+- len(seq.token_ids) == seq.max_length
++ len(seq.token_ids) > seq.max_length
+? and your engine '1, 2, 3, 4, 5, 6, 7'.
+- attend(queries, keys, values)
++ attend(*new)
+? transformers answers '
 """
 
-WRONG: dict[str, list[tuple[str, str, str, str]]] = {
-    "stop": [
-        (
-            "while self.held and not any(stop.startswith(self.held) for stop in self.stops):",
-            "while self.held:",
-            "test_the_example",
-            "['END'], tokens [b'in E']: 'in ' should be shown by now, but it is 'in E'.",
-        ),
-        (
-            "while self.held and not any(stop.startswith(self.held) for stop in self.stops):",
-            "while len(self.held) >= max(map(len, self.stops), default=1):",
-            "test_the_example",
-            "['END'], tokens [b'in E']: 'in ' should be shown by now, but it is 'in'.",
-        ),
-        (
-            "shown, self.held = shown + self.held[0], self.held[1:]",
-            "shown, self.held = shown + self.held, ''",
-            "test_all_short_texts",
-            "strings ['ab'], tokens [b'aa']: 'a' should be shown by now, but it is 'aa'.",
-        ),
-        (
-            "        return self.held",
-            "        return ''",
-            "test_the_example",
-            "follow: 'an E' should be shown in all, but with '' from `finish` it is 'an '.",
-        ),
-        (
-            "self.held[: -len(stop)]",
-            "self.held",
-            "test_the_example",
-            "b'l', b'ENDs']: 'in ENgl' should be shown by now, but it is 'in ENglEND'.",
-        ),
-        (
-            "            if self.ended:\n                break\n",
-            "",
-            "test_the_example",
-            "b'g', b'l', b'ENDs']: 'in ENgl' should be shown by now, but it is 'in ENgls'.",
-        ),
-        (
-            "for stop in self.stops:",
-            "for stop in self.stops[::-1]:",
-            "test_all_short_texts",
-            "['ab', 'b'], tokens [b'ab']: '' should be shown by now, but it is 'a'.",
-        ),
-        (
-            "self.decoder.decode(token)",
-            "token.decode(errors='ignore')",
-            "test_characters_of_several_tokens",
-            "[], tokens [b'\\xe2', b'\\x82\\xac']: '€' should be shown by now, but it is ''.",
-        ),
-        (
-            "self.decoder.decode(token)",
-            "token.decode(errors='replace')",
-            "test_characters_of_several_tokens",
-            "Stop strings [], tokens [b'\\xe2']: '' should be shown by now, but it is '�'.",
-        ),
-        (
-            "        return self.held",
-            "        return self.held + self.decoder.getstate()[0].decode(errors='replace')",
-            "test_characters_of_several_tokens",
-            "follow: 'a' should be shown in all, but with '�' from `finish` it is 'a�'.",
-        ),
-        (
-            "for stop in self.stops):",
-            "for stop in self.stops[:1]):",
-            "test_all_short_texts",
-            "strings ['b', 'ab'], tokens [b'a']: '' should be shown by now, but it is 'a'.",
-        ),
-        (
-            "for stop in self.stops:",
-            "for stop in sorted(self.stops, key=len):",
-            "test_all_short_texts",
-            "['ab', 'b'], tokens [b'ab']: '' should be shown by now, but it is 'a'.",
-        ),
-        (
-            "                    self.ended = True\n",
-            "",
-            "test_the_example",
-            "b'g', b'l', b'ENDs']: 'in ENgl' should be shown by now, but it is 'in ENgls'.",
-        ),
-        (
-            "for character in self.decoder.decode(token)",
-            "for character in [self.decoder.decode(token)]",
-            "test_the_example",
-            "b'l', b'ENDs']: 'in ENgl' should be shown by now, but it is 'in ENglENDs'.",
-        ),
-        (
-            "self.",
-            "StopStream.",
-            "test_two_streams_are_independent",
-            "Another stream has held back 'a'. This one should show 'b', not ''.",
-        ),
-    ],
-    "cache": [
-        (
-            "before + torch.arange",
-            "torch.arange",
-            "test_one_by_one",
-            "pieces of [1, 1, 1, 1]: the attention of the tokens [1, 2, 3] differs from torch's.",
-        ),
-        (
-            "seen = torch.arange(len(keys)) <=",
-            "seen = torch.arange(len(keys)) * 0 <=",
-            "test_one_piece_is_causal",
-            "pieces of [5]: the attention of the tokens [0, 1, 2, 3] differs from torch's.",
-        ),
-        (
-            "repeat_interleave(group, dim=1)",
-            "repeat(1, group, 1)",
-            "test_groups_of_query_heads",
-            "pieces of [3, 1, 2]: the attention of the tokens [0, 1, 2, 3, 4, 5] differs from torch's.",
-        ),
-        (
-            " / q.shape[2] ** 0.5",
-            "",
-            "test_one_piece_is_causal",
-            "pieces of [5]: the attention of the tokens [1, 2, 3, 4] differs from torch's.",
-        ),
-        (
-            "q.shape[2] ** 0.5",
-            "q.shape[2]",
-            "test_one_piece_is_causal",
-            "pieces of [5]: the attention of the tokens [1, 2, 3, 4] differs from torch's.",
-        ),
-        (
-            "self.k, self.v = torch.cat((self.k, k)), torch.cat((self.v, v))",
-            "self.k, self.v = k, v",
-            "test_one_by_one",
-            "pieces of [1, 1, 1, 1]: the attention of the tokens [1, 2, 3] differs from torch's.",
-        ),
-        (
-            "torch.cat((self.k, k)), torch.cat((self.v, v))",
-            "torch.cat((k, self.k)), torch.cat((v, self.v))",
-            "test_pieces",
-            "pieces of [3, 2]: the attention of the tokens [3] differs from torch's.",
-        ),
-        ("self.", "KVCache.", "test_the_model_answers", "With your cache it answers"),
-    ],
-    "slots": [
-        (
-            "* block_size + position % block_size",
-            "+ position % block_size",
-            "test_slots",
-            "2 on should have the slots [30, 31, 8, 9], but yours have [9, 10, 2, 3].",
-        ),
-        (
-            "-(-(start + count) // block_size)",
-            "(start + count) // block_size",
-            "test_blocks_to_append",
-            "from 6 on, 1 blocks should be appended, but yours says 0.",
-        ),
-        (
-            " + position % block_size",
-            "",
-            "test_slots",
-            "2 on should have the slots [30, 31, 8, 9], but yours have [28, 28, 8, 8].",
-        ),
-        (
-            "range(start, start + count)",
-            "range(start, count)",
-            "test_slots",
-            "2 on should have the slots [30, 31, 8, 9], but yours have [30, 31].",
-        ),
-        (
-            "block_table[position // block_size] * block_size + position % block_size",
-            "block_table[start // block_size] * block_size + position - start + start % block_size",
-            "test_slots",
-            "2 on should have the slots [30, 31, 8, 9], but yours have [30, 31, 32, 33].",
-        ),
-        (
-            "max(0, needed - len(block_table))",
-            "needed",
-            "test_blocks_to_append",
-            "from 6 on, 1 blocks should be appended, but yours says 3.",
-        ),
-        (
-            "max(0, needed - len(block_table))",
-            "needed - len(block_table)",
-            "test_blocks_to_append",
-            "from 0 on, 0 blocks should be appended, but yours says -2.",
-        ),
-        (
-            "(start + count)",
-            "count",
-            "test_blocks_to_append",
-            "from 6 on, 1 blocks should be appended, but yours says 0.",
-        ),
-    ],
-    "prefix": [
-        (
-            "(len(seq.token_ids) - 1) //",
-            "len(seq.token_ids) //",
-            "test_matches",
-            "6, 7, 8] should match the blocks [[5, 6]], but matches [[5, 6], [7, 8]].",
-        ),
-        (
-            "hash_block(parent, token_ids)",
-            "hash_block(b'', token_ids)",
-            "test_matches",
-            "9] should match the blocks [[5, 6], [7, 8]], but matches [[5, 6]].",
-        ),
-        (
-            "break",
-            "continue",
-            "test_a_block_after_one_that_was_evicted",
-            "[5, 6, 7, 8, 9] should match no block, but matches [[7, 8]].",
-        ),
-        (
-            "range((len(seq.token_ids) - 1) // self.block_size)",
-            "range(min(2, (len(seq.token_ids) - 1) // self.block_size))",
-            "test_many_blocks",
-            "of a prompt are cached. They should match, but [[0, 1], [2, 3]] do.",
-        ),
-        (
-            "if block is None or block.token_ids != token_ids",
-            "if block is None",
-            "test_different_tokens_with_the_same_hash",
-            "[5, 7, 8] should match no block, but matches [[5, 6]].",
-        ),
-        (
-            "matched.append(block)",
-            "matched.append(block.block_id)",
-            "test_matches",
-            "match should return a list of Blocks, but it returns [1, 2].",
-        ),
-        (
-            "matched.append(block)",
-            "matched = [block]",
-            "test_matches",
-            "9] should match the blocks [[5, 6], [7, 8]], but matches [[7, 8]].",
-        ),
-        (
-            "len(seq.token_ids)",
-            "seq.num_prompt",
-            "test_random_requests",
-            "tokens of output should match the blocks",
-        ),
-    ],
-    "step": [
-        (
-            "for seq in running:",
-            "for seq in sorted(running, key=lambda s: s.known - s.computed):",
-            "test_the_plan",
-            "The plan has the sequences in the order [1, 0].",
-        ),
-        (
-            "if tokens > 0:",
-            "if True:",
-            "test_the_plan",
-            "expected plan is [1, 1, 1], and 0 wait then, but it is [1, 0, 1, 1], and 0 wait.",
-        ),
-        (
-            "len(running) < max_num_seqs",
-            "True",
-            "test_the_plan",
-            "expected plan is [1, 1, 4], and 2 wait then, but it is [1, 1, 4, 2], and 1 wait.",
-        ),
-        (
-            "plan.append((seq, tokens))\n            budget -= tokens",
-            "plan.append((seq, tokens))",
-            "test_the_plan",
-            "plan is [1, 1, 4, 2], and 1 wait then, but it is [1, 1, 4, 4], and 1 wait.",
-        ),
-        (
-            "for seq in running:",
-            "for seq in reversed(running):",
-            "test_the_plan",
-            "The plan has the sequences in the order [1, 0, 2].",
-        ),
-        (
-            "waiting.pop(0)",
-            "waiting.pop()",
-            "test_the_plan",
-            "expected plan is [1, 1, 4], and 2 wait then, but it is [1, 1, 2], and 2 wait.",
-        ),
-        (
-            "        running.append(seq)\n",
-            "",
-            "test_the_plan",
-            "expected plan is [1, 1, 4], and 2 wait then, but it is [1, 1, 4, 2], and 1 wait.",
-        ),
-        (
-            "while waiting and budget > 0",
-            "while waiting and budget >= waiting[0].known - waiting[0].computed",
-            "test_the_plan",
-            "plan is [1, 1, 4, 2], and 1 wait then, but it is [1, 1, 4], and 2 wait.",
-        ),
-        (
-            "tokens = min(seq.known - seq.computed, budget)\n        if",
-            "tokens = seq.known - seq.computed\n        if",
-            "test_the_plan",
-            "The expected plan is [8], and 1 wait then, but it is [12], and 1 wait.",
-        ),
-    ],
-    "softmax": [
-        (
-            "first, second = torch.exp(one[0] - base), torch",
-            "first, second = torch.ones(()), torch",
-            "test_the_example",
-            "After the second they should be [3.0, 1.5, 38.71], not [3.0, 2.37, 53.68].",
-        ),
-        (
-            "base = torch.where(m == -torch.inf, 0.0, m)",
-            "base = m",
-            "test_hidden_scores",
-            "All scores of tile 0 of 3 are -inf",
-        ),
-        (
-            "return m, one[1]",
-            "return one[0], one[1]",
-            "test_the_example",
-            "After the first tile m, l, acc should be [2.0, 1.37, 23.68], not [-inf, 1.37, 23.68].",
-        ),
-        (
-            "torch.exp(other[0] - base)\n",
-            "torch.ones(())\n",
-            "test_tiles",
-            "50 scores in tiles of 1 (falling)",
-        ),
-        (
-            "one[2] * first",
-            "one[2]",
-            "test_the_example",
-            "After the second they should be [3.0, 1.5, 38.71], not [3.0, 1.5, 53.68].",
-        ),
-        (
-            "torch.maximum(one[0], other[0])",
-            "other[0]",
-            "test_hidden_scores",
-            "All scores of tile 1 of 3 are -inf",
-        ),
-        (
-            "base = torch.where(m == -torch.inf, 0.0, m)",
-            "base = m.clamp(min=-100)",
-            "test_large_scores",
-            "Scores around -1000",
-        ),
-        (
-            "weights = torch.exp(scores - torch.where(m == -torch.inf, 0.0, m))",
-            "weights = torch.exp(scores - m)",
-            "test_hidden_scores",
-            "All scores of tile 0 of 3 are -inf",
-        ),
-    ],
-    "preempt": [
-        (
-            "self.running[-1]",
-            "self.running[0]",
-            "test_room_for_the_oldest",
-            "admitted last, should be preempted, but then [1, 2] run, and 2 blocks are available.",
-        ),
-        (
-            "while self",
-            "if self",
-            "test_several_are_preempted",
-            "so that 1 waits first. But then [0, 1, 2] run, and [3] wait.",
-        ),
-        (
-            "self.block_manager.release(seq)",
-            "seq.block_table = []",
-            "test_room_for_the_oldest",
-            "admitted last, should be preempted, but then [] run, and 0 blocks are available.",
-        ),
-        (
-            "        self.free_rows.append(seq.row)\n",
-            "",
-            "test_room_for_the_oldest",
-            "row 2 of sequence 2 should be free, but the free rows are [].",
-        ),
-        (
-            ", seq.decoding = -1, False",
-            " = -1",
-            "test_random_histories",
-            "What fails after the last step of this history: context: slot",
-        ),
-        (
-            "        self.preemptions += 1\n",
-            "",
-            "test_room_for_the_oldest",
-            "sequence 0, but they are (0, 1, 0).",
-        ),
-        (
-            "self.queue(seq)",
-            "self.queue(seq, seq.arrival)",
-            "test_random_histories",
-            "end with the right tokens, after 10 preemptions. The engine needs 11.",
-        ),
-        (
-            "self.queue(seq)",
-            "self.queue(seq, 10**6)",
-            "test_it_waits_before_others",
-            "The queue should be [1, 7], but it is [7, 1].",
-        ),
-        (
-            "return seq in self.running",
-            "return True",
-            "test_a_sequence_preempts_itself",
-            "_make_room return False. But then [0] run, and it returns True.",
-        ),
-        (
-            "        self.queue(seq)",
-            "        del seq.token_ids[seq.num_prompt :]\n        self.queue(seq)",
-            "test_room_for_the_oldest",
-            "had the tokens [2, 2, 0], and has [2, 2] when it waits.",
-        ),
-        (
-            "seq.num_computed + tokens",
-            "tokens",
-            "test_room_for_the_oldest",
-            "should be preempted, but then [0, 1, 2] run, and 0 blocks are available.",
-        ),
-        (
-            "seq in self.running:",
-            "seq is not self.running[-1]:",
-            "test_a_sequence_preempts_itself",
-            "_make_room return False. But then [0, 1] run, and it returns True.",
-        ),
-        (
-            "num_available < needed",
-            "num_available <= needed",
-            "test_room_for_the_oldest",
-            "should be preempted, but then [0] run, and 2 blocks are available.",
-        ),
-    ],
-    "replay": [
-        (
-            "self.rows[:size] = torch.tensor(",
-            "self.rows = torch.tensor(",
-            "test_one_row",
-            "but it computes [6]. A graph reads the tensor with which it was captured.",
-        ),
-        (
-            "[self.padding_row] *",
-            "[0] *",
-            "test_the_example",
-            "computes [5, 0, 2, 0]. A graph reads the tensor with which it was captured.",
-        ),
-        (
-            "[self.padding_row] *",
-            "rows[-1:] *",
-            "test_the_example",
-            "computes [5, 0, 2, 2]. A graph reads the tensor with which it was captured.",
-        ),
-        (
-            "self.rows[:size] = torch.tensor(rows + [self.padding_row] * (size - len(rows)))",
-            "self.rows[: len(rows)] = torch.tensor(rows)",
-            "test_padding",
-            "computes [4, 5, 1, 3]. A graph reads the tensor with which it was captured.",
-        ),
-        (
-            "            step(self.rows[:size])\n",
-            "",
-            "test_one_row",
-            "a capture. It has to be compiled before: run the step once without a capture.",
-        ),
-        (
-            "        for size in sorted(sizes):\n            step(self.rows[:size])",
-            "        step(self.rows)\n        for size in sorted(sizes):",
-            "test_one_row",
-            "a capture. It has to be compiled before: run the step once without a capture.",
-        ),
-        (
-            "torch.full((max(sizes),), padding_row)",
-            "torch.arange(max(sizes))",
-            "test_one_row",
-            "belong to sequences and change. It should run it for the padding row, 6.",
-        ),
-        (
-            "if size >= len(rows)",
-            "if size > len(rows) or size == max(self.graphs)",
-            "test_one_row",
-            "but it computes [2, 6]. A graph reads the tensor with which it was captured.",
-        ),
-        (
-            "min(size for",
-            "max(size for",
-            "test_one_row",
-            "[2, 6, 6, 6, 6, 6]. A graph reads the tensor with which it was captured.",
-        ),
-        (
-            "max(sizes)",
-            "sizes[-1]",
-            "test_sizes_in_any_order",
-            "(4) at non-singleton dimension 0.  Target sizes: [2].  Tensor sizes: [4].",
-        ),
-        (
-            "[: len(rows)].tolist()",
-            ".tolist()",
-            "test_the_example",
-            "of [5, 0, 2] should return a list of 3 tokens, but it returns [0, 1, 1, 2].",
-        ),
-        (
-            "[: len(rows)].tolist()",
-            "[: len(rows)]",
-            "test_one_row",
-            "a step of [2] should return a list of 1 tokens, but it returns tensor([1]).",
-        ),
-        (
-            "device.capture(partial(self.run, step, size))",
-            "partial(self.run, step, size)",
-            "test_one_row",
-            "padding row 6: a step of [2] makes 3 launches. It should be 1, of a graph.",
-        ),
-        (
-            "        self.graphs[size]()\n",
-            "        if getattr(self, 'last', None) != rows:\n            self.graphs[size]()\n        self.last = rows\n",
-            "test_one_row",
-            "the rows [[2]]: a step of [2] makes 0 launches. It should be 1, of a graph.",
-        ),
-        (
-            "self.tokens[size] = step(self.rows[:size])",
-            "self.tokens |= dict.fromkeys(range(99), step(self.rows[:size]))",
-            "test_one_row",
-            "6: after a step of [2], row 2 should have got the tokens [1], but it has [-1].",
-        ),
-        (
-            "= step(self.rows[:size])",
-            "= step(self.rows[:size].clone())",
-            "test_one_row",
-            "but it computes [6]. A graph reads the tensor with which it was captured.",
-        ),
-        (
-            "self.graphs, self.tokens = {}, {}",
-            "Replays.graphs, Replays.tokens = {}, {}",
-            "test_two_devices",
-            "padding row 6: a step of [0, 1] makes 0 launches. It should be 1, of a graph.",
-        ),
-    ],
-    "ngram": [
-        (
-            "known[end - size : end] == known[-size:]",
-            "known[end - 1] == known[-1]",
-            "test_propose",
-            "size 2 and most 1: the drafts should be [9], but yours are [8].",
-        ),
-        (
-            "    number = 0\n    while number < len(drafts) and drafts[number] == drawn[number]:\n        number += 1\n",
-            "    number = sum(a == b for a, b in zip(drafts, drawn))\n",
-            "test_accept",
-            "[8, 4, 5] are drawn: the tokens [8] should be kept, but yours keeps [8, 4].",
-        ),
-        (
-            "drawn[: number + 1]",
-            "drawn[:number]",
-            "test_accept",
-            "7, 9] are drawn: the tokens [3, 4, 7] should be kept, but yours keeps [3, 4].",
-        ),
-        (
-            "drawn[: number + 1]",
-            "drawn[: number + 2]",
-            "test_accept",
-            "are drawn: the tokens [3, 4, 7] should be kept, but yours keeps [3, 4, 7, 9].",
-        ),
-        (
-            "drawn[: number + 1]",
-            "drafts[: number + 1]",
-            "test_accept",
-            "9] are drawn: the tokens [3, 4, 7] should be kept, but yours keeps [3, 4, 1].",
-        ),
-        (
-            "drafts[number] == drawn[number]",
-            "drafts[number] == drawn[number + 1]",
-            "test_accept",
-            "4, 7, 9] are drawn: the tokens [3, 4, 7] should be kept, but yours keeps [3].",
-        ),
-        (
-            "drafts[number] == drawn[number]",
-            "drafts == drawn[:-1]",
-            "test_accept",
-            "4, 7, 9] are drawn: the tokens [3, 4, 7] should be kept, but yours keeps [3].",
-        ),
-        (
-            "range(len(known) - 1, size - 1, -1)",
-            "range(size, len(known))",
-            "test_propose",
-            "2, 9, 1, 2], size 2 and most 1: the drafts should be [9], but yours are [8].",
-        ),
-        (
-            "range(len(known) - 1,",
-            "range(len(known),",
-            "test_propose",
-            "1, 2], size 2 and most 3: the drafts should be [3, 4, 1], but yours are [].",
-        ),
-        (
-            "range(len(known) - 1,",
-            "range(len(known) - size,",
-            "test_propose",
-            "[7, 7, 7], size 2 and most 5: the drafts should be [7], but yours are [].",
-        ),
-        (
-            "size - 1, -1)",
-            "size, -1)",
-            "test_propose",
-            "2, 9, 1, 2], size 2 and most 1: the drafts should be [9], but yours are [].",
-        ),
-        (
-            "known[end : end + most]",
-            "known[end : end + most - 1]",
-            "test_propose",
-            "2], size 2 and most 3: the drafts should be [3, 4, 1], but yours are [3, 4].",
-        ),
-        (
-            "known[end : end + most]",
-            "known[end : most]",
-            "test_propose",
-            "1, 2], size 2 and most 3: the drafts should be [3, 4, 1], but yours are [].",
-        ),
-        (
-            "known[end : end + most]",
-            "known[end:]",
-            "test_propose",
-            "2 and most 3: the drafts should be [3, 4, 1], but yours are [3, 4, 1, 2].",
-        ),
-        (
-            "known[end : end + most]",
-            "known[end - size : end + most]",
-            "test_propose",
-            "2 and most 3: the drafts should be [3, 4, 1], but yours are [1, 2, 3, 4, 1].",
-        ),
-        (
-            "return known[end : end + most]",
-            "return (known[end:] * most)[:most]",
-            "test_propose",
-            "the drafts should be [3, 4, 1, 2], but yours are [3, 4, 1, 2, 3, 4, 1, 2, 3].",
-        ),
-        (
-            "computed = len(known)\n",
-            "computed += len(drawn)\n",
-            "test_a_text_that_repeats",
-            "position 12 and has 3 tokens, but only the positions before 9 are computed.",
-        ),
-        (
-            "        computed += len(kept) - 1\n",
-            "",
-            "test_a_text_that_repeats",
-            "(5, [3, 1, 2, 3]), (6, [1, 2, 3, 1, 2, 3, 1]), (10, [2, 3, 1, 2, 3, 1])].",
-        ),
-        (
-            "len(kept) - 1\n",
-            "len(kept)\n",
-            "test_without_drafts",
-            "at position 3 and has 0 tokens, but only the positions before 2 are computed.",
-        ),
-        (
-            "        computed = len(known)\n",
-            "        computed = 0\n",
-            "test_without_drafts",
-            "(3, [2])], but yours are [(0, [1, 2]), (0, [1, 2, 1]), (0, [1, 2, 1, 2])].",
-        ),
-        (
-            "left - 1)",
-            "left)",
-            "test_a_text_that_repeats",
-            "[1, 2, 3, 1, 2]), (5, [3, 1, 2, 3]), (9, [1, 2, 3, 1]), (13, [2, 3, 1, 2])].",
-        ),
-        (
-            "min(most, left - 1)",
-            "most",
-            "test_a_text_that_repeats",
-            "[1, 2, 3, 1, 2]), (5, [3, 1, 2, 3]), (9, [1, 2, 3, 1]), (13, [2, 3, 1, 2])].",
-        ),
-        (
-            "token in ends or ",
-            "",
-            "test_an_end_among_drafts",
-            "tokens) were [(0, [1, 2, 3, 9, 1, 2]), (6, [3, 9, 1, 2, 3]), (11, [9, 1])].",
-        ),
-        (
-            "        for token in kept:\n            known.append(token)\n            if token in ends or len(known)",
-            "        known += kept\n        for token in kept[-1:]:\n            if token in ends or len(known)",
-            "test_an_end_among_drafts",
-            "(position, tokens) were [(0, [1, 2, 3, 9, 1, 2]), (6, [3, 9, 1, 2, 3])].",
-        ),
-        (
-            "propose(known, size,",
-            "propose(known[len(prompt) :], size,",
-            "test_a_text_that_repeats",
-            "(5, [3]), (6, [1]), (7, [2]), (8, [3]), (9, [1, 2, 3, 1]), (13, [2, 3, 1])].",
-        ),
-        (
-            "propose(known, size,",
-            "propose(prompt, size,",
-            "test_a_text_that_repeats",
-            "(7, [2, 3, 1, 2]), (11, [3, 3, 1, 2]), (12, [1, 3, 1, 2]), (13, [2, 3, 1])].",
-        ),
-    ],
-    "policy": [
-        (
-            "AGING * seq.arrival - (",
-            "-(",
-            "test_order_of_admission",
-            "The expected order of admission is [1, 0, 2], but it is [1, 2, 0].",
-        ),
-        (
-            "seq.max_length - seq.num_prompt",
-            "seq.max_length",
-            "test_a_long_prompt_is_not_a_long_output",
-            "60. Request 1 should be admitted first, but the order is [0, 1].",
-        ),
-        (
-            "arrival - (",
-            "arrival + (",
-            "test_order_of_admission",
-            "The expected order of admission is [1, 2, 0], but it is [0, 2, 1].",
-        ),
-        (
-            "AGING *",
-            "-AGING *",
-            "test_order_of_admission",
-            "The expected order of admission is [1, 0, 2], but it is [1, 2, 0].",
-        ),
-        (
-            "AGING *",
-            "",
-            "test_order_of_admission",
-            "The expected order of admission is [1, 0, 2], but it is [1, 2, 0].",
-        ),
-        (
-            "AGING *",
-            "1.0 * AGING *",
-            "test_the_key_is_an_int_and_depends_on_the_sequence_alone",
-            "The key must be an int, but it is 30.0.",
-        ),
-        (
-            "    return",
-            "    return -(blocks.num_available < 50) +",
-            "test_the_key_is_an_int_and_depends_on_the_sequence_alone",
-            "are used or cached, but are [30, 30, 29, 29, 29, 29].",
-        ),
-        (
-            "    return",
-            "    seq.num_prompt -= 1\n    return",
-            "test_the_key_is_an_int_and_depends_on_the_sequence_alone",
-            "The key must change nothing, but it changed these fields: ['num_prompt'].",
-        ),
-        (
-            "    return",
-            "    f = longest_output_first\n    f.n = getattr(f, 'n', 0) + 1\n    return f.n +",
-            "test_order_of_admission",
-            "The expected order of admission is [1, 0], but it is [0, 1].",
-        ),
-        (
-            "AGING *",
-            "blocks.num_available + AGING *",
-            "test_the_key_is_an_int_and_depends_on_the_sequence_alone",
-            "are used or cached, but are [130, 130, 37, 37, 30, 30].",
-        ),
-        (
-            "arrival - (",
-            "arrival - len(blocks.match(seq)) * blocks.block_size - (",
-            "test_the_key_is_an_int_and_depends_on_the_sequence_alone",
-            "are used or cached, but are [30, 30, 30, 30, -2, -2].",
-        ),
-    ],
-    "eviction": [
-        (
-            "self.hits[block.block_id] = 0",
-            "pass",
-            "test_hits_belong_to_the_content",
-            "New content should start with 0 hits.",
-        ),
-        (
-            "min(self.evictable,",
-            "min(reversed(self.evictable),",
-            "test_fewest_hits_first",
-            "The expected order of eviction is [3, 2, 1], but it is [2, 3, 1].",
-        ),
-        (
-            "min(self.evictable, key=self.hits.__getitem__)",
-            "super().choose_victim()",
-            "test_fewest_hits_first",
-            "The expected order of eviction is [3, 2, 1], but it is [1, 3, 2].",
-        ),
-        (
-            "+= 1",
-            "= 1",
-            "test_every_hit_counts",
-            "order of eviction is [5, 4, 3, 2, 1], but it is [5, 1, 2, 3, 4].",
-        ),
-        (
-            "        super().attach_cached(seq, matched)\n        for block in matched:\n",
-            "        matched, every = [b for b in matched if not b.ref_count], matched\n        super().attach_cached(seq, every)\n        for block in matched:\n",
-            "test_hits_of_a_block_in_use_count",
-            "The expected order of eviction is [5, 4, 3], but it is [5, 3, 4].",
-        ),
-        (
-            "for block in matched:",
-            "for block in matched[:1]:",
-            "test_each_block_of_a_prefix_has_hits",
-            "last block of a sequence is released first, but it is [3, 2, 4, 1].",
-        ),
-        (
-            "for block in matched:",
-            "for block in matched[-1:]:",
-            "test_each_block_of_a_prefix_has_hits",
-            "last block of a sequence is released first, but it is [2, 1, 4, 3].",
-        ),
-        (
-            "key=self.hits.__getitem__",
-            "key=lambda i: self.hits[i] // 2",
-            "test_every_hit_counts",
-            "order of eviction is [5, 4, 3, 2, 1], but it is [4, 5, 2, 3, 1].",
-        ),
-    ],
-    "filter": [
-        (
-            "(typical_p < 1)[:, None]",
-            "(typical_p < 1).any()",
-            "test_one_turns_it_off",
-            "typical_p=1 should not change the logits, but it does.",
-        ),
-        (
-            "log_probs = logits.log_softmax(dim=-1)\n    probs = log_probs.exp()",
-            "probs = logits.softmax(dim=-1)\n    log_probs = (probs + 1e-5).log()",
-            "test_small_probabilities_count",
-            "Of 50,000 random logits typical_p=0.5 should keep about",
-        ),
-        (
-            "nansum",
-            "sum",
-            "test_what_is_hidden_stays_hidden",
-            " if there were no hidden ones, but [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19] are.",
-        ),
-        (
-            "before < typical_p[:, None]",
-            "before < typical_p.max()",
-            "test_each_row_has_its_own_value",
-            "Row 0 should keep 2 tokens, as it does alone, but keeps 60.",
-        ),
-        (
-            "    last = ordered.gather(1, kept - 1)\n    return logits.masked_fill((distance > last)",
-            "    late = order.argsort(dim=-1) >= kept\n    return logits.masked_fill(late",
-            "test_equal_distances_are_kept_together",
-            "distance. The tokens [1, 2] should be kept, but [1] are.",
-        ),
-        (
-            "before < typical_p[:, None]",
-            "before <= typical_p[:, None]",
-            "test_a_sum_of_exactly_p_is_enough",
-            "should keep the tokens [0, 1, 2], but it keeps [0, 1, 2, 3, 4].",
-        ),
-        (
-            "distance = (-log_probs - entropy).abs()",
-            "distance = -log_probs",
-            "test_the_example",
-            "typical_p=0.3 should keep the tokens [1, 2], but it keeps [0].",
-        ),
-        (
-            "return logits.masked",
-            "return log_probs.masked",
-            "test_equals_transformers",
-            "Kept logits should not change",
-        ),
-    ],
-    "engine": [
-        (
-            "if count == 1:",
-            "if False:",
-            "test_one_new_token_attends_by_tiles",
-            "`update` of softmax.py is not called.",
-        ),
-        (
-            "waiting[: self.max_num_seqs - len(running)]",
-            "list(waiting)",
-            "test_waiting_requests_hold_no_blocks",
-            "that has to wait may hold blocks.",
-        ),
-        (
-            "where[-count:]], cache[1, where[-count:]]",
-            "where[:count]], cache[1, where[:count]]",
-            "test_answers_one_question",
-            "transformers answers '",
-        ),
-        (
-            " / len(query) ** 0.5",
-            "",
-            "test_answers_several_at_once",
-            "transformers answers '",
-        ),
-        (
-            "sorted(every, key=lambda seq: longest_output_first(seq, self.blocks))",
-            "list(every)",
-            "test_the_longest_output_runs_first",
-            "all take 37 steps, but yours take 39.",
-        ),
-        (
-            "            self.blocks.cache_full_blocks(seq)\n",
-            "",
-            "test_a_prefix_is_computed_once",
-            "The second should compute 28 tokens, but computes 204.",
-        ),
-        (
-            "            if not seq.block_table:\n                self.blocks.attach_cached(seq, self.blocks.match(seq))\n",
-            "            self.blocks.attach_cached(seq, self.blocks.match(seq))\n",
-            "test_a_prefix_is_attached_once",
-            "64 blocks should be available, but 62 are.",
-        ),
-        (
-            "class Blocks(Matching, FewestHits)",
-            "class Blocks(Matching)",
-            "test_a_prefix_with_hits_survives_documents",
-            "should compute 1 token, but computes 33.",
-        ),
-        (
-            "keep_typical_p(logits, torch.full((len(plan),), typical_p))",
-            "logits",
-            "test_the_filter_is_used",
-            "'What is ' with typical_p=",
-        ),
-    ],
-}
+
+def read(text: str) -> dict[str, list[tuple[str, str, str]]]:
+    """Return for each task (text, what replaces it, a part of the message)."""
+    wrong, parts = dict[str, list[tuple[str, str, str]]](), {"-": list[str](), "+": list[str]()}
+    for line in text.strip().splitlines():
+        if line[0] in parts:
+            parts[line[0]].append(line[2:])
+        elif line[0] == "?":
+            wrong[[*wrong][-1]].append(("\n".join(parts["-"]), "\n".join(parts["+"]), line[2:]))
+            parts = {"-": [], "+": []}
+        else:
+            wrong[line] = []
+    return wrong
+
+
+WRONG = read(TEXT)

@@ -38,9 +38,11 @@ if TYPE_CHECKING:
 # Returns the addresses of the weight, the scale and the bias of a Linear; 0 for what it lacks.
 Pointers = Callable[[Linear], tuple[int, int, int]]
 # The columns of decode_layers' addresses; 0 means that the layer has no such weight. A product has
-# three columns: weight, scale and bias.
+# three columns: weight, scale and bias. The last five are of linear attention: LAYER counts only
+# its layers, and CONV1D is 0 in the others.
 INPUT_NORM, POST_ATTENTION_NORM, Q_NORM, K_NORM, K_CACHE, V_CACHE = range(6)
 PROJECTION, OUTPUT, GATE_UP, DOWN = range(6, 18, 3)
+LAYER, CONV1D, A_LOG, DT_BIAS, NORM = range(18, 23)
 
 
 class Code(NamedTuple):
@@ -79,6 +81,27 @@ class Step(NamedTuple):
     parts: int
 
 
+class States(NamedTuple):
+    """The states of linear attention of all layers, and its sizes; zeros for other models."""
+
+    conv: int  # the address of [layers, num_states, 3, C]
+    rule: int  # the address of [layers, num_states, Hv, Dk, Dv] in float32
+    segments: np.ndarray  # [rows, 3] int64, of delta_rule.of_rows
+    conv_bytes: int  # of a layer
+    rule_bytes: int
+    num_states: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    itemsize: int  # of the model's dtype
+    advance_heads: int  # the address of delta_rule.advance_heads
+    gate: int  # the address of delta_layers.gate_rows, or 0 if attention has no gate
+
+
+NO_STATES = States(0, 0, np.empty((0, 3), np.int64), *[0] * 10)
+
+
 def example_step(example: Any, weight_example: Any) -> Step:
     """Return a step with the types of every step of these dtypes."""
     none = np.empty((0, 0), np.int64)
@@ -102,8 +125,22 @@ def norm(code, step, weight_ptr):
 
 
 @compiled()
-def attention(code, step, at):
-    """Compute `mixed` from the normed x, through `projected`."""
+def linear_attention(code, step, at, states):
+    """Compute `mixed` from the normed x, through `projected`. The states change in place."""
+    key_heads, value_heads = states.key_heads, states.value_heads
+    width = 2 * (key_heads * states.key_dim + value_heads * states.value_dim + value_heads)
+    linear(code, step, at, PROJECTION, step.x, step.projected, step.size, width)
+    arguments = (step.projected, at[CONV1D], at[A_LOG], at[DT_BIAS], at[NORM],
+                 states.conv + at[LAYER] * states.conv_bytes,
+                 states.rule + at[LAYER] * states.rule_bytes, states.segments, step.mixed,
+                 step.rows, width, states.num_states, key_heads, value_heads, states.key_dim,
+                 states.value_dim, step.eps, step.example)
+    in_parts(states.advance_heads, arguments, step.rows * key_heads, step.parts)
+
+
+@compiled()
+def attention(code, step, at, states):
+    """Compute the same for a layer of attention. A hybrid model's gate follows the values."""
     num_blocks, num_kv_heads, block_size, dim = step.shape
     linear(code, step, at, PROJECTION, step.x, step.projected, step.size, step.row_heads * dim)
     store = (step.projected, at[Q_NORM], at[K_NORM], step.cos, step.sin, at[K_CACHE], at[V_CACHE],
@@ -114,6 +151,11 @@ def attention(code, step, at):
     attend(step.projected, step.rows, step.row_heads, step.mixed, step.num_heads, at[K_CACHE],
            at[V_CACHE], step.shape, step.attention, step.example, step.example, code.attend_groups,
            step.parts)
+    if states.gate != 0:
+        size, stride = step.num_heads * dim, step.row_heads * dim
+        gate = step.projected + (stride - size) * states.itemsize
+        arguments = step.mixed, gate, step.rows, size, stride, step.example
+        in_parts(states.gate, arguments, step.rows, step.parts)
 
 
 @compiled()
@@ -128,18 +170,22 @@ def feed_forward(code, step, at):
 
 
 @compiled()
-def decode_layers(code, step, addresses):
-    """Compute all layers of a decode step as models.qwen3.DecoderLayer does, in one dtype.
+def decode_layers(code, step, addresses, states):
+    """Compute all layers of a decode step as the DecoderLayer of a model does, in one dtype.
 
-    addresses [layers, 18]. x and residual change in place: their sum is the embedding at first and
-    the input of the final norm at the end.
+    addresses [layers, 23]. x, residual and the states change in place: the sum of the first two is
+    the embedding at first and the input of the final norm at the end.
     """
     for i in range(len(addresses)):
         at = addresses[i]
         norm(code, step, at[INPUT_NORM])
-        attention(code, step, at)
-        attn_size = step.num_heads * step.shape[3]
-        linear(code, step, at, OUTPUT, step.mixed, step.x, attn_size, step.size)
+        if at[CONV1D] != 0:
+            mixed_size = states.value_heads * states.value_dim
+            linear_attention(code, step, at, states)
+        else:
+            mixed_size = step.num_heads * step.shape[3]
+            attention(code, step, at, states)
+        linear(code, step, at, OUTPUT, step.mixed, step.x, mixed_size, step.size)
         feed_forward(code, step, at)
 
 
@@ -162,7 +208,6 @@ class FusedLayers:
         )
         layers = [self.layer_addresses(layer, attention, find) for layer in model.layers]
         self.addresses = np.array(layers, np.int64)
-        self.compile()
 
     @property
     def head(self) -> tuple[Product, int, int, int]:
@@ -170,9 +215,6 @@ class FusedLayers:
         head = self.model.lm_head
         is_plain = isinstance(head.weight, Tensor)
         return self.code.product if is_plain else head.weight.product(), *self.find(head)
-
-    def compile(self) -> None:
-        """Compile the kernels that backends/cpu/compile.py does not compile for every model."""
 
     @property
     def row_heads(self) -> int:
@@ -190,7 +232,7 @@ class FusedLayers:
         addresses += attention.kv_addresses[attn.layer]
         for module in layer.linears():
             addresses += find(module)
-        return addresses
+        return addresses + [0] * 5
 
     def forward(self, batch: ForwardBatch, attention: NumbaAttention) -> Tensor:
         """Compute Qwen3.forward. Large steps are left to it."""
@@ -200,7 +242,7 @@ class FusedLayers:
         x = model.embed_tokens[batch.input_ids]
         inputs = x, torch.zeros_like(x), *model.rotary.at(batch.positions)
         step, _buffers = self.make_step(inputs, plan.slot_mapping, plan.work, attention.shape)
-        self.decode(step, batch)
+        decode_layers(self.code, step, self.addresses, self.states(batch))
         return pointwise.add_rms_norm(x, inputs[1], model.norm, config.rms_norm_eps)[0]
 
     def make_step(
@@ -228,8 +270,9 @@ class FusedLayers:
         )
         return Step._make(values), buffers
 
-    def decode(self, step: Step, batch: ForwardBatch) -> None:
-        decode_layers(self.code, step, self.addresses)
+    def states(self, batch: ForwardBatch) -> States:
+        """Return the states of the rows of a batch."""
+        return NO_STATES
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Map hidden [R, E] to logits [R, V]."""

@@ -155,7 +155,7 @@ def shares_prefix(host, rows):
 
 
 @compiled()
-def sample_tokens(code, step, addresses, host, head, rows, tokens):
+def sample_tokens(code, step, addresses, states, host, head, rows, tokens):
     """Replace each of `tokens` [T], inputs of rows [T], by the token that is sampled after it.
 
     The tokens of a row are consecutive and its last ones. Without a token that can be sampled, the
@@ -170,7 +170,7 @@ def sample_tokens(code, step, addresses, host, head, rows, tokens):
         if rows[t] == rows[t + 1]:
             positions[t] = positions[t + 1] - 1
     look_up(host, step, rows, positions, tokens)
-    decode_layers(code, step, addresses)
+    decode_layers(code, step, addresses, states)
     norm(code, step, head.norm)
     example, size, count = step.example, head.size, step.rows
     groups, product = (size + GROUP - 1) // GROUP, head.product

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,24 +12,18 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
 
 from nanovllm.features.formats.gguf.reader import GGUF
 from nanovllm.features.formats.gguf.tokenizer import read_tokenizer
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
+from nanovllm.utils.log import progress_bar
 
 SHARD_BYTES = 2**30
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def convert(
-    source: Path,
-    target: Path,
-    dtype: str = "bfloat16",
-    use_tqdm: bool = True,
-    run_in: str | None = None,
-) -> None:
+def convert(source: Path, target: Path, dtype: str = "bfloat16", run_in: str | None = None) -> None:
     """Convert a GGUF file to the directory `target`, which must not exist yet.
 
     The weights are stored in `dtype`. `run_in` is the dtype in which LLM() computes by default, if
@@ -63,8 +56,7 @@ def convert(
         generation = {"do_sample": False, "eos_token_id": raw["eos_token_id"]}
         (temporary / "generation_config.json").write_text(json.dumps(generation, indent=2))
         weights = file.weights(config, DTYPES[dtype])
-        show = use_tqdm and sys.stderr is not None and sys.stderr.isatty()
-        bar = tqdm(weights, f"Converting {source.name}", len(expected), disable=not show)
+        bar = progress_bar(f"Converting {source.name}", "tensor", weights, len(expected))
         save_weights(bar, temporary)
         temporary.chmod(0o755)
         temporary.rename(target)  # fails if another process has made `target`

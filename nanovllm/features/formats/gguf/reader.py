@@ -104,13 +104,12 @@ class GGUF:
         for name, usual in (("rope.scaling.type", "none"), ("attention.sliding_window", 0)):
             if (value := self.field(f"{self.kind}.{name}")) not in (None, usual):
                 raise ValueError(f"{self.path} has {name} {value!r}, which is not supported")
-        raw = {ours: self.field(f"{self.kind}.{theirs}") for ours, theirs in FIELDS.items()}
-        for name, value in raw.items():
-            if value is None and name not in OPTIONAL:
-                raise ValueError(f"{self.path} has no field {self.kind}.{FIELDS[name]}")
+        found = {ours: self.field(f"{self.kind}.{theirs}") for ours, theirs in FIELDS.items()}
+        raw = {name: value for name, value in found.items() if value is not None}
+        if missing := FIELDS.keys() - OPTIONAL - raw.keys():
+            raise ValueError(f"{self.path} has no field {self.kind}.{FIELDS[min(missing)]}")
         if EMBEDDINGS not in self.tensors:
             raise ValueError(f"{self.path} has no tensor token_embd.weight")
-        raw = {name: value for name, value in raw.items() if value is not None}
         raw |= {
             "architectures": [self.architecture],
             "model_type": self.kind,
@@ -126,16 +125,11 @@ class GGUF:
         config = ModelConfig.from_json(raw, self.path)
         if self.field(f"{self.kind}.rope.dimension_count") not in (None, config.head_dim):
             raise ValueError(f"{self.path} rotates a part of each head, which is not supported")
-        if self.rope_divisors is not None:
+        if (divisors := self.rope_divisors) is not None:
             whole, _ = RopeConfig(config.rope.rope_theta).frequencies(config.head_dim)
-            divided, _ = config.rope.frequencies(config.head_dim)
-            expected = whole / divided
-            has_shape = self.rope_divisors.shape == expected.shape
-            if not has_shape or not torch.allclose(self.rope_divisors, expected, rtol=1e-4):
-                raise ValueError(
-                    f"{self.path} has a tensor {ROPE_DIVISORS} that is not of Llama 3.1 to 3.3, "
-                    "which is not supported"
-                )
+            expected = whole / config.rope.frequencies(config.head_dim)[0]
+            if divisors.shape != expected.shape or not divisors.allclose(expected, rtol=1e-4):
+                raise ValueError(f"{self.path} has a {ROPE_DIVISORS} that is not of Llama 3.1-3.3")
         return raw
 
     def weights(self, config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

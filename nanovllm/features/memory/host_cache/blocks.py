@@ -11,7 +11,7 @@ copies between device and host into the plan, and features/memory/host_cache/poo
 
 A preempted sequence releases its blocks, and a later one may evict them. They are loaded when the
 preempted sequence is matched again. This is the swapping of PagedAttention (arXiv:2309.06180,
-section 4.5), block by block. The same mechanism keeps long conversations and shared prefixes.
+section 4.5), block by block.
 
 A block has the same hash in both caches, so that its children are found in either. A loaded block
 keeps its copy in host memory, and needs no save when it is evicted again.
@@ -78,8 +78,7 @@ class HostCacheBlockManager(BlockManager):
             self._drop(oldest)
         host_id = self.host_free.pop()
         content = block.block_hash, block.token_ids, block.parent_block_hash
-        host_block = HostBlock(host_id, 0, *content)
-        self.hash_to_host_block[block.block_hash] = host_block
+        self.hash_to_host_block[block.block_hash] = HostBlock(host_id, 0, *content)
         self._busy.add(host_id)
         self._saves.append(BlockCopy(block.block_id, host_id))
         self.saved_blocks += 1

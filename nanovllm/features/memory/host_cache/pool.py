@@ -11,10 +11,9 @@ On a CPU both are plain copies. On a GPU the parts of a block are far apart in t
                    steps' stream            the pool's stream
 
 The streams define the order. A saved block is gathered before later kernels of the step overwrite
-it, and its transfer overlaps with the computation. The transfer of a load waits for no computation,
-so it can begin while the previous step runs. The step itself waits for an event after the transfer.
-Transfers are in the order of the plans, so a load reads the data of an earlier save. Each buffer
-has an event after its last use, and the next use waits for this event.
+it, and its transfer overlaps with the computation. The transfer of a load can begin while the
+previous step runs, and the step waits for an event after it. Transfers are in the order of the
+plans, so a load reads the data of an earlier save. Each use of a buffer waits for the last one.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ def num_host_blocks(config: EngineConfig, block_bytes: int, free_of_cpu: int | N
         )
     if size < block_bytes:
         raise ValueError(
-            f"swap_space={config.swap_space} has no room for one block: a block of "
-            f"{config.block_size} tokens takes {block_bytes:,} bytes; raise it to "
+            f"swap_space={config.swap_space} has no room for one block; raise it to "
             f"{block_bytes / 2**30:.2g} or more, or set it to 0"
         )
     return size // block_bytes

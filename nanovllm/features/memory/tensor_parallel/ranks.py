@@ -20,7 +20,6 @@ Ranks that run different steps would wait for each other forever or mix their re
 step they therefore compare a hash of the plan and of the tokens of the last step.
 """
 
-import itertools
 import logging
 import os
 import re
@@ -52,19 +51,16 @@ class Ranks:
     """The connections of this rank to the others: `host` between CPUs, `device` between devices."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Connect. Raises RuntimeError if options differ between ranks or a rank is missing.
-
-        Raises ValueError if torchrun has not started as many processes as the options say.
-        """
+        """Connect. Raises RuntimeError if options differ between ranks or a rank is missing."""
         check_options(config)
-        self.rank = config.rank
-        self.size = config.tensor_parallel_size
+        self.rank, self.size = config.rank, config.tensor_parallel_size
         if self.rank > 0:
             logger.setLevel(logging.WARNING)
-        on_gpu = config.device != "cpu" and torch.cuda.is_available()
-        if on_gpu:
-            index = int(os.environ.get("LOCAL_RANK", self.rank))
-            num_gpus = torch.cuda.device_count()
+        if on_gpu := config.device != "cpu" and torch.cuda.is_available():
+            index, num_gpus = (
+                int(os.environ.get("LOCAL_RANK", self.rank)),
+                torch.cuda.device_count(),
+            )
             if index >= num_gpus:
                 raise ValueError(
                     f"LOCAL_RANK={index} needs GPU {index}, and torch finds {num_gpus}; lower "
@@ -121,8 +117,7 @@ class Ranks:
         if highest != -negative_lowest:
             texts: list[Any] = [None] * self.size
             self._call(dist.all_gather_object, texts, f"{what} {text}", group=self.host)
-            same = (len(set(letters)) == 1 for letters in zip(*texts, strict=False))
-            start = max(0, sum(itertools.takewhile(bool, same)) - 60)
+            start = max(0, len(os.path.commonprefix(texts)) - 60)  # noqa: RUF071 (no paths)
             shown = "; ".join(f"rank {i}: ...{t[start : start + 120]}" for i, t in enumerate(texts))
             raise RuntimeError(
                 f"the ranks have different {what}: {shown}. Every rank must make the same calls "
@@ -215,9 +210,8 @@ class ShardedTable:
 
     def __init__(self, rows: Any, ranks: Ranks) -> None:
         """rows: the rows of this rank, a tensor or an Int8Weight [V / N, E]."""
-        self.rows, self.shape, self.copy_ = rows, rows.shape, rows.copy_
+        self.rows, self.shape, self.dtype, self.copy_ = rows, rows.shape, rows.dtype, rows.copy_
         self.ranks = ranks
-        self.dtype = rows.dtype
         self.start = ranks.rank * rows.shape[0]
 
     def __getitem__(self, ids: Tensor) -> Tensor:
@@ -232,10 +226,8 @@ class AgreeingRunner:
     """A Runner that launches a step only if all ranks have planned the same step."""
 
     def __init__(self, runner: Runner, ranks: Ranks) -> None:
-        self.runner = runner
-        self.ranks = ranks
-        self.num_blocks = runner.num_blocks
-        self.async_scheduling = runner.async_scheduling
+        self.runner, self.ranks = runner, ranks
+        self.num_blocks, self.async_scheduling = runner.num_blocks, runner.async_scheduling
         self.last = ""  # the results of the last step
 
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:

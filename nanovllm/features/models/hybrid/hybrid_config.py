@@ -92,10 +92,7 @@ class HybridConfig(ModelConfig):
 
     def select_tensors(self, files: dict[Path, Any]) -> dict[Path, Any]:
         """Return the files without the tensors for images and for speculative decoding (MTP)."""
-        texts = {path: TextFile(file) for path, file in files.items()}
-        if self.experts is None:
-            return dict(texts)
-        return {path: UnstackedFile(text) for path, text in texts.items()}
+        return {path: UnstackedFile(file, text_names(file)) for path, file in files.items()}
 
     def model_class(self) -> type[Qwen3_5]:
         from nanovllm.features.models.hybrid.qwen3_5 import Qwen3_5
@@ -148,34 +145,18 @@ def _layer_types(raw: dict[str, Any], num_layers: int, path: Path) -> tuple[str,
         interval = raw.get("full_attention_interval", 4)
         interval = check_field(path, "full_attention_interval", interval, int, (1, 10_000))
         types = [LINEAR if (i + 1) % interval else FULL for i in range(num_layers)]
-    if unknown := [kind for kind in types if kind not in (LINEAR, FULL)]:
+    unknown = [kind for kind in types if kind not in (LINEAR, FULL)]
+    if unknown or len(types) != num_layers:
         raise ValueError(
-            f"{path}: the layer type {unknown[0]!r} in layer_types is not supported; supported are "
-            f"{LINEAR!r} and {FULL!r}"
+            f"{path}: layer_types must have {num_layers} entries {LINEAR!r} or {FULL!r}, and has "
+            f"{len(types)} entries, with {', '.join(map(repr, unknown)) or 'no others'}"
         )
-    if len(types) != num_layers:
-        raise ValueError(f"{path}: layer_types has {len(types)} entries for {num_layers} layers")
     return tuple(types)
 
 
-class TextFile:
-    """An open safetensors file with the tensors of the text model only, by their usual names."""
-
-    def __init__(self, file: Any) -> None:
-        self.file = file
-        # transformers 5.3 to 5.5 wrote "language_model." two or three times.
-        names = {name.replace("language_model.", ""): name for name in file.keys()}  # noqa: SIM118
-        self.names = {
-            name: stored
-            for name, stored in names.items()
-            if not name.startswith(("mtp.", "model.mtp.", "model.visual.", "visual."))
-        }
-
-    def keys(self) -> list[str]:
-        return [*self.names]
-
-    def get_tensor(self, name: str) -> Any:
-        return self.file.get_tensor(self.names[name])
-
-    def get_slice(self, name: str) -> Any:
-        return self.file.get_slice(self.names[name])
+def text_names(file: Any) -> dict[str, str]:
+    """Return the tensors of the text model in a file: their usual names -> their names there."""
+    # transformers 5.3 to 5.5 wrote "language_model." two or three times.
+    names = {name.replace("language_model.", ""): name for name in file.keys()}  # noqa: SIM118
+    other = ("mtp.", "model.mtp.", "model.visual.", "visual.")
+    return {name: stored for name, stored in names.items() if not name.startswith(other)}

@@ -102,21 +102,22 @@ class UnstackedFile:
     In the other one they are experts.gate_up_proj [X, 2 F, E] and experts.down_proj [X, E, F].
     """
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file: Any, renamed: dict[str, str] | None = None) -> None:
+        """renamed: the names of the tensors in the view -> their names in the file. None: all."""
         self.file = file
         self.parts: dict[str, tuple[str, tuple[Any, ...]]] = {}  # name -> (stored name, index)
-        for stored in file.keys():  # noqa: SIM118 (not a dict)
-            module, _, kind = stored.rpartition(".")
+        same = {name: name for name in file.keys()}  # noqa: SIM118 (not a dict)
+        for whole, stored in (same if renamed is None else renamed).items():
+            module, _, kind = whole.rpartition(".")
             shape = []
             if module.endswith(".experts") and kind in STACKED:
                 shape = file.get_slice(stored).get_shape()
             if len(shape) != 3:
-                self.parts[stored] = stored, ()
+                self.parts[whole] = stored, ()
                 continue
-            names = STACKED[kind]
-            size = shape[1] // len(names)
+            size = shape[1] // len(STACKED[kind])
             for expert in range(shape[0]):
-                for i, name in enumerate(names):
+                for i, name in enumerate(STACKED[kind]):
                     index = expert, slice(i * size, (i + 1) * size)
                     self.parts[f"{module}.{expert}.{name}.weight"] = stored, index
 
@@ -125,7 +126,7 @@ class UnstackedFile:
 
     def get_tensor(self, name: str) -> Any:
         stored, index = self.parts[name]
-        return self.file.get_slice(stored)[index] if index else self.file.get_tensor(stored)
+        return self.file.get_tensor(stored)[index]  # a view: the file is memory-mapped
 
     def get_slice(self, name: str) -> Any:
         stored, index = self.parts[name]

@@ -16,14 +16,14 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.inputs import ParsedPrompt
 from nanovllm.outputs import RequestMetrics
 from nanovllm.plan import ResultKind, RowResult
-from nanovllm.utils.checks import KnownFields, Positive, check_scalars
+from nanovllm.utils.checks import Positive, check_scalars
 
 if TYPE_CHECKING:
     from nanovllm.engine.input_processor import InputProcessor
 
 
 @dataclass(slots=True)
-class PoolingParams(KnownFields):
+class PoolingParams:
     """Parameters of an embedding. None uses the setting of the checkpoint, or else the default.
 
     Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value. The fields

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.features.requests.thinking import make_thinking
 from nanovllm.plan import LogitRules
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import LogitsProcessor, SamplingParams
 
 
 def make_rules(
@@ -15,6 +17,8 @@ def make_rules(
     separates: bool = False,
 ) -> LogitRules | None:
     """Return the rules that the parameters request, or None. May compile a grammar.
+
+    Raises TypeError or ValueError for a value that the model or its tokenizer cannot use.
 
     separates: whether thinking is separated from the text, so that the grammar is of the text.
     """
@@ -27,6 +31,8 @@ def make_rules(
     if params.structured_outputs is not None:
         assert input_processor.grammars is not None, "make_engine sets it"
         grammar = input_processor.grammars.compile(params.structured_outputs, list(stops))
+    for processor in params.logits_processors or ():
+        takes_prompt(processor)
     allowed = params.allowed_token_ids
     rules = LogitRules(
         presence_penalty=params.presence_penalty,
@@ -44,6 +50,27 @@ def make_rules(
         thinking=make_thinking(input_processor, params, separates),
     )
     return None if rules == LogitRules() else rules
+
+
+def takes_prompt(processor: LogitsProcessor) -> bool:
+    """Return whether a processor takes (prompt ids, output ids, logits), as in vLLM.
+
+    If not, it takes (output ids, logits). Raises TypeError if it takes neither.
+    """
+    try:
+        signature = inspect.signature(processor)
+    except (TypeError, ValueError):
+        return False  # a function in C has no signature
+    for count in (2, 3):
+        try:
+            signature.bind(*range(count))
+        except TypeError:
+            continue
+        return count == 3
+    raise TypeError(
+        "a logits processor is called with (output ids, logits) or "
+        f"(prompt ids, output ids, logits), which {processor!r} does not take"
+    )
 
 
 def bad_words(

@@ -25,11 +25,9 @@ import torch
 from torch import Tensor
 
 from nanovllm.features.requests.logit_rules.logprobs import LogprobsBatch
-from nanovllm.features.requests.logit_rules.penalties import (
-    Penalties,
-    PenaltyState,
-    has_penalties,
-)
+from nanovllm.features.requests.logit_rules.params import takes_prompt
+from nanovllm.features.requests.logit_rules.penalties import Penalties, PenaltyState, has_penalties
+from nanovllm.features.requests.structured import Matcher
 from nanovllm.features.requests.thinking import ThinkingOfRow
 from nanovllm.models.backend import Backend
 from nanovllm.models.batch import SamplingBatch
@@ -37,7 +35,6 @@ from nanovllm.models.sampler import MASKED
 from nanovllm.models.transfers import start_copy, to_device
 from nanovllm.plan import COMPLETE, FILTERS, LogitRules, NewRow, StepOutput
 from nanovllm.runner.model_runner import PendingOutput
-from nanovllm.sampling_params import takes_prompt
 
 NO_END = 2**62  # above every position
 
@@ -55,7 +52,7 @@ class RowRules:
         self.prompt, self.output = new_row.prompt, list(new_row.output)
         self.phrases = [word for word in rules.bad_words if len(word) > 1]
         self.take_prompt = [takes_prompt(processor) for processor in rules.logits_processors]
-        self.matcher = None if rules.grammar is None else rules.grammar.matcher()
+        self.matcher = None if rules.grammar is None else Matcher(rules.grammar)
         self.thinking = rules.thinking and ThinkingOfRow(rules.thinking, self.prompt)
         # Whether `output` must be complete before the next token is sampled.
         on_host = self.phrases, self.take_prompt, self.matcher, self.thinking
@@ -84,8 +81,10 @@ class RowRules:
 
     def mask(self) -> bytes | None:
         """Return which tokens the grammar allows, as Matcher.mask. None: all tokens."""
-        if self.matcher is None or self.thinking is None:
-            return self.matcher and self.matcher.mask(self.output)
+        if self.matcher is None:
+            return None
+        if self.thinking is None:
+            return self.matcher.mask(self.output)
         return self.thinking.mask(self.matcher, self.output)
 
     def apply(self, logits: Tensor) -> None:
@@ -177,12 +176,11 @@ class RulesBatch:
 
     def __init__(self, rows: list[tuple[int, RowRules]], state: RulesState) -> None:
         """`rows` has (index of the row's logits, rules) for each row with rules."""
-        # A reference to `state` would form a cycle and keep the memory of an unused engine.
+        # Not `state`, which would form a cycle and keep the memory of an unused engine.
         device, vocab_size, self.caps = state.device, state.sizes[2], state.caps
         self.rows = [row.row for _, row in rows]
         self.length = 0  # above the positions of all tokens to be sampled; set by RulesState
         self.host_rules = [(i, row) for i, row in rows if row.needs_output]
-        self.has_grammar = any(row.matcher for _, row in rows)
         # Results of the last `apply`: errors by row, and indices of logits with a complete grammar.
         self.errors: dict[int, Exception] = {}
         self.completed: list[int] = []
@@ -247,8 +245,7 @@ class RulesBatch:
         for i, row in self.host_rules:
             try:
                 row.apply(logits[i])
-                mask = row.mask()
-                if mask is not None:
+                if (mask := row.mask()) is not None:
                     masks[i] = np.frombuffer(mask, np.uint8, num_bytes)
                     if row.must_end():
                         self.completed.append(i)
@@ -256,7 +253,7 @@ class RulesBatch:
             except Exception as error:  # of a processor or grammar; it ends only this request
                 self.errors[row.row] = error
                 logits[i].fill_(MASKED)
-        if self.has_grammar:
+        if any(row.matcher for _, row in self.host_rules):
             # On a CPU, masked_fill takes several times as long.
             index = to_device(masks, logits.device).int().flatten()
             caps = self.caps.index_select(0, index).view(len(logits), -1)
@@ -277,7 +274,7 @@ class RulesBatch:
         if self.changes_logits:
             self.append(tokens, output.token_ids)
             errors, completed = self.errors, self.completed
-            self.errors, self.completed = {}, []
+            self.errors = {}  # which keep logits processors in memory
 
             def add_to(done: StepOutput) -> None:
                 done.errors |= errors

@@ -51,15 +51,12 @@ class SamplingWithRules(Sampling):
             request.state = {}  # position -> entry; after a preemption, they are computed again
         if self.separates or self.repetition is not None:
             request.is_watched = request.is_watched or self.repetition is not None
-            is_open = self.separates and self.opens_thinking(request.seqs[0])
+            prompt, inputs = request.seqs[0].token_ids, self.input_processor
+            is_open = self.separates and opened(inputs.get_tokenizer(), prompt) is not None
             for sample in request.samples:
                 sample.state = SampleState(Splitter(is_open))
                 if self.repetition is not None:
                     sample.state.repetition = Repetition(self.repetition, sample.seq)
-
-    def opens_thinking(self, seq: Sequence) -> bool:
-        """Return whether the prompt of a new sequence opens a block of thinking."""
-        return opened(self.input_processor.get_tokenizer(), seq.token_ids) is not None
 
     def receive(self, request: Request, seq: Sequence, result: RowResult) -> None:
         sample = request.samples[seq.index]

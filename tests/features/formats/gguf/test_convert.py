@@ -51,7 +51,7 @@ def test_reordered_heads(tmp_path: Path) -> None:
     source = write_gguf(tmp_path / "llama.gguf", "llama", tmp_path / "llama")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SHARD_BYTES", 100_000)
-        convert(source, tmp_path / "out", "float32", use_tqdm=False)
+        convert(source, tmp_path / "out", "float32")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     llm = LLM(str(tmp_path / "out"), dtype="float32", attention_backend="sdpa")
     ids = [5, 7, 11, 13, 17, 19]
@@ -74,7 +74,7 @@ def test_rope_of_llama_3(tmp_path: Path) -> None:
     divisors = (whole / divided).numpy()
     assert 1 == divisors.min() < divisors.max() == 32
     source = write_gguf(tmp_path / "x.gguf", "llama", tmp_path / "llama", divisors=divisors)
-    convert(source, tmp_path / "out", use_tqdm=False)
+    convert(source, tmp_path / "out")
     assert Checkpoint(tmp_path / "out").model_config.rope == config.rope
 
 
@@ -148,11 +148,11 @@ def test_nothing_half_done_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         patch.setattr(module, "save_file", full)
         with pytest.raises(OSError, match="no space"):
-            convert(source, tmp_path / "out", use_tqdm=False)
+            convert(source, tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == names
     (tmp_path / "out").mkdir()
     with pytest.raises(ValueError, match="exists; remove it"):
-        convert(source, tmp_path / "out", use_tqdm=False)
+        convert(source, tmp_path / "out")
 
 
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

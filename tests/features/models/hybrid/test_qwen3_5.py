@@ -3,12 +3,11 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import edited, random_llm
+from checkpoints import check_greedy, edited, prompts_of, random_llm
 from hybrid_checkpoints import make_hybrid_checkpoint
 from safetensors.torch import load_file, save_file
 
@@ -16,43 +15,10 @@ from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.backends.cpu.kernels.delta_layers import HybridLayers
 from nanovllm.cli.trace.trace import Trace
 from nanovllm.config import EngineConfig
-from nanovllm.features.models.hybrid import delta_rule
-from nanovllm.features.models.hybrid.qwen3_5 import LinearAttention
 from nanovllm.loading import memory
 from nanovllm.loading.checkpoint import Checkpoint
-from nanovllm.models.backend import Backend
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
-
-
-def prompts_of(*lengths: int, seed: int = 1) -> list[dict[str, Any]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        {"prompt_token_ids": torch.randint(1, 199, (n,), generator=generator).tolist()}
-        for n in lengths
-    ]
-
-
-def check_greedy(model: torch.nn.Module, outputs: list[Any], tolerance: float = 1e-4) -> None:
-    """Every token is the most likely one of transformers, with the same log-probability.
-
-    Of two tokens whose log-probabilities differ by less than 2e-5, either is right: on one
-    processor two differ by 9e-6.
-    """
-    for output in outputs:
-        prompt = output.prompt_token_ids
-        for sample in output.outputs:
-            ids = list(sample.token_ids)
-            with torch.no_grad():
-                logits = model(torch.tensor([prompt + ids]), use_cache=False).logits[0]
-            logprobs = logits[len(prompt) - 1 : -1].log_softmax(-1)
-            chosen = logprobs.gather(-1, torch.tensor(ids)[:, None])[:, 0]
-            assert (logprobs.amax(-1) - chosen < 2e-5).all()
-            if sample.logprobs is not None:
-                ours = [
-                    entry[token].logprob for token, entry in zip(ids, sample.logprobs, strict=True)
-                ]
-                torch.testing.assert_close(torch.tensor(ours), chosen, atol=tolerance, rtol=0)
 
 
 @pytest.fixture(scope="module")
@@ -124,32 +90,6 @@ def test_every_split_of_a_prompt(checkpoint: tuple[Path, torch.nn.Module], step:
         assert output.outputs[0].token_ids[0] == int(logits[-1].argmax())
 
 
-def test_chunks_equal_steps() -> None:
-    """The chunked rule gives the outputs and the state of one step after another."""
-    torch.manual_seed(0)
-    heads, dim, values = 3, 8, 12
-    for length in (1, 2, 63, 64, 65, 200):
-        q, k = torch.randn(2, length, heads, dim)
-        k = k / k.norm(dim=-1, keepdim=True)
-        k[length // 2 :] = k[length // 2]  # repeated keys
-        v, beta = torch.randn(length, heads, values), torch.rand(length, heads)
-        g = -torch.rand(length, heads) * 3
-        first = torch.randn(heads, dim, values)
-        want_state, want = first.clone(), []
-        for i in range(length):
-            want_state = want_state * g[i].exp()[:, None, None]
-            difference = beta[i, :, None] * (v[i] - (want_state * k[i, :, :, None]).sum(1))
-            want_state = want_state + k[i, :, :, None] * difference[:, None]
-            want.append((want_state * q[i, :, :, None]).sum(1))
-        expected = torch.stack(want, dim=1)
-        layer: Any = SimpleNamespace(sizes=(heads, heads, dim, values))
-        mixed = torch.cat((q.flatten(1), k.flatten(1), v.flatten(1)), dim=1)
-        state = first.clone()
-        out = delta_rule.advance(delta_rule.solve(layer, mixed, beta, g), state)
-        torch.testing.assert_close(out[:, :length], expected, atol=2e-5, rtol=1e-4)
-        torch.testing.assert_close(state, want_state, atol=2e-5, rtol=1e-4)
-
-
 VARIANTS: list[dict[str, object]] = [
     {"num_kv_cache_blocks": 14, "max_num_seqs": 6},  # preempts
     {"num_kv_cache_blocks": 14, "max_num_seqs": 6, "num_state_slots": 0},
@@ -210,14 +150,6 @@ def test_samples_and_beams(checkpoint: tuple[Path, torch.nn.Module]) -> None:
         for outputs in (engine.beam_search(prompts, beams) for engine in (llm, plain))
     ]
     assert results[0] == results[1]
-    for found in results[0]:
-        for tokens, score in found:
-            length = len(tokens) - 9
-            with torch.no_grad():
-                logits = model(torch.tensor([tokens]), use_cache=False).logits[0]
-            logprobs = logits.log_softmax(-1)[range(length - 1, len(tokens) - 1), tokens[length:]]
-            if 0 not in tokens[length:]:
-                assert abs(float(logprobs.sum()) - score) < 1e-2
 
 
 def test_a_common_prefix_is_computed_twice(checkpoint: tuple[Path, torch.nn.Module]) -> None:
@@ -340,8 +272,8 @@ def test_embeddings_and_loglikelihood(checkpoint: tuple[Path, torch.nn.Module]) 
 
 
 BAD_CONFIGS = {
-    "'mamba' in layer_types is not supported; supported are": {"layer_types": ["mamba"] * 4},
-    "layer_types has 2 entries for 4 layers": {"layer_types": ["linear_attention"] * 2},
+    "layer_types must have 4 .* with 'mamba'": {"layer_types": ["mamba"] * 4},
+    "layer_types must have 4 .* has 2": {"layer_types": ["linear_attention"] * 2},
     "linear_conv_kernel_dim 3 is not supported; only 4": {"linear_conv_kernel_dim": 3},
     "linear_key_head_dim 6 is no multiple of 4": {"linear_key_head_dim": 6},
     "no 'linear_num_value_heads'": {"linear_num_value_heads": None},
@@ -358,27 +290,13 @@ def test_bad_configs(
         random_llm(path)
 
 
-@pytest.mark.parametrize("name", ["A_log", "dt_bias", "conv1d.weight"])
-def test_missing_tensors(
-    checkpoint: tuple[Path, torch.nn.Module], tmp_path: Path, name: str
-) -> None:
-    path = edited(checkpoint[0], tmp_path)
-    tensors = load_file(path / "model.safetensors")
-    save_file(
-        {n: t for n, t in tensors.items() if not n.endswith(name)}, path / "model.safetensors"
-    )
-    with pytest.raises(ValueError, match=rf"missing: model\.layers\.0\.linear_attn\.{name}"):
-        random_llm(path)
-
-
-@pytest.mark.parametrize("times", [1, 2, 3])
-def test_repeated_prefixes_of_names(times: int, tmp_path: Path) -> None:
+def test_repeated_prefixes_of_names(tmp_path: Path) -> None:
     """transformers 5.3 to 5.5 wrote "language_model." several times."""
     make_hybrid_checkpoint(tmp_path, nested=True)
     wanted = random_llm(tmp_path).generate([[1, 2, 3]], GREEDY, use_tqdm=False)
     tensors = load_file(tmp_path / "model.safetensors")
     prefix = "language_model."
-    tensors = {name.replace(prefix, prefix * times): x for name, x in tensors.items()}
+    tensors = {name.replace(prefix, prefix * 3): x for name, x in tensors.items()}
     save_file(tensors, tmp_path / "model.safetensors")
     found = random_llm(tmp_path).generate([[1, 2, 3]], GREEDY, use_tqdm=False)
     assert found[0]["token_ids"] == wanted[0]["token_ids"]
@@ -439,10 +357,3 @@ def test_a_step_reads_no_other_tensors(tmp_path: Path) -> None:
     with checkpoint.open_weights() as files:
         names = {name for file in files.values() for name in file.keys()}  # noqa: SIM118
     assert not any("visual" in name or "mtp" in name for name in names)
-
-
-def test_sizes_of_projections_and_states(checkpoint: tuple[Path, torch.nn.Module]) -> None:
-    config = Checkpoint(checkpoint[0]).model_config
-    layer = LinearAttention(config, 0, Backend(torch.device("meta"), torch.float32))
-    assert layer.in_proj.weight.shape == (2 * 2 * 16 + 4 * 24 + 4 * 24 + 2 * 4, 64)
-    assert config.state_bytes(2) == 3 * (4 * 16 * 24 * 4 + (2 * 2 * 16 + 4 * 24) * 3 * 2)

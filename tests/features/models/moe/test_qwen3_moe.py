@@ -7,44 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import edited, random_llm
+from checkpoints import check_greedy, edited, prompts_of, random_llm
 from moe_checkpoints import make_moe_checkpoint
 from quantized_files import quantize_checkpoint
 from safetensors.torch import load_file, save_file
 
-from nanovllm import LLM, BeamSearchParams, SamplingParams
-from nanovllm.backends.int8 import Int8Backend
-from nanovllm.features.memory.tensor_parallel.shards import config_of_rank, tensors_of_rank
-from nanovllm.features.models.moe.experts import Groups, expert_linear
+from nanovllm import LLM, SamplingParams
+from nanovllm.features.models.moe.experts import Groups
 from nanovllm.loading import memory
 from nanovllm.loading.checkpoint import Checkpoint
-from nanovllm.models.backend import Backend
-from nanovllm.models.layers import Linear
 from tools.benchmarks.workloads import write_shape
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=1)
 CPU = torch.device("cpu")
-
-
-def prompts_of(*lengths: int) -> list[dict[str, Any]]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        {"prompt_token_ids": torch.randint(1, 199, (n,), generator=generator).tolist()}
-        for n in lengths
-    ]
-
-
-def check_greedy(model: torch.nn.Module, outputs: list[Any]) -> None:
-    """Every token is the most likely one of transformers, with the same log-probability."""
-    for output in outputs:
-        prompt, ids = output.prompt_token_ids, list(output.outputs[0].token_ids)
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + ids]), use_cache=False).logits[0]
-        logprobs = logits[len(prompt) - 1 : -1].log_softmax(-1)
-        assert ids == logprobs.argmax(-1).tolist()
-        found = [step[token].logprob for step, token in zip(output.outputs[0].logprobs, ids)]  # noqa: B905
-        expected = logprobs.gather(1, torch.tensor(ids)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(found), expected, atol=1e-4, rtol=0)
 
 
 HYBRID = dict(layer_types="LFL")
@@ -95,16 +70,6 @@ def test_bfloat16(hybrid: bool, tmp_path: Path) -> None:
     assert kernel_error < 1.3 * torch_error
 
 
-def test_forks_and_beams(tmp_path: Path) -> None:
-    make_moe_checkpoint(tmp_path)
-    llm = random_llm(tmp_path)
-    (prompt,) = prompts_of(20)
-    sampled = SamplingParams(n=3, temperature=1, seed=0, max_tokens=6, ignore_eos=True)
-    assert len(llm.generate(prompt, sampled, use_tqdm=False)[0].outputs) == 3
-    beams = llm.beam_search([prompt], BeamSearchParams(beam_width=2, max_tokens=4))
-    assert len(beams[0].sequences) == 2
-
-
 def test_equal_scores_choose_the_experts_of_transformers(tmp_path: Path) -> None:
     model = make_moe_checkpoint(tmp_path)
     with torch.no_grad():
@@ -120,20 +85,6 @@ def test_groups() -> None:
     assert groups.tokens.tolist() == [0, 2, 1, 0, 1, 2]
     assert groups.ends.tolist() == [2, 3, 3, 6, 6]
     assert groups.tokens[groups.places].tolist() == [[0, 0], [1, 1], [2, 2]]
-
-
-@pytest.mark.parametrize("backend", [Backend, Int8Backend])
-def test_a_product_equals_single_products(backend: type[Backend]) -> None:
-    torch.manual_seed(0)
-    names = {f"experts.{i}.down_proj": 6 for i in range(4)}
-    module = Linear(10, names, backend(CPU, torch.float32))
-    module.weight.copy_(torch.randn(24, 10))
-    x = torch.randn(7, 10)
-    found = expert_linear(x, module, torch.tensor([3, 3, 4, 7]))
-    for i, expert in enumerate([0, 0, 0, 2, 3, 3, 3]):
-        single: Any = Linear(10, {"x": 6}, module.backend)
-        single.weight = module.weight.split([6] * 4)[expert]
-        torch.testing.assert_close(found[i : i + 1], module.backend.linear(x[i : i + 1], single))
 
 
 @pytest.mark.parametrize("hybrid", [False, True])
@@ -177,45 +128,6 @@ def test_quantized_checkpoints(name: str, tmp_path: Path) -> None:
     for output, expected in zip(found, wanted, strict=True):
         assert output.outputs[0].token_ids == expected.outputs[0].token_ids
         assert output.outputs[0].cumulative_logprob == expected.outputs[0].cumulative_logprob
-
-
-def test_ranks_divide_each_expert(tmp_path: Path) -> None:
-    """The sum over two ranks is the result of the whole model."""
-    make_moe_checkpoint(tmp_path, mlp_only_layers=[1])
-    checkpoint = Checkpoint(tmp_path)
-    full = checkpoint.model_config
-    backend = Backend(CPU, torch.float32)
-    with checkpoint.open_weights() as opened:
-        files = list(opened.values())
-        whole = _loaded(full, backend, files, None)
-        parts = [_loaded(config_of_rank(full, 2), backend, files, rank) for rank in range(2)]
-    x = torch.randn(5, full.hidden_size)
-    for layer in range(full.num_layers):
-        total = sum(part.layers[layer].mlp(x) for part in parts)
-        torch.testing.assert_close(total, whole.layers[layer].mlp(x), atol=1e-5, rtol=1e-5)
-    with pytest.raises(ValueError, match="the 48 and 96 feed-forward units"):
-        config_of_rank(full, 5)
-
-
-def _loaded(config: Any, backend: Backend, files: list[Any], rank: int | None) -> Any:
-    model = config.model_class()(config, 16, backend)
-    tensors = model.checkpoint_tensors()
-    if rank is not None:
-        full = files_config(files)
-        tensors = tensors_of_rank(tensors, full, rank, 2)
-    for tensor in tensors:
-        for file in files:
-            if tensor.name in file.keys():  # noqa: SIM118
-                tensor.store(file.get_tensor(tensor.name)[tensor.slices])
-    return model
-
-
-def files_config(files: list[Any]) -> Any:
-    """Return sizes that `tensors_of_rank` needs of the whole model."""
-    from types import SimpleNamespace
-
-    rows = files[0].get_slice("model.embed_tokens.weight").get_shape()[0]
-    return SimpleNamespace(vocab_size=rows, num_kv_heads=2)
 
 
 @pytest.mark.parametrize(
@@ -270,12 +182,3 @@ def test_wrong_config(fields: dict[str, Any], message: str, tmp_path: Path) -> N
     (path / "config.json").write_text(json.dumps({"num_experts": 8} | raw | fields))
     with pytest.raises(ValueError, match=message):
         random_llm(path)
-
-
-def test_missing_router(tmp_path: Path) -> None:
-    make_moe_checkpoint(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.layers.1.mlp.gate.weight"]
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"missing: model\.layers\.1\.mlp\.gate\.weight"):
-        LLM(str(tmp_path), device="cpu", skip_tokenizer_init=True)
