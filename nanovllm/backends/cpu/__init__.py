@@ -34,6 +34,6 @@ kernels/delta_layers.py   All layers of a hybrid model's decode step in one call
 backend.py                Joins all of it into a Backend.
 thread_limit.py           Limits the threads of a step to free cores. It stands alone.
 
-The first five files suffice to read any other kernel. Only words.py, a Unit, int8.py, int4.py and
-linear.py depend on the processor. All others run where Numba does.
+The first five files suffice to read any other kernel. Only words.py, a Unit, int8.py, int4.py
+and linear.py depend on the processor. All others run where Numba does.
 """
