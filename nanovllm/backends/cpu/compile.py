@@ -66,12 +66,12 @@ def calls(dtype: torch.dtype, unit: Unit, cache_dtype: torch.dtype) -> list[tupl
         (product.product, (none, *[0] * 9, example, 1)),
     ]
     if dtype is cache_dtype:
-        layers = fused_decode.Code(0, 0, 0, 0, none), step, np.empty((0, 0), np.int64)
-        layers += (fused_decode.NO_STATES,)
+        code, addresses = fused_decode.Code(0, 0, 0, 0, none), np.empty((0, 0), np.int64)
+        layers = code, step, addresses, fused_decode.NO_STATES
         host, head = fused_step.example_host(), fused_step.Head._make((none, *[0] * 7, 1, True))
         rows = np.empty(0, np.int64)
         callers.append((fused_decode.decode_layers, layers))
-        callers.append((fused_step.sample_tokens, (*layers, host, head, rows, rows)))
+        callers.append((fused_step.sample_tokens, (*layers, host, head, rows, rows, rows)))
     called = [(kernel, (*arguments, 0, 0)) for kernel, arguments in in_parts]
     return [(kernel, tuple(map(typeof, arguments))) for kernel, arguments in called + callers]
 
