@@ -30,7 +30,7 @@ def probabilities(logits: Tensor, temperature: float = 1.0, **values: float) -> 
     filters = {name: torch.tensor([value]) for name, value in values.items()}
     zero = torch.tensor([0])  # seed and position, which only a draw needs
     batch = SamplingBatch(torch.tensor([temperature]), zero, zero, filters)
-    return sampler.filtered_logits(logits[None], batch, sampler.FILTER_FUNCTIONS)[0].softmax(-1)
+    return sampler.filtered_logits(logits[None], batch)[0].softmax(-1)
 
 
 def show_bars(texts: list[str], best: Tensor, columns: dict[str, Tensor]) -> None:

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 class LLM(OptionalCalls):
     """A model with its engine, which runs the requests of all calls and threads together.
 
-    `generate`, `chat`, `stream`, `embed`, `beam_search` and `loglikelihood` run requests. The
-    options are described in docs/api.md. `with LLM() as llm:` aborts all requests at the end.
+    The options are described in docs/api.md. `with LLM() as llm:` aborts all requests at the end.
     """
 
     __signature__ = inspect.signature(EngineConfig)  # for help()

@@ -28,13 +28,11 @@ class StepPlan:
 
     # ---- optional features ----
 
-    # The runner executes all saves, then all block_copies, then all loads, and then computes. It
-    # reads all sources of block_copies before it writes. Host blocks start at 0.
+    # The runner executes all saves, then all block_copies, then all loads, and then computes.
     saves: list[BlockCopy] = field(default_factory=list)  # from the device to host memory
     block_copies: list[BlockCopy] = field(default_factory=list)  # copy-on-write
     loads: list[BlockCopy] = field(default_factory=list)  # from host memory to the device
-    # Copies of states of linear attention: state_copies (source, target) are made before anything
-    # is computed, state_saves by the step. See features/models/hybrid/states.py.
+    # Copies of states of linear attention; see features/models/hybrid/states.py.
     state_copies: list[tuple[int, int]] = field(default_factory=list)
     state_saves: list[StateSave] = field(default_factory=list)
 
@@ -70,9 +68,7 @@ class Chunk:
     logprobs_from: int = 0
     num_logprobs: int = 0  # how many of the most likely tokens to report with each target
     num_candidates: int = 0  # number of candidates, if `result_kind` is CANDIDATES
-    # The last tokens that are drafts. The row yields a token at each of them and at the token
-    # before them; see features/requests/ngram.py.
-    num_drafts: int = 0
+    num_drafts: int = 0  # the last tokens that are drafts; see features/requests/ngram.py
 
 
 class ResultKind(Enum):

@@ -26,7 +26,7 @@ README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 # Places that can be deleted; tests/test_imports.py holds their imports.
 OPTIONAL = {"backends", "features", "cli"}
-MAX_READING_PATH = 3000
+MAX_READING_PATH = 2900
 # Words of the code that needs packages.
 NEEDS = {"StructuredOutputsParams": "llguidance", "fastapi": "fastapi"}
 

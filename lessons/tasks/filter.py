@@ -17,7 +17,7 @@ What must stay true:
   - Each row has its own p. The result of a row does not depend on the other rows. The arguments
     stay as they are.
 
-Where it goes. See FilterFunction and FILTER_FUNCTIONS in nanovllm/models/sampler.py, where
+Where it goes. See FILTER_FUNCTIONS in nanovllm/models/sampler.py, where
 keep_top_p is similar, and FILTERS in nanovllm/plan.py. The check generates with it as
 SamplingParams(typical_p=...).
 

@@ -56,8 +56,7 @@ class BlockManager:
         self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True
     ) -> None:
         """Create `num_blocks` blocks for sequences, numbered from 1, and the null block 0."""
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.num_blocks, self.block_size = num_blocks, block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.evictions = 0
         self._free_all()
@@ -99,8 +98,6 @@ class BlockManager:
         """Return the hash of logical block `i` of `seq`, whose tokens are all known."""
         hashes = seq.block_hashes  # each is computed once
         for j in range(len(hashes), i + 1):
-            # Whatever else the KV of a sequence depends on, such as an adapter, has to be in the
-            # parent hash of its first block.
             parent_block_hash = hashes[-1] if hashes else b""
             hashes.append(self.hash_block(parent_block_hash, self._token_ids(seq, j)))
         return hashes[i]
@@ -204,8 +201,7 @@ class BlockManager:
         self._forget_blocks(seq)
 
     def _forget_blocks(self, seq: Sequence) -> None:
-        seq.block_table = []
-        seq.needs_copy_on_write = False
+        seq.block_table, seq.needs_copy_on_write = [], False
         seq.num_computed = seq.num_cached_blocks = 0
 
     def revert(self, seqs: Iterable[Sequence]) -> None:

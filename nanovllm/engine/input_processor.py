@@ -110,7 +110,10 @@ class InputProcessor:
 
     def get_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise ValueError("the engine has no tokenizer (skip_tokenizer_init); give token ids")
+            raise ValueError(
+                "the engine has no tokenizer (skip_tokenizer_init): give token ids, and neither "
+                "texts nor stop strings or bad words"
+            )
         return self.tokenizer
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -4,8 +4,7 @@
                                                  waiting, running          model, KV cache, rows
     RequestOutput <-- Task.receive, output <-- Scheduler.commit <-- StepOutput
 
-It owns the input processor, the scheduler and the requests. The caller passes the runner.
-`run_step` is one step, and `run` is the loop. This folder imports no torch.
+It owns the scheduler and the requests. `run_step` is one step, and `run` is the loop.
 """
 
 import time
@@ -39,10 +38,8 @@ class LLMEngine(SharedEngine):
     ) -> None:
         """block_manager: manages the blocks of the runner. None: a new BlockManager."""
         super().__init__()
-        if block_manager is None:
-            block_manager = BlockManager(
-                runner.num_blocks, config.block_size, config.enable_prefix_caching
-            )
+        sizes = runner.num_blocks, config.block_size, config.enable_prefix_caching
+        block_manager = block_manager or BlockManager(*sizes)
         self.input_processor = input_processor
         self.scheduler = Scheduler(
             block_manager, config.max_num_seqs, config.token_budget, config.scheduling_policy
@@ -134,12 +131,10 @@ class LLMEngine(SharedEngine):
 
     def run(self, requests: list[Request]) -> Iterator[None]:
         """Run steps until the requests have ended. Yields after every step, also the last one."""
-        num_ended = 0  # the first `num_ended` requests have ended
-        while num_ended < len(requests):
-            self.run_step()
-            while num_ended < len(requests) and requests[num_ended].ended:
-                num_ended += 1
-            yield
+        for request in requests:
+            while not request.ended:
+                self.run_step()
+                yield
 
     def step(self) -> list[Any]:
         """Run one step. Returns the outputs of requests that finished since the last call."""
@@ -287,7 +282,7 @@ class LLMEngine(SharedEngine):
         scheduler = self.scheduler
         blocks = scheduler.block_manager
         self.run_pending_aborts()
-        others = scheduler.speculation.stats() if scheduler.speculation is not None else {}
+        others = {} if scheduler.speculation is None else scheduler.speculation.stats()
         return {
             "running": len(scheduler.running),
             "waiting": scheduler.num_unfinished - len(scheduler.running),

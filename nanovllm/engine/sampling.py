@@ -29,10 +29,8 @@ class Sampling(Task):
     def __init__(self, input_processor: InputProcessor, params: SamplingParams) -> None:
         """Check the parameters. Raises TypeError or ValueError."""
         input_processor.check_vocabulary("stop_token_ids has", params.stop_token_ids)
-        if (params.stop or params.bad_words) and input_processor.tokenizer is None:
-            raise ValueError(
-                "stop strings and bad words need a tokenizer (skip_tokenizer_init is set)"
-            )
+        if params.stop:
+            input_processor.get_tokenizer()  # raises ValueError if there is none
         self.params = replace(params)  # checks the fields, which may have changed
         self.input_processor = input_processor
         self.eos_token_ids = frozenset() if params.ignore_eos else input_processor.eos_token_ids
@@ -96,8 +94,7 @@ class Sampling(Task):
         seq, params = sample.seq, self.params
         if params.min_tokens and sample.num_detokenized <= params.min_tokens:
             return False  # as in vLLM, a stop string in these tokens does not end the sequence
-        # The text ends at the stop string that is complete first, as if characters were added one
-        # by one. If one character completes several stop strings, the first in the list is used.
+        # The text ends at the stop string that is complete first, of several at the first given.
         matches = [
             (begin + len(stop), stop)
             for stop in params.stop or ()
@@ -116,9 +113,6 @@ class Sampling(Task):
         if ends_with_stop_token and not self.params.include_stop_str_in_output:
             return seq.output_ids[:-1]
         return seq.output_ids
-
-    def stop_reason(self, seq: Sequence) -> int | str | None:
-        return None if seq.stop_reason in self.eos_token_ids else seq.stop_reason
 
     def rewind(self, request: Request) -> list[Sequence]:
         return rewind_samples(self, request)
@@ -149,8 +143,12 @@ class Sampling(Task):
         seq, text = sample.seq, sample.text
         if sample.detokenizer is None and self.tokenizer is not None:
             text = self.detokenizer(seq).add(self.text_ids(seq))
-        reasons = seq.finish_reason, self.stop_reason(seq)
-        return CompletionOutput(seq.index, text, seq.output_ids, *reasons)
+        return CompletionOutput(seq.index, text, seq.output_ids, *self.reasons(seq))
+
+    def reasons(self, seq: Sequence) -> tuple[str | None, int | str | None]:
+        """Return the finish_reason, and the stop_reason unless it is an end-of-sequence token."""
+        is_eos = seq.stop_reason in self.eos_token_ids
+        return seq.finish_reason, None if is_eos else seq.stop_reason
 
     def read_stream(self, request: Request) -> list[StreamOutput]:
         new = [self.read_sample(request, s) for s in request.samples if not s.stream_ended]
@@ -168,8 +166,7 @@ class Sampling(Task):
         sample.chars_streamed += len(text)
         sample.tokens_streamed += len(token_ids)
         sample.stream_ended = seq.finish_reason is not None
-        reasons = seq.finish_reason, self.stop_reason(seq)
-        return StreamOutput(request.number, seq.index, text, token_ids, *reasons)
+        return StreamOutput(request.number, seq.index, text, token_ids, *self.reasons(seq))
 
 
 def signed64(value: int) -> int:

@@ -213,10 +213,7 @@ class Scheduler:
         return self.block_manager.num_available >= needed
 
     def reserve(self) -> int:
-        """Return how many blocks admission leaves available: one for each running sequence.
-
-        Without this reserve, sequences would be preempted soon after their admission.
-        """
+        """Return how many blocks admission leaves available, so that it causes no preemption."""
         return len(self.running)
 
     def start_running(self, seq: Sequence) -> None:
@@ -258,8 +255,7 @@ class Scheduler:
 
     def commit(self, step: InFlightStep, token_ids: list[int]) -> list[Sequence]:
         """Append the tokens of `step.sampling_seqs`. Returns the sequences that got a result."""
-        assert step is self.in_flight[0], "steps must be committed in the order of their plans"
-        self.in_flight.popleft()
+        self.in_flight.popleft()  # the same step
         block_size = self.block_manager.block_size
         updated = result_kinds.commit_other_results(self, step)
         results: Iterable[tuple[Sequence, int]] = zip(step.sampling_seqs, token_ids, strict=True)
@@ -301,6 +297,5 @@ class Scheduler:
         self.leave(seq)
         self.num_unfinished -= 1
         seq.status = Status.FINISHED
-        if seq.sampling.rules is not None:
-            # They can refer to large objects, and a step in flight may keep the sequence for long.
+        if seq.sampling.rules is not None:  # they can refer to large objects
             seq.sampling = replace(seq.sampling, rules=None)

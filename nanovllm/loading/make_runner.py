@@ -7,8 +7,8 @@ come last, because they read the KV cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from nanovllm.models.fp8 import Scales
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.weights import load_weights
-from nanovllm.runner.device_rows import DeviceRows
+from nanovllm.runner.device_runner import DeviceRunner
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.rows import Rows
 from nanovllm.utils.host import check_fork
@@ -139,13 +139,14 @@ def make_eager_runner(
     rows = Rows(config.max_num_seqs, max_blocks, block_size, device)
     rows.rules = RulesState(config.max_num_seqs, max_blocks * block_size, vocab_size, device)
     rows.rules.processed_logprobs = config.logprobs_mode == "processed_logprobs"
-    # Eager decodes use device rows too, so that they compute the same as captured decodes.
-    device_rows = DeviceRows(rows) if model.backend.captures else None
-    thread_limit: Callable[[], AbstractContextManager[object]] = nullcontext
-    if device.type == "cpu":
-        thread_limit = limit = ThreadLimit()
+    if model.backend.captures:  # eager decodes then compute the same as captured decodes
+        runner: ModelRunner = DeviceRunner(model, model.backend, rows)
+    elif device.type == "cpu":
+        limit = ThreadLimit()
         model.backend.before_layer = limit.adjust
-    runner = ModelRunner(model, model.backend, rows, device_rows, thread_limit)
+        runner = ModelRunner(model, model.backend, rows, limit)
+    else:
+        runner = ModelRunner(model, model.backend, rows)
     runner.add_chunk_results = add_chunk_results
     return runner
 
@@ -202,8 +203,9 @@ def make_fast_steps(config: EngineConfig, ranks: Ranks | None, runner: ModelRunn
     runner.fused_step = backend.fuse_step(runner.fused_model, runner.attention, runner.rows)
     # A capture runs steps, in which ranks wait for each other: all of them capture, or none does.
     of_ranks = partial(smallest, ranks=ranks)
-    if config.enforce_eager or not of_ranks(int(backend.captures)):
+    if config.enforce_eager or not of_ranks(int(isinstance(runner, DeviceRunner))):
         return
+    assert isinstance(runner, DeviceRunner)
     with torch.inference_mode():
         graphs = backend.capture_decode(runner.decode, runner.rows.positions, of_ranks)
         if not graphs.replays:

@@ -22,8 +22,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """
     best, tokens = logits.max(dim=-1)
     if not batch.all_greedy:
-        filtered = filtered_logits(logits, batch, FILTER_FUNCTIONS)
-        drawn = draw(filtered, uniform(batch.seeds, batch.positions))
+        drawn = draw(filtered_logits(logits, batch), uniform(batch.seeds, batch.positions))
         tokens = torch.where(batch.temperature == 0, tokens, drawn)
     return torch.where(best.isfinite(), tokens, -1)  # a maximum with NaN is NaN
 
@@ -59,12 +58,7 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-FilterFunction = Callable[[Tensor, Tensor], Tensor]
-
-
-def filtered_logits(
-    logits: Tensor, batch: SamplingBatch, functions: dict[str, FilterFunction]
-) -> Tensor:
+def filtered_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Return (logits - maximum) / temperature [R, V] float32, MASKED for filtered tokens."""
     logits = logits.float()
     # The maximum is subtracted first, because dividing it by a tiny temperature can overflow.
@@ -72,7 +66,7 @@ def filtered_logits(
     # The kernels clamp too, because they need a finite float32 reciprocal of the temperature.
     logits = logits / batch.temperature.clamp(min=1.2e-38)[:, None]
     for name, values in batch.filters.items():
-        logits = functions[name](logits, values)
+        logits = FILTER_FUNCTIONS[name](logits, values)
     return logits
 
 
@@ -103,7 +97,7 @@ def keep_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
     return logits.masked_fill(logits < threshold[:, None], MASKED)
 
 
-FILTER_FUNCTIONS: dict[str, FilterFunction] = {
+FILTER_FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "top_k": keep_top_k,
     "top_p": keep_top_p,
     "min_p": keep_min_p,

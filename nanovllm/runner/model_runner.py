@@ -1,16 +1,14 @@
 """ModelRunner: executes plans on a device, without access to a Sequence.
 
-A step builds a batch and computes hidden states (`_run_step`), samples tokens from logits and
-records them as the inputs of the next step (`_sample`). On a GPU, decode steps are built on the
-device instead, and may be captured as graphs (`_run_decodes`).
-
-It owns the model, the KV cache (in `attention`), the rows and the captured decode steps.
+A step builds a batch and computes hidden states (`run_step`), samples tokens from logits and
+records them as the inputs of the next step (`sample`). It owns the model, the KV cache (in
+`attention`) and the rows. The subclass in device_runner.py builds decode steps on a GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,15 +19,13 @@ from torch import Tensor
 
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.backend import Backend, FusedModel
-from nanovllm.models.batch import SamplingBatch, longest_first
+from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.models.transfers import send, start_copy, to_device
+from nanovllm.models.transfers import start_copy
 from nanovllm.plan import ResultKind, StepOutput, StepPlan
-from nanovllm.runner.device_rows import DeviceRows
 from nanovllm.runner.rows import Rows
 
 if TYPE_CHECKING:
-    from nanovllm.backends.gpu.graphs import DecodeGraphs
     from nanovllm.features.memory.host_cache.pool import HostPool
     from nanovllm.features.models.hybrid.states import States
     from nanovllm.features.requests.logit_rules.row_rules import RulesBatch
@@ -69,35 +65,27 @@ class ModelRunner:
         model: Qwen3,
         backend: Backend,
         rows: Rows,
-        device_rows: DeviceRows | None,
-        thread_limit: Callable[[], AbstractContextManager[object]],
+        thread_limit: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """Decode steps are built from `device_rows`, if any. Each step enters `thread_limit`."""
-        self.model, self.backend = model, backend
-        self.rows, self.device_rows = rows, device_rows
+        """Each step enters `thread_limit`."""
+        self.model, self.backend, self.rows = model, backend, rows
         self.device, self.dtype = rows.device, model.embed_tokens.dtype
         self.async_scheduling = self.device.type == "cuda"  # the device works while the host plans
         self.thread_limit = thread_limit
         self.fused_model: FusedModel = model  # or an object that computes the same in fewer calls
-        self.graphs: DecodeGraphs | None = None  # captured decode steps, if any
         self.fused_step: Callable[[StepPlan], np.ndarray | None] = lambda plan: None
 
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
         """Launch a step. Returns a function that waits for the device and returns the output."""
         with torch.inference_mode(), self.thread_limit(), self.backend.step_context():
             self.rows.apply(plan)
-            if self.device_rows is not None:
-                self.device_rows.apply(plan)
             self._copy(plan)
-            if self.device_rows is not None and not plan.chunks:
-                output = self._run_decodes(plan.decode_rows, self.device_rows)
-            else:
-                output = self._run_step(plan)
+            output = self.run_step(plan)
             if self.states is not None:
                 self.states.after(plan)
             return output.wait
 
-    def _run_step(self, plan: StepPlan) -> PendingOutput:
+    def run_step(self, plan: StepPlan) -> PendingOutput:
         """Execute a step, built from the host's rows."""
         if (tokens := self.fused_step(plan)) is not None:
             return PendingOutput(tokens.tolist)
@@ -109,13 +97,13 @@ class ModelRunner:
         output = PendingOutput()
         if len(step.sampling_rows):
             last = hidden[step.logits_indices]
-            output = self._sample(last, step.sampling_batch, step.sampling_rows, step.rules)
+            output = self.sample(last, step.sampling_batch, step.sampling_rows, step.rules)
         if any(c.logprob_targets or c.result_kind not in TOKEN_KINDS for c in plan.chunks):
             model, backend = self.fused_model, self.backend
             self.add_chunk_results(output, plan.chunks, hidden, self.rows, model, backend)
         return output
 
-    def _sample(
+    def sample(
         self, hidden: Tensor, sampling: SamplingBatch, rows: Tensor, rules: RulesBatch | None
     ) -> PendingOutput:
         """Sample a token for each of `rows` [R], with their `rules`, from hidden states [R, E]."""
@@ -125,36 +113,6 @@ class ModelRunner:
         tokens = self.backend.sample(logits, sampling)
         self.rows.record(rows, tokens)
         return PendingOutput(start_copy(tokens))
-
-    # ---- decode steps that are built on the device ----
-
-    def _run_decodes(self, decode_rows: list[int], device_rows: DeviceRows) -> PendingOutput:
-        """Execute a step without chunks, built from `device_rows`."""
-        if self.graphs is not None:
-            hidden, tokens = self.graphs.replay(decode_rows)
-        else:
-            order = longest_first(self.rows.positions[decode_rows])
-            hidden, tokens = self.decode(*send(self.device, np.array(decode_rows), order))
-        rules = self.rows.rules_of(decode_rows)
-        if rules is None:
-            return PendingOutput(start_copy(tokens))
-        rows = to_device(np.array(decode_rows), self.device)
-        return self._sample(hidden, device_rows.sampling_batch(rows), rows, rules)
-
-    def decode(self, rows: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-        """Decode `rows` [S]. Returns hidden states [S, E] and tokens [S].
-
-        `order` [S] is the result of `longest_first`.
-        """
-        assert self.device_rows is not None
-        batch, sampling = self.device_rows.decode_batch(rows, order)
-        if self.states is not None:
-            batch.states = self.states.of_decodes(rows)
-        self.attention.prepare(batch)
-        hidden = self.fused_model.forward(batch, self.attention)
-        tokens = self.backend.sample(self.fused_model.logits(hidden), sampling)
-        self.rows.record(rows, tokens)
-        return hidden, tokens
 
     # ---- optional features ----
 

@@ -1,7 +1,7 @@
 """Rows: the runner's data about each running sequence, and the batches that are built from it.
 
 Every running sequence has a row (vLLM: `InputBatch`). The data is in host arrays, except the last
-sampled tokens. On a GPU, runner/device_rows.py has the same arrays and builds the decode steps.
+sampled tokens. On a GPU, runner/device_runner.py has the same arrays and builds the decode steps.
 
     rows   [ 4 | 0 | 7 | N ]   a decode of 3 rows, padded to the captured size of 4
              |   |   |   `--- row N is padding: its block table is the null block, its position 0

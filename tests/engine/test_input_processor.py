@@ -28,8 +28,8 @@ REQUESTS = [
     ({"prompt_logprobs": 21}, "prompt_logprobs=21 is more than max_logprobs=20"),
     ({"logprobs": -1}, f"logprobs=-1 .* max_logprobs=20; .* vocabulary of {VOCAB}"),
     ({"prompt_logprobs": -1}, "prompt_logprobs=-1 is more than max_logprobs=20"),
-    ({"stop": "x"}, "need a tokenizer"),
-    ({"bad_words": ["x"]}, "need a tokenizer"),
+    ({"stop": "x"}, "has no tokenizer"),
+    ({"bad_words": ["x"]}, "has no tokenizer"),
     ({"structured_outputs": StructuredOutputsParams(regex="a")}, "needs a tokenizer"),
 ]
 

@@ -59,7 +59,7 @@ def generate(directory: str, **options: Any) -> dict[str, Any]:
         "tokens": [x.outputs[0].token_ids for x in outputs],
         "warnings": messages,
         "log": " ".join(log),
-        "decodes": runner.graphs is not None,
+        "decodes": getattr(runner, "graphs", None) is not None,
         "chunks": isinstance(runner.fused_model, ChunkGraphs),
         "plain attention": type(runner.attention) is PlainAttention,
     }

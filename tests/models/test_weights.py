@@ -7,7 +7,7 @@ from pathlib import Path
 import fresh
 import pytest
 import torch
-from checkpoints import make_checkpoint, random_llm, weights_of
+from checkpoints import edited, make_checkpoint, random_llm, weights_of
 from hybrid_checkpoints import make_hybrid_checkpoint
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -32,24 +32,19 @@ def shard(path: Path, into: Path) -> None:
     (into / "config.json").write_text((path / "config.json").read_text())
 
 
-def test_shards_equal_one_file(tmp_path: Path) -> None:
-    one, many = tmp_path / "one", tmp_path / "many"
-    one.mkdir()
-    many.mkdir()
-    make_checkpoint(one, tie=True)
+def test_shards_equal_one_file(path: Path, tmp_path: Path) -> None:
+    one, many = path, tmp_path
     shard(one, many)
     a, b = (random_llm(path, attention_backend="sdpa") for path in (one, many))  # not packed
     for name, tensor in weights_of(a).items():
         assert torch.equal(tensor, weights_of(b)[name])
 
 
-def test_each_file_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_file_is_opened_once(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For the head, the headers, the weights and the scales; then closed, also on errors."""
-    (tmp_path / "one").mkdir()
-    many = tmp_path / "many"
-    many.mkdir()
-    make_checkpoint(tmp_path / "one")
-    shard(tmp_path / "one", many)
+    shard(path, many := tmp_path)
     opened, read = [], []
     safe_open, read_json = checkpoint.safe_open, checkpoint.read_json
     monkeypatch.setattr(
@@ -79,8 +74,7 @@ def test_each_file_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_head_in_the_file_is_used(flag: bool, is_equal: bool, tmp_path: Path) -> None:
     """As in transformers. If it equals the embeddings, both are one tensor."""
     make_checkpoint(tmp_path, tie=True)
-    config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": flag}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    edited(tmp_path, tmp_path, tie_word_embeddings=flag)
     tensors = load_file(tmp_path / "model.safetensors")
     head = tensors["model.embed_tokens.weight"].clone()
     if not is_equal:
@@ -114,8 +108,7 @@ def test_a_tied_head_of_a_nested_config(flags: tuple[bool | None, bool], tmp_pat
 
 def test_a_missing_head(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, tie=True)
-    config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": False}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    edited(tmp_path, tmp_path, tie_word_embeddings=False)
     llm = random_llm(tmp_path)
     with pytest.raises(
         ValueError, match=r"no head \(lm_head\.weight\), and tie_word_embeddings .* is false"

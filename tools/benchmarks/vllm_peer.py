@@ -43,9 +43,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Otherwise `import kernels` would find kernels.py next to this script, not the installed
-    # package.
-    sys.path.pop(0)
+    sys.path.pop(0)  # modules next to this script are not for import
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     # GiB; the KV cache of nanovllm has at most the same size on a CPU.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")

@@ -31,7 +31,7 @@ def scratch_bytes(
     for plan in largest_plans(config, max_model_len):
         torch.cuda.reset_peak_memory_stats()
         allocated = torch.cuda.memory_allocated()
-        if runner.device_rows is not None:  # then these positions are for logit rules only
+        if runner.backend.captures:  # then these positions are for logit rules only
             runner.rows.positions[:-1] = max_model_len - 2
         runner.attention = make_attention(1)  # everything is written to the null block
         runner.attention.copy_blocks([(0, 0)])

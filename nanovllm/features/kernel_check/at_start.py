@@ -27,7 +27,7 @@ from nanovllm.utils.log import logger, progress_bar
 if TYPE_CHECKING:
     from nanovllm.backends.gpu.graphs import DecodeGraphs
     from nanovllm.features.memory.tensor_parallel.ranks import Ranks
-    from nanovllm.runner.model_runner import ModelRunner
+    from nanovllm.runner.device_runner import DeviceRunner
 
 
 def system(device: torch.device) -> str:
@@ -170,7 +170,7 @@ def checks(
 
 
 def replay_is_right(
-    runner: ModelRunner, graphs: DecodeGraphs, max_tokens: int, ranks: Ranks | None
+    runner: DeviceRunner, graphs: DecodeGraphs, max_tokens: int, ranks: Ranks | None
 ) -> bool:
     """Return whether CUDA graphs compute what eager steps do, on all ranks. If not, warn.
 
@@ -196,7 +196,7 @@ def replay_is_right(
     return False
 
 
-def replay(runner: ModelRunner, graphs: DecodeGraphs, max_tokens: int) -> Comparisons:
+def replay(runner: DeviceRunner, graphs: DecodeGraphs, max_tokens: int) -> Comparisons:
     """Compare a replay of two rows with the eager step, at a context that attention splits.
 
     Prompts are computed before each of them, in steps of at most `max_tokens` tokens. The rows and
@@ -222,7 +222,6 @@ def replay(runner: ModelRunner, graphs: DecodeGraphs, max_tokens: int) -> Compar
     # As before: the next step with these rows sends them again, and nothing has been computed.
     graphs.decode_rows = None
     runner.rows.positions[rows] = 0
-    assert runner.device_rows is not None
     runner.device_rows.positions[sent[0]] = 0
     (found, tokens), (wanted, _) = results
     logits = runner.model.logits(found)  # of all ranks, before one of them can find a difference

@@ -160,16 +160,6 @@ def test_embeddings_and_head_that_are_one_tensor(tmp_path: Path) -> None:
         torch.testing.assert_close(weight, (dict(model.state_dict()) | saved)[name])
 
 
-def test_the_prefix_cache_on_disk_belongs_to_the_adapter(tmp_path: Path) -> None:
-    base, adapter, _ = pair(tmp_path)
-    llm = random_llm(base, adapter=adapter)
-    llm.generate([1] * 40, GREEDY, use_tqdm=False)
-    assert llm.save_prefix_cache(tmp_path)
-    assert random_llm(base, adapter=adapter).load_prefix_cache(tmp_path)
-    with pytest.raises(ValueError, match="they differ in weights, adapter"):
-        random_llm(base).load_prefix_cache(tmp_path)
-
-
 PEFT = {"use_dora": True, "layer_replication": [[0, 2]], "trainable_token_indices": [3]}
 
 

@@ -22,9 +22,7 @@ from quantized_files import quantize_checkpoint
 from safetensors.torch import load_file
 
 from nanovllm import LLM
-from nanovllm.backends.int8 import quantized
 from nanovllm.features.memory.tensor_parallel.shards import config_of_rank, tensors_of_rank
-from nanovllm.loading.memory import num_weights, weight_bytes
 from nanovllm.models.backend import Backend
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
@@ -335,33 +333,6 @@ def test_heads_that_do_not_divide(sizes: tuple[int, int, int], size: int, words:
 
 
 # ---- memory and files ----
-
-BILLIONS = {  # the shapes of Qwen3-14B and Qwen3-32B
-    14.8: config(40, 8, 17408, hidden_size=5120, num_layers=40),
-    32.8: config(64, 8, 25600, hidden_size=5120, num_layers=64),
-}
-
-
-@pytest.mark.parametrize("quantization", [None, "int8"])
-@pytest.mark.parametrize("billions", BILLIONS)
-def test_an_eighth_of_the_bytes(billions: float, quantization: str | None) -> None:
-    whole = BILLIONS[billions]
-    assert num_weights(Qwen3.on_meta(whole)) / 1e9 == pytest.approx(billions, abs=0.05)
-    backend = Backend(torch.device("meta"), torch.bfloat16)
-    backend = quantized(backend) if quantization else backend
-    model = Qwen3(config_of_rank(whole, 8), 64, backend)
-    stored = sum(module.weight.nbytes for module in model.linears()) + model.embed_tokens.nbytes
-    norms = [model.norm, *(w for layer in model.layers for w in norms_of(layer))]
-    stored += sum(norm.nbytes for norm in norms)
-    assert stored == weight_bytes(model, backend)
-    eighth = weight_bytes(Qwen3.on_meta(whole), backend) / 8
-    print(f"{stored / 1e9:.3f} GB, {stored / eighth - 1:.4%} more than an eighth")
-    assert eighth <= stored < 1.002 * eighth  # norms; in int8 also scales
-    assert model.config.block_bytes(16, 2) == whole.block_bytes(16, 2) / 8
-
-
-def norms_of(layer: Any) -> list[torch.Tensor]:
-    return [layer.input_layernorm, layer.post_attention_layernorm, *layer.self_attn.norms]
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

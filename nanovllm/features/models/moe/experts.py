@@ -13,6 +13,7 @@ Shapes: T tokens, k experts per token, N = T * k rows, X experts, I inputs, O ou
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,14 +43,6 @@ class Groups:
         return cls(order // choices.shape[1], places.view_as(choices), ends)
 
 
-@dataclass(frozen=True)
-class Expert:
-    """The part of a Linear that one expert uses."""
-
-    weight: Any  # [O, I]
-    bias: None = None
-
-
 def expert_linear(x: Tensor, module: Linear, ends: Tensor) -> Tensor:
     """Multiply the sorted rows x [N, I] by the weights of their experts. Returns [N, O].
 
@@ -60,7 +53,7 @@ def expert_linear(x: Tensor, module: Linear, ends: Tensor) -> Tensor:
     weights = module.weight.split([outputs] * len(ends))
     for weight, end in zip(weights, ends.tolist(), strict=True):
         if start < end:
-            expert: Any = Expert(weight)
+            expert: Any = SimpleNamespace(weight=weight, bias=None)  # a Linear for products
             out[start:end] = module.backend.linear(x[start:end], expert)
         start = end
     return out

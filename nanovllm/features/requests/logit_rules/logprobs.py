@@ -13,7 +13,7 @@ from torch import Tensor
 from nanovllm.features.requests.chunk_results import unpack_logprobs
 from nanovllm.models.backend import Backend
 from nanovllm.models.batch import SamplingBatch
-from nanovllm.models.sampler import FILTER_FUNCTIONS, filtered_logits, token_logprobs
+from nanovllm.models.sampler import filtered_logits, token_logprobs
 from nanovllm.models.transfers import start_copy, to_device
 from nanovllm.plan import FILTERS, StepOutput
 
@@ -80,8 +80,8 @@ def processed_logits(logits: Tensor, batch: SamplingBatch, tokens: Tensor) -> Te
     `logits` [Q, V] are those after the rules. Filtered tokens are MASKED. As in vLLM, temperature
     and filters do not apply to greedy rows. The filter top-k waits for the device.
     """
-    scaled = filtered_logits(logits, replace(batch, filters={}), {})
-    filtered = filtered_logits(logits, batch, FILTER_FUNCTIONS)
+    scaled = filtered_logits(logits, replace(batch, filters={}))
+    filtered = filtered_logits(logits, batch)
     # A kernel that rounds otherwise may have kept a token at the limit of top-p or min-p.
     drawn = tokens[:, None]
     filtered = filtered.scatter(1, drawn, scaled.gather(1, drawn))

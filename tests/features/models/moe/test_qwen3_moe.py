@@ -13,12 +13,9 @@ from quantized_files import quantize_checkpoint
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.backends.int8 import Int8Backend
-from nanovllm.features.models.moe.experts import Groups, expert_linear
+from nanovllm.features.models.moe.experts import Groups
 from nanovllm.loading import memory
 from nanovllm.loading.checkpoint import Checkpoint
-from nanovllm.models.backend import Backend
-from nanovllm.models.layers import Linear
 from tools.benchmarks.workloads import write_shape
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=1)
@@ -88,20 +85,6 @@ def test_groups() -> None:
     assert groups.tokens.tolist() == [0, 2, 1, 0, 1, 2]
     assert groups.ends.tolist() == [2, 3, 3, 6, 6]
     assert groups.tokens[groups.places].tolist() == [[0, 0], [1, 1], [2, 2]]
-
-
-@pytest.mark.parametrize("backend", [Backend, Int8Backend])
-def test_a_product_equals_single_products(backend: type[Backend]) -> None:
-    torch.manual_seed(0)
-    names = {f"experts.{i}.down_proj": 6 for i in range(4)}
-    module = Linear(10, names, backend(CPU, torch.float32))
-    module.weight.copy_(torch.randn(24, 10))
-    x = torch.randn(7, 10)
-    found = expert_linear(x, module, torch.tensor([3, 3, 4, 7]))
-    for i, expert in enumerate([0, 0, 0, 2, 3, 3, 3]):
-        single: Any = Linear(10, {"x": 6}, module.backend)
-        single.weight = module.weight.split([6] * 4)[expert]
-        torch.testing.assert_close(found[i : i + 1], module.backend.linear(x[i : i + 1], single))
 
 
 @pytest.mark.parametrize("hybrid", [False, True])

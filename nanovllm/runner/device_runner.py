@@ -1,17 +1,28 @@
-"""DeviceRows: the rows in the memory of a device that works while the host plans, such as a GPU.
+"""DeviceRunner: the ModelRunner of a device that works while the host plans, such as a GPU.
 
-Decode steps are built from these tensors alone. The device advances the positions and already has
-the last sampled tokens, so replaying a CUDA graph for the same rows needs no data from the host.
+Decode steps are built from DeviceRows, the rows in the memory of the device, alone. The device
+advances the positions and already has the last sampled tokens, so replaying a CUDA graph for the
+same rows needs no data from the host.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.models.batch import ForwardBatch, SamplingBatch
-from nanovllm.models.transfers import send
+from nanovllm.models.backend import Backend
+from nanovllm.models.batch import ForwardBatch, SamplingBatch, longest_first
+from nanovllm.models.qwen3 import Qwen3
+from nanovllm.models.transfers import send, start_copy, to_device
 from nanovllm.plan import StepPlan
+from nanovllm.runner.model_runner import ModelRunner, PendingOutput
 from nanovllm.runner.rows import Rows, sampling_batch
+
+if TYPE_CHECKING:
+    from nanovllm.backends.gpu.graphs import DecodeGraphs
 
 
 class DeviceRows:
@@ -69,3 +80,42 @@ class DeviceRows:
     def sampling_batch(self, rows: Tensor) -> SamplingBatch:
         """Return the sampling parameters of `rows` [R] for their next position."""
         return sampling_batch(self.params[:, rows], self.seeds[rows], self.positions[rows])
+
+
+class DeviceRunner(ModelRunner):
+    graphs: DecodeGraphs | None = None  # captured decode steps, if any
+
+    def __init__(self, model: Qwen3, backend: Backend, rows: Rows) -> None:
+        super().__init__(model, backend, rows)
+        self.device_rows = DeviceRows(rows)
+
+    def run_step(self, plan: StepPlan) -> PendingOutput:
+        self.device_rows.apply(plan)
+        return super().run_step(plan) if plan.chunks else self.run_decodes(plan.decode_rows)
+
+    def run_decodes(self, decode_rows: list[int]) -> PendingOutput:
+        """Execute a step without chunks, built on the device."""
+        if self.graphs is not None:
+            hidden, tokens = self.graphs.replay(decode_rows)
+        else:
+            order = longest_first(self.rows.positions[decode_rows])
+            hidden, tokens = self.decode(*send(self.device, np.array(decode_rows), order))
+        rules = self.rows.rules_of(decode_rows)
+        if rules is None:
+            return PendingOutput(start_copy(tokens))
+        rows = to_device(np.array(decode_rows), self.device)
+        return self.sample(hidden, self.device_rows.sampling_batch(rows), rows, rules)
+
+    def decode(self, rows: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+        """Decode `rows` [S]. Returns hidden states [S, E] and tokens [S].
+
+        `order` [S] is the result of `longest_first`.
+        """
+        batch, sampling = self.device_rows.decode_batch(rows, order)
+        if self.states is not None:
+            batch.states = self.states.of_decodes(rows)
+        self.attention.prepare(batch)
+        hidden = self.fused_model.forward(batch, self.attention)
+        tokens = self.backend.sample(self.fused_model.logits(hidden), sampling)
+        self.rows.record(rows, tokens)
+        return hidden, tokens
