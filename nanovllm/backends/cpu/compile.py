@@ -72,7 +72,7 @@ def calls(dtype: torch.dtype, cache_dtype: torch.dtype) -> list[tuple[Kernel, Ty
         host, head = fused_step.example_host(), fused_step.Head._make((none, *[0] * 7, 1, True))
         rows = np.empty(0, np.int64)
         callers.append((fused_decode.decode_layers, layers))
-        callers.append((fused_step.sample_tokens, (*layers, host, head, rows, rows)))
+        callers.append((fused_step.sample_tokens, (*layers, host, head, rows, rows, rows)))
     called = [(kernel, (*arguments, 0, 0)) for kernel, arguments in in_parts]
     return [(kernel, tuple(map(typeof, arguments))) for kernel, arguments in called + callers]
 
