@@ -10,7 +10,7 @@ import io
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, product
 from typing import Any, NamedTuple
 
 from lessons.oracle import disk, drafts, oracle, states
@@ -86,16 +86,10 @@ class Attempt:
     seed: int
     actions: tuple[Action, ...]
     make: type[History] = History
-    sample_counts: tuple[int, ...] = History.sample_counts
-
-    def start(self) -> History:
-        history = self.make(self.seed, **self.modules)
-        history.sample_counts = self.sample_counts
-        return history
 
     def failure(self) -> tuple[int, ...] | None:
         """Run it. Returns its length and complexity if it fails, else None."""
-        history = self.start()
+        history = self.make(self.seed, **self.modules)
         try:
             oracle.replay(history, self.actions)
         except InvariantError:
@@ -106,7 +100,7 @@ class Attempt:
 
     def trace(self) -> tuple[Trace, History, InvariantError]:
         """Run it again with a Trace, up to the failure. The trace does not name the failure."""
-        history = self.start()
+        history = self.make(self.seed, **self.modules)
         with Trace(history) as trace:
             try:
                 oracle.replay(history, self.actions)
@@ -148,11 +142,9 @@ def shortest(modules: dict[str, Any], seeds: Iterable[int], make: type[History])
 
     Requests with one sample each are tried first: forks and copies make a history harder to read.
     """
-    attempts = (
-        Attempt(modules, i, tuple(oracle.random_actions(i)), make, counts)
-        for counts in ((1,), make.sample_counts)
-        for i in seeds
-    )
+    single: Any = type("SingleSamples", (make,), {"sample_counts": (1,)})
+    kinds = product((single, make), seeds)
+    attempts = (Attempt(modules, i, tuple(oracle.random_actions(i)), kind) for kind, i in kinds)
     failing = (attempt for attempt in attempts if attempt.failure() is not None)
     return min(map(shorten, islice(failing, FAILURES)), key=lambda pair: pair[0])[1]
 
@@ -167,11 +159,8 @@ def show_sequences(history: History) -> None:
         is_single = seq.parent is None and all(other.parent is not seq for other in history.seqs)
         name = seq.request_id if is_single else f"{seq.request_id}.{seq.index}"  # as in the trace
         rows.append((name, *texts, seq.status.name.lower()))
-    names = ""
-    if any(seq.index for seq in history.seqs):
-        names = "0.1 is the second sample of request 0 and shares its blocks (elective `samples`). "
-    say(f"""The sequences. {names}The tokens that each must get are computed from its prompt,
-        without an engine:""")
+    say("""The sequences. 0.1, if there is one, is the second sample of request 0 and shares its blocks
+        (elective `samples`). The tokens that each must get are computed without an engine:""")
     show_table(("sequence", "prompt", "must get", "has got at the end", "and is"), rows)
 
 

@@ -90,9 +90,9 @@ def run() -> None:
     show_table(("what the host does", "positions"), positions)
     say("""Fixed addresses: the second replay has computed rows 3, 0 and 5 again, because it knows
         nothing of the new tensor. So every tensor that a kernel reads or writes keeps its address:
-        weights, KV cache, inputs, block tables, outputs. Only contents change. The engine copies
-        the rows of each step into an old tensor. Positions, last tokens and block tables of all
-        rows stay on the device, and the kernels read them there.""")
+        weights, KV cache, inputs, block tables, outputs. Only contents change: the engine copies
+        the rows of each step into the recorded tensor. Positions, last tokens and block tables of
+        all rows stay on the device.""")
     model, table = Model(Device()), []
     graphs = DecodeGraphs(
         model.decode,
