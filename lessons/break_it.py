@@ -159,8 +159,8 @@ def show_sequences(history: History) -> None:
         is_single = seq.parent is None and all(other.parent is not seq for other in history.seqs)
         name = seq.request_id if is_single else f"{seq.request_id}.{seq.index}"  # as in the trace
         rows.append((name, *texts, seq.status.name.lower()))
-    say("""The sequences. 0.1, if there is one, is the second sample of request 0 and shares its blocks
-        (elective `samples`). The tokens that each must get are computed without an engine:""")
+    say("""The sequences. 0.1, if there is one, is the second sample of request 0 and shares its
+        blocks (elective `samples`). What each must get is computed without an engine:""")
     show_table(("sequence", "prompt", "must get", "has got at the end", "and is"), rows)
 
 
