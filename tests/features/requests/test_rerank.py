@@ -117,7 +117,7 @@ WRONG: list[tuple[Any, Any, type[Exception], str]] = [
     ("a", [], ValueError, "data_2 is empty"),
     ([], "a", ValueError, "data_1 is empty"),
     (["a", "b"], ["c"], ValueError, "data_1 has 2 texts and data_2 has 1"),
-    ("a", None, TypeError, "data_2 must be"),
+    ("a", None, TypeError, "a text of data_2 must be a string, not None"),
     ("a", [1], TypeError, "a text of data_2 must be a string"),
     ({"a": 1}, "b", TypeError, "a text of data_1 must be a string"),
     ("a", "\ud800", ValueError, "UTF-8"),
