@@ -135,17 +135,11 @@ def share_compilation() -> None:
     """Compile what the whole suite needs, fp8 caches too, with the other process: each first does
     what the other is not doing, and then waits for what the other has begun."""
     from nanovllm.backends.cpu import compile, kernel_files
-    from nanovllm.backends.cpu.kernels.units.any import ANY
-    from nanovllm.backends.cpu.kernels.units.unit import units
 
     # The same kernel of several lists once: in the order of a list, in which attention comes first.
-    # Lists with a unit are last, because their kernels call those without: two processes that compile
-    # a kernel and its caller at once both compile the first.
-    lists = [(dtype, unit, dtype) for dtype in DTYPES for unit in units(dtype)]
-    lists += [(dtype, ANY, FP8) for dtype in DTYPES]
     work: dict[tuple[Any, Any], int] = {}
-    for dtypes_and_unit in sorted(lists, key=lambda each: each[1] is not ANY):
-        for place, call in enumerate(compile.calls(*dtypes_and_unit)):
+    for dtypes in [*((d, d) for d in DTYPES), *((d, FP8) for d in DTYPES)]:
+        for place, call in enumerate(compile.calls(*dtypes)):
             work.setdefault(call, place)
     calls = sorted(work, key=work.__getitem__)
     for wait in (False, True):

@@ -27,15 +27,12 @@ class SequenceMetadata(NamedTuple):
 
     tokens: slice  # the indices of its Q tokens in the step
     blocks: Tensor  # [n] int32, the blocks of its context
-    context_len: int
-    num_keys: int  # L, which is context_len plus padding that no query attends to
+    context_len: int  # L
     # [Q, L] bool, true if a query attends to a key. None: query i attends to keys 0 to i.
     mask: Tensor | None
 
 
 class PlainAttention:
-    key_padding = 1  # the number of keys is padded to a multiple of this
-
     def __init__(
         self,
         config: ModelConfig,
@@ -73,17 +70,14 @@ class PlainAttention:
         start, end = batch.query_start_loc[i : i + 2].tolist()
         num_queries = end - start
         context_len = int(batch.context_lens[i])
-        num_keys = -(-context_len // self.key_padding) * self.key_padding
         device = batch.block_tables.device
-        # The padding can exceed the block table. The last block is repeated in its place.
-        index = torch.arange(-(-num_keys // self.block_size), device=device)
-        blocks = batch.block_tables[i, index.clamp(max=(context_len - 1) // self.block_size)]
+        blocks = batch.block_tables[i, : -(-context_len // self.block_size)]
         mask = None
         if num_queries < context_len:  # the queries are the last tokens of the context
             query_positions = torch.arange(context_len - num_queries, context_len, device=device)
-            mask = torch.arange(num_keys, device=device) <= query_positions[:, None]
+            mask = torch.arange(context_len, device=device) <= query_positions[:, None]
         tokens = slice(start, end)
-        return SequenceMetadata(tokens, blocks, context_len, num_keys, mask)
+        return SequenceMetadata(tokens, blocks, context_len, mask)
 
     def read_blocks(self, layer: int, blocks: Tensor) -> Tensor:
         """Copy K and V of `blocks` [n], without the fp8 scales. Returns [2, K, n * B, D]."""
@@ -121,23 +115,17 @@ class PlainAttention:
     def attend(self, layer: int, q: Tensor, batch: ForwardBatch) -> Tensor:
         """Return causal attention [T, H * D] of q [T, H, D] over each sequence's context."""
         k_scale, v_scale = self.scales[layer]
-        out = torch.empty_like(q)
-        self.attend_sequences(layer, q * k_scale, batch.attention_metadata, out)
-        return out.flatten(1) * v_scale
-
-    def attend_sequences(
-        self, layer: int, q: Tensor, sequences: list[SequenceMetadata], out: Tensor
-    ) -> None:
-        """Compute the attention of each sequence, from q [T, H, D] into out [T, H, D]."""
-        for seq in sequences:
-            kv = self.read_blocks(layer, seq.blocks)[:, :, : seq.num_keys]
-            kv[:, :, seq.context_len :] = 0  # a NaN in an unwritten slot would spread
+        q, out = q * k_scale, torch.empty_like(q)
+        for seq in batch.attention_metadata:
+            # The slots after the context may hold NaN, which would spread.
+            kv = self.read_blocks(layer, seq.blocks)[:, :, : seq.context_len]
             k, v = kv.unsqueeze(1)  # [1, K, L, D] each
             queries = q[seq.tokens].transpose(0, 1)[None]  # [1, H, Q, D]
             attended = F.scaled_dot_product_attention(
                 queries, k, v, seq.mask, is_causal=seq.mask is None, enable_gqa=True
             )
             out[seq.tokens] = attended[0].transpose(0, 1)
+        return out.flatten(1) * v_scale
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (source, target) in all layers. All reads precede all writes."""

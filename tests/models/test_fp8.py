@@ -27,8 +27,6 @@ numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests
 
 from nanovllm.backends.cpu.attention import NumbaAttention  # noqa: E402
 from nanovllm.backends.cpu.kernels import primitives  # noqa: E402
-from nanovllm.backends.cpu.kernels.units.amx import AMX  # noqa: E402
-from nanovllm.backends.cpu.kernels.units.any import ANY  # noqa: E402
 
 ONES = [(1.0, 1.0), (1.0, 1.0)]
 SCALES = [(0.25, 2.0), (0.3, 0.7)]  # of the two layers of a random checkpoint
@@ -100,7 +98,7 @@ def test_prefixes_prompts_and_chunks_of_the_cpu() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         batch = partial(compare, NumbaAttention, heads=(4, 2), dtype=dtype, scales=SCALES[1])
         batch(lengths=[(400, 0), *tails], block_size=16, seed=3, shared={20: [0, 1, 2, 3, 4]})
-        for count in (4, 65):  # the second is read by torch's flash attention
+        for count in (4, 65):
             lengths = [(1, 320 + i) for i in range(count)]
             batch(lengths=lengths, block_size=16, seed=0, shared={20: list(range(count))})
 
@@ -114,17 +112,6 @@ def test_copies_read_before_they_write(backend: Any) -> None:
     made.copy_blocks([(1, 2), (2, 3), (4, 1)])
     for source, target in ((1, 2), (2, 3), (4, 1), (4, 4), (5, 5)):
         assert torch.equal(made.cache[:, :, target].float(), before[:, :, source])
-
-
-def test_the_matrix_units_are_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(AMX, "is_available", lambda: True)
-    with caplog.at_level(logging.INFO, logger="nanovllm"):
-        made = make(NumbaAttention, (8, 1), 2, 16, torch.bfloat16, 32, scales=ONES[0])
-    assert isinstance(made, NumbaAttention)
-    assert made.unit is ANY
-    assert "an fp8 KV cache is read without AMX" in caplog.text
 
 
 # ---- whole engines ----

@@ -12,8 +12,11 @@ kernels/product.py        Products with packed weights; quantized rows.
 kernels/pointwise.py      Norm, SwiGLU, rotary embedding. The rules and shapes of all kernels.
 kernels/llvm/vectors.py   The two products of attention in vectors of 16 numbers.
 kernels/llvm/dot.py       The inner loops of products in float32, bfloat16 and int8.
-kernels/units/any.py      Unit; attention of groups of queries that read the same blocks.
-kernels/units/avx512.py   Attention and products of few rows with AVX512-BF16.
+kernels/words.py          Operands of attention's products: numbers, or pairs in bfloat16.
+kernels/few_queries.py    Groups of queries that read the same blocks; attention of few of them.
+kernels/attention.py      Attention of all groups.
+kernels/units/any.py      Unit; products of few rows in float32.
+kernels/units/avx512.py   Products of few rows in bfloat16 with AVX512-BF16.
 kernels/units/amx.py      The same with AMX.
 kernels/units/unit.py     Which of the three units is used.
 kernels/int8.py           Linear layers with weights in int8.
@@ -24,13 +27,13 @@ kernels/sampler.py        Filters, draws and log-probabilities of tokens.
 kernels/fused_decode.py   All layers of a decode step in one call.
 kernels/fused_step.py     The kernels of a whole decode step, from rows to tokens.
 compile.py                Compiles the kernels above once.
-attention.py              NumbaAttention: who computes which tokens of a step.
+attention.py              NumbaAttention: which tokens of a step are a group.
 fused_step.py             A whole decode step in one call.
 kernels/delta_rule.py     Linear attention of hybrid models.
 kernels/delta_layers.py   All layers of a hybrid model's decode step in one call.
 backend.py                Joins all of it into a Backend.
 thread_limit.py           Limits the threads of a step to free cores. It stands alone.
 
-The first five files suffice to read any other kernel. Only a Unit, int8.py, int4.py and linear.py
-depend on the processor. All others run where Numba does.
+The first five files suffice to read any other kernel. Only words.py, a Unit, int8.py, int4.py
+and linear.py depend on the processor. All others run where Numba does.
 """

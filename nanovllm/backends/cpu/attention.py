@@ -1,15 +1,13 @@
-"""Attention on a CPU: kernels per instruction set, and torch's for prompts where it is faster.
+"""Attention on a CPU: one kernel for decodes, chunks and prompts.
 
 With one query per sequence a step does little else than read KV. Leading blocks that sequences
-share are therefore read once for all of them: by the unit's kernel, for a group of queries, or by
-torch's flash attention, for many queries. The kernel then continues with the other blocks of each
-sequence and merges both by their log-sum-exp, as flash decoding does (arXiv:2311.01282).
+share are therefore read once for all of them. The kernel then continues with the other blocks of
+each sequence and merges both by their log-sum-exp, as flash decoding does (arXiv:2311.01282).
 
 Shapes: T tokens of the step, N sequences, H = K * G query heads that share K KV heads in groups of
-G, D head size, B slots of a block, P groups of up to M queries (units/any.py).
+G, D head size, B slots of a block, P groups of up to M queries (kernels/few_queries.py).
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numba
@@ -19,29 +17,17 @@ from torch import Tensor
 
 from nanovllm.backends.cpu.compile import compile_all
 from nanovllm.backends.cpu.kernels import pointwise
+from nanovllm.backends.cpu.kernels.attention import MAX_ROWS, attend, attend_groups
+from nanovllm.backends.cpu.kernels.few_queries import AttentionWork, QueryGroups
 from nanovllm.backends.cpu.kernels.parallel import address_for, run
 from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE
-from nanovllm.backends.cpu.kernels.units.any import AttentionWork, QueryGroups, attend
-from nanovllm.backends.cpu.kernels.units.unit import select_unit, units
-from nanovllm.backends.cpu.linear import PACKED_FOR, new_padded
-from nanovllm.models.attention import PlainAttention, SequenceMetadata
+from nanovllm.backends.cpu.linear import new_padded
+from nanovllm.models.attention import PlainAttention
 from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.fp8 import Scales
 from nanovllm.models.layers import Norms, Rope
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.utils.log import logger
 
-# Private to torch: scaled_dot_product_attention calls it, but does not return the log-sum-exp, by
-# which two parts of a context are merged.
-flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-
-# The kernel computes chunks of at most this many tokens after others, such as drafts.
-FEW_TOKENS = 16
-# A chunk is treated as decodes if at most this many tokens are outside its shared prefix.
-MAX_UNSHARED_TOKENS = 64
-# With more queries per KV head than this, torch's flash attention is faster for a prefix than a
-# unit without `reads_prompts`: for 960 queries of 512 tokens, 28 layers took 80 ms instead of 240.
-FLASH_QUERIES = 128
 # A shared prefix is read in a separate pass if that saves reading at least this many tokens.
 MIN_SAVED_TOKENS = 256
 PAGE_BYTES = 4096
@@ -63,28 +49,14 @@ class SequenceGroup(NamedTuple):
     num_shared: int  # blocks; 0 for sequences that share nothing
 
 
-@dataclass(slots=True)
-class Prefix:
-    """Blocks that many tokens of the step attend to, read by torch's flash attention."""
-
-    tokens: np.ndarray  # [n] int64
-    blocks: Tensor  # [blocks] int32
-
-
-@dataclass(slots=True)
-class AttentionPlan:
+class AttentionPlan(NamedTuple):
     """The arrays that `prepare` computes once for all layers."""
 
     slot_mapping: np.ndarray  # [T] int64
-    work: AttentionWork | None  # the kernel's part
-    prefixes: list[Prefix]  # torch's part of the same queries
-    chunks: list[SequenceMetadata]  # other prompts and chunks, for PlainAttention
+    work: AttentionWork
 
 
 class NumbaAttention(PlainAttention):
-    # torch's attention takes 750 us for 157 keys and 280 us for 160.
-    key_padding = 32
-
     def __init__(
         self,
         config: ModelConfig,
@@ -96,15 +68,12 @@ class NumbaAttention(PlainAttention):
     ) -> None:
         super().__init__(config, num_blocks, block_size, dtype, device, fp8_scales)
         self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.group_size = self.heads // self.kv_heads
+        self.max_queries = max(1, MAX_ROWS * self.kv_heads // self.heads)  # of a group
         self.examples = DTYPE_EXAMPLE[dtype], DTYPE_EXAMPLE[self.cache.dtype]
         self.shape = (num_blocks, self.kv_heads, block_size, self.dim)
         self.kv_addresses = [(layer[0].data_ptr(), layer[1].data_ptr()) for layer in self.cache]
-        self.unit = select_unit(self.cache.dtype, self.group_size, block_size, self.dim)
-        if fp8_scales and len(units(dtype)) > 1:
-            logger.info("an fp8 KV cache is read without AMX and AVX512-BF16, layer by layer")
-        compile_all(dtype, self.unit, self.cache.dtype)
-        self.attend_groups = address_for(self.unit.attend_groups, dtype, self.cache.dtype)
+        compile_all(dtype, self.cache.dtype)
+        self.attend_groups = address_for(attend_groups, dtype, self.cache.dtype)
 
     @staticmethod
     def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -122,70 +91,22 @@ class NumbaAttention(PlainAttention):
     # ---- once per step ----
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Divide the tokens between the kernel and PlainAttention."""
+        """Group the queries that read the same blocks."""
         follow_torch()
         starts = batch.query_start_loc.numpy().astype(np.int64)
         contexts = batch.context_lens.numpy().astype(np.int64)
         seqs = Sequences(starts, np.diff(starts), contexts, batch.block_tables.numpy())
-        groups, chunks = self._by_kernel(seqs, len(contexts) - batch.num_decodes)
-        plan = AttentionPlan(batch.slot_mapping.numpy(), None, [], [])
-        plan.chunks = [self.sequence_metadata(batch, int(i)) for i in chunks]
-        if groups:
-            self._plan_work(plan, seqs, groups)
-        batch.attention_metadata = plan
-
-    def _by_kernel(
-        self, seqs: Sequences, num_chunks: int
-    ) -> tuple[list[SequenceGroup], np.ndarray]:
-        """Return the groups that the kernel computes, and the other prompts and chunks [n].
-
-        The kernel computes all decodes, chunks of few tokens, and chunks with few tokens after a
-        shared prefix. A unit with `reads_prompts` computes all.
-        """
-        groups: list[SequenceGroup] = []
-        chunks = np.arange(num_chunks)
-        if num_chunks < len(seqs.tables):
-            decodes = np.arange(num_chunks, len(seqs.tables))
-            groups = shared_prefixes(seqs, decodes, self.block_size)
-        if num_chunks:
-            past = seqs.context_lens[chunks] - seqs.query_lens[chunks]
-            short = chunks[(past > 0) & (seqs.query_lens[chunks] <= MAX_UNSHARED_TOKENS)]
-            for group in shared_prefixes(seqs, short, self.block_size):
-                num_shared = group.num_shared * self.block_size
-                longest = int(seqs.context_lens[group.members].max())
-                if num_shared and longest - num_shared <= MAX_UNSHARED_TOKENS:
-                    groups.append(group)
-                    chunks = np.setdiff1d(chunks, group.members)
-        lens = seqs.query_lens[chunks]
-        is_few = (lens <= FEW_TOKENS) & (seqs.context_lens[chunks] > lens)
-        by_kernel = chunks if self.unit.reads_prompts else chunks[is_few]
-        if len(by_kernel):
-            groups.append(SequenceGroup(by_kernel, 0))
-        return groups, np.setdiff1d(chunks, by_kernel)
-
-    def _plan_work(self, plan: AttentionPlan, seqs: Sequences, groups: list[SequenceGroup]) -> None:
-        """Set the kernel's work, and the prefixes that torch reads for it."""
-        max_queries = max(1, self.unit.max_rows // self.group_size)
-        # Steps of few tokens run in backends/cpu/kernels/fused_decode.py, without flash attention.
-        num_queries = sum(int(seqs.query_lens[group.members].sum()) for group in groups)
-        by_torch = num_queries > PACKED_FOR and not self.unit.reads_prompts
-        with_prefix, skipped = [], []  # blocks of a sequence that are read with its prefix
-        for group in groups:
-            members, shared = group
-            num_tokens = int(seqs.query_lens[members].sum())
-            if shared and by_torch and num_tokens * self.group_size > FLASH_QUERIES:
-                blocks = torch.from_numpy(seqs.tables[members[0], :shared])
-                plan.prefixes.append(Prefix(tokens_of(seqs, members), blocks))
-            elif shared and max_queries > 1:
-                with_prefix.append(group)
-            else:
-                shared = 0  # with one query per group there is nothing to save
-            skipped.append(np.full(len(members), shared))
-        prefixes = prefix_groups(seqs, with_prefix, max_queries, self.block_size)
+        first_decode = len(contexts) - batch.num_decodes
+        # Decodes, which are last, may share more blocks with each other than with chunks.
+        kinds = np.split(np.arange(len(contexts)), [first_decode])
+        groups = [g for kind in kinds for g in shared_prefixes(seqs, kind, self.block_size)]
+        prefixes = prefix_groups(seqs, groups, self.max_queries, self.block_size)
         members = np.concatenate([group.members for group in groups])
-        rest = groups_of_rest(seqs, members, np.concatenate(skipped), max_queries, self.block_size)
-        lse = np.full((seqs.starts[-1], self.heads), -np.inf, np.float32)
-        plan.work = AttentionWork(prefixes, rest, lse)
+        skipped = np.concatenate([np.full(len(g.members), g.num_shared) for g in groups])
+        rest = groups_of_rest(seqs, members, skipped, self.max_queries, self.block_size)
+        lse = np.full((starts[-1], self.heads), -np.inf, np.float32)
+        work = AttentionWork(prefixes, rest, lse)
+        batch.attention_metadata = AttentionPlan(batch.slot_mapping.numpy(), work)
 
     # ---- once per layer ----
 
@@ -208,30 +129,13 @@ class NumbaAttention(PlainAttention):
 
     def attend(self, layer: int, qkv: Tensor, batch: ForwardBatch) -> Tensor:
         """`qkv` [T, H + 2K, D] is the result of `norm_rope_store`, rounded and scaled for fp8."""
-        step: AttentionPlan = batch.attention_metadata
         out = new_padded(qkv, len(qkv), self.heads, self.dim)
-        if step.chunks:
-            self.attend_sequences(layer, qkv[:, : self.heads], step.chunks, out)
-        if step.work is not None:
-            for prefix in step.prefixes:
-                self._attend_prefix(prefix, step.work.lse, layer, qkv[:, : self.heads], out)
-            tensors = (qkv.data_ptr(), *qkv.shape[:2], out.data_ptr(), self.heads)
-            work = (step.work, *self.examples, self.attend_groups, numba.get_num_threads())
-            attend(*tensors, *self.kv_addresses[layer], self.shape, *work)
+        tensors = (qkv.data_ptr(), *qkv.shape[:2], out.data_ptr(), self.heads)
+        work = (batch.attention_metadata.work, *self.examples, self.attend_groups)
+        cache = (*self.kv_addresses[layer], self.shape)
+        attend(*tensors, *cache, *work, numba.get_num_threads())
         _, v_scale = self.scales[layer]
         return (out if v_scale == 1 else out.mul_(v_scale)).flatten(1)
-
-    def _attend_prefix(
-        self, prefix: Prefix, lse: np.ndarray, layer: int, q: Tensor, out: Tensor
-    ) -> None:
-        """Write `lse` and `out`. All queries of a KV head are one sequence of n * G queries."""
-        kv = self.read_blocks(layer, prefix.blocks).unsqueeze(1)
-        tokens = torch.from_numpy(prefix.tokens)
-        split = len(prefix.tokens), self.group_size
-        queries = q[tokens].unflatten(1, (self.kv_heads, -1)).transpose(0, 1)  # [K, n, G, D]
-        attended, logs = flash_attention(queries.flatten(1, 2)[None], *kv)
-        out[tokens] = attended[0].unflatten(1, split).transpose(0, 1).flatten(1, 2)
-        lse[prefix.tokens] = logs[0].unflatten(1, split).transpose(0, 1).flatten(1).numpy()
 
 
 def follow_torch() -> None:
@@ -246,17 +150,18 @@ def shared_prefixes(seqs: Sequences, members: np.ndarray, block_size: int) -> li
     Sequences with the same first block are a group if sharing saves enough. All others are one
     group that shares nothing. A prefix ends before the first query of each sequence.
     """
-    if len(members) == 1:
+    if len(members) < 2:
         return [SequenceGroup(members, 0)]
     groups = []
     is_single = np.ones(len(members), bool)
-    first_blocks = seqs.tables[members, 0]
+    past = seqs.context_lens[members] - seqs.query_lens[members]
+    # A prompt from its first token on may compute the blocks that others share.
+    first_blocks = np.where(past > 0, seqs.tables[members, 0], -1)
     blocks, counts = np.unique(first_blocks, return_counts=True)
-    for block in blocks[counts > 1]:
+    for block in blocks[(counts > 1) & (blocks >= 0)]:
         matches = first_blocks == block
         group = members[matches]
-        past = int((seqs.context_lens[group] - seqs.query_lens[group]).min())
-        tables = seqs.tables[group, : past // block_size]
+        tables = seqs.tables[group, : int(past[matches].min()) // block_size]
         same = (tables == tables[0]).all(axis=0)
         shared = len(same) if same.all() else int(same.argmin())
         if shared * block_size * (len(group) - 1) >= MIN_SAVED_TOKENS:
@@ -267,25 +172,22 @@ def shared_prefixes(seqs: Sequences, members: np.ndarray, block_size: int) -> li
     return groups
 
 
-def tokens_of(seqs: Sequences, members: np.ndarray) -> np.ndarray:
-    """Return the tokens [n] of some sequences, as indices of the step's tokens."""
-    return np.concatenate([np.arange(seqs.starts[i], seqs.starts[i + 1]) for i in members])
-
-
 def prefix_groups(
-    seqs: Sequences, sharing: list[SequenceGroup], max_queries: int, block_size: int
+    seqs: Sequences, groups: list[SequenceGroup], max_queries: int, block_size: int
 ) -> QueryGroups:
     """Group the tokens that share a prefix by M = max_queries. Each attends to all of it."""
     queries = [np.empty((0, max_queries), np.int64)]
     shared: list[int] = []  # P, blocks
     readers: list[int] = []  # P, a sequence whose table begins with the prefix
-    for sequences in sharing:
-        tokens = tokens_of(seqs, sequences.members)  # [n]
-        padded = np.pad(tokens, (0, -len(tokens) % max_queries), constant_values=-1)
-        groups = padded.reshape(-1, max_queries)  # [groups, M]
-        queries.append(groups)
-        shared += [sequences.num_shared] * len(groups)
-        readers += [int(sequences.members[0])] * len(groups)
+    for members, num_shared in groups:
+        if num_shared == 0:
+            continue
+        tokens = [np.arange(seqs.starts[i], seqs.starts[i + 1]) for i in members]
+        padding = -sum(map(len, tokens)) % max_queries
+        rows = np.pad(np.concatenate(tokens), (0, padding), constant_values=-1)
+        queries.append(rows.reshape(-1, max_queries))
+        shared += [num_shared] * len(queries[-1])
+        readers += [int(members[0])] * len(queries[-1])
     context_lens = np.array(shared, np.int64) * block_size  # [P]
     return QueryGroups(
         np.concatenate(queries),  # [P, M]

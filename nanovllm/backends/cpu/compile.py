@@ -25,18 +25,19 @@ from nanovllm.backends.cpu.kernels import (
     product,
     sampler,
 )
+from nanovllm.backends.cpu.kernels.attention import attend, attend_groups
 from nanovllm.backends.cpu.kernels.parallel import Types
 from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE
-from nanovllm.backends.cpu.kernels.units.any import Unit, attend
-from nanovllm.backends.cpu.kernels.units.unit import units
+from nanovllm.backends.cpu.kernels.units.unit import unit_for
 from nanovllm.utils.log import logger
 
 
-def kernels_in_parts(unit: Unit, dtype: torch.dtype) -> list[Kernel]:
+def kernels_in_parts(dtype: torch.dtype) -> list[Kernel]:
     """Return the kernels that backends/cpu/kernels/parallel.py calls."""
+    unit = unit_for(dtype)
     return [
-        unit.attend_groups,
-        *([unit.linear_blocks] if unit.linear_dtype is dtype else []),
+        attend_groups,
+        *([unit.linear_blocks] if unit else []),
         pointwise.add_rms_norm_rows,
         pointwise.silu_and_mul_rows,
         pointwise.norm_rope_store_rows,
@@ -49,7 +50,7 @@ def kernels_in_parts(unit: Unit, dtype: torch.dtype) -> list[Kernel]:
     ]
 
 
-def calls(dtype: torch.dtype, unit: Unit, cache_dtype: torch.dtype) -> list[tuple[Kernel, Types]]:
+def calls(dtype: torch.dtype, cache_dtype: torch.dtype) -> list[tuple[Kernel, Types]]:
     """Return all kernels for the dtypes of the model and the KV cache, with their arguments' types.
 
     The later ones call the earlier ones.
@@ -57,7 +58,7 @@ def calls(dtype: torch.dtype, unit: Unit, cache_dtype: torch.dtype) -> list[tupl
     example, cached = DTYPE_EXAMPLE[dtype], DTYPE_EXAMPLE[cache_dtype]
     in_parts = [
         (kernel, parallel.example_arguments(kernel, dtype, cache_dtype))
-        for kernel in kernels_in_parts(unit, dtype)
+        for kernel in kernels_in_parts(dtype)
     ]
     step, none = fused_decode.example_step(example, example), product.Product(0, 0)
     callers = [
@@ -66,24 +67,24 @@ def calls(dtype: torch.dtype, unit: Unit, cache_dtype: torch.dtype) -> list[tupl
         (product.product, (none, *[0] * 9, example, 1)),
     ]
     if dtype is cache_dtype:
-        layers = fused_decode.Code(0, 0, 0, 0, none), step, np.empty((0, 0), np.int64)
-        layers += (fused_decode.NO_STATES,)
+        code, addresses = fused_decode.Code(0, 0, 0, 0, none), np.empty((0, 0), np.int64)
+        layers = code, step, addresses, fused_decode.NO_STATES
         host, head = fused_step.example_host(), fused_step.Head._make((none, *[0] * 7, 1, True))
         rows = np.empty(0, np.int64)
         callers.append((fused_decode.decode_layers, layers))
-        callers.append((fused_step.sample_tokens, (*layers, host, head, rows, rows)))
+        callers.append((fused_step.sample_tokens, (*layers, host, head, rows, rows, rows)))
     called = [(kernel, (*arguments, 0, 0)) for kernel, arguments in in_parts]
     return [(kernel, tuple(map(typeof, arguments))) for kernel, arguments in called + callers]
 
 
-def compile_all(dtype: torch.dtype, unit: Unit, cache_dtype: torch.dtype) -> None:
+def compile_all(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     """Compile all kernels for the dtypes of the model and the KV cache, or load their code.
 
     No kernel is called.
     """
     with jit.guard():
         missed = False
-        for kernel, argument_types in calls(dtype, unit, cache_dtype):
+        for kernel, argument_types in calls(dtype, cache_dtype):
             misses = kernel.stats.cache_misses.total()
             kernel.compile(argument_types)
             if not missed and kernel.stats.cache_misses.total() > misses:
@@ -93,10 +94,7 @@ def compile_all(dtype: torch.dtype, unit: Unit, cache_dtype: torch.dtype) -> Non
 
 
 def compile_now(dtype: torch.dtype) -> None:
-    """Compile all kernels, or wait for the process that does. Return at once if all are compiled.
-
-    Which unit a model uses depends on its sizes and the size of blocks, so all units are compiled.
-    """
+    """Compile all kernels, or wait for the process that does, unless all are compiled."""
     path = marker(dtype)
     if path is not None and path.exists():
         return
@@ -104,8 +102,7 @@ def compile_now(dtype: torch.dtype) -> None:
         if path is not None and path.exists():
             return
         jit.check_processor()
-        for unit in units(dtype):
-            compile_all(dtype, unit, dtype)
+        compile_all(dtype, dtype)
         if path is not None:
             path.touch()
             path.with_suffix(".error").unlink(missing_ok=True)

@@ -9,13 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.backends.cpu.attention import MIN_SAVED_TOKENS, NumbaAttention, follow_torch
+from nanovllm.backends.cpu.attention import (
+    MIN_SAVED_TOKENS,
+    NumbaAttention,
+    balanced,
+    follow_torch,
+)
 from nanovllm.backends.cpu.kernels import sampler
+from nanovllm.backends.cpu.kernels.few_queries import AttentionWork, QueryGroups
 from nanovllm.backends.cpu.kernels.fused_decode import NO_STATES, FusedLayers, UnitLinear
 from nanovllm.backends.cpu.kernels.fused_step import Head, Host, group_blocks, sample_tokens
 from nanovllm.backends.cpu.kernels.int8 import PackedWeight
 from nanovllm.backends.cpu.kernels.parallel import address_for
-from nanovllm.backends.cpu.kernels.units.any import AttentionWork, QueryGroups
 from nanovllm.backends.cpu.linear import PACKED_FOR
 from nanovllm.plan import ResultKind, StepPlan
 
@@ -47,12 +52,14 @@ class FusedStep:
         )
         addresses = model.norm.data_ptr(), self.logits.data_ptr(), *kernels
         self.head = Head._make((*layers.head, *addresses, size, dtype is torch.bfloat16))
-        self.max_queries = max(1, attention.unit.max_rows // attention.group_size)
+        self.max_queries = attention.max_queries
         self.tables = np.zeros_like(rows.block_tables[:1].repeat(PACKED_FOR, 0))
         self.lse = np.full((PACKED_FOR, model.config.num_heads), -np.inf, np.float32)
         sizes = *[model.config.hidden_size] * 2, *[model.config.head_dim] * 2
         self.inputs = tuple(torch.empty(PACKED_FOR, size, dtype=dtype) for size in sizes)
-        work, slots = self.attention_work([1] * PACKED_FOR), np.empty(PACKED_FOR, np.int64)
+        none = np.empty((0, 1), np.int64)
+        self.none = QueryGroups(none, none, self.tables[:0])
+        work, slots = AttentionWork(self.none, self.none, self.lse), np.empty(PACKED_FOR, np.int64)
         self.step, self.buffers = layers.make_step(self.inputs, slots, work, attention.shape)
 
     def __call__(self, plan: StepPlan) -> np.ndarray | None:
@@ -64,31 +71,31 @@ class FusedStep:
                 return None
         lens = [*(len(chunk.token_ids) for chunk in chunks), *[1] * len(decode_rows)]
         row_of = [*(chunk.row for chunk in chunks), *decode_rows]
-        count = sum(lens)
+        count, size = sum(lens), min(max(lens), self.max_queries)
         if count > PACKED_FOR or self.rows.rules_of(row_of) is not None:
             return None
         follow_torch()
         rows, tokens = np.array(decode_rows, np.int64), self.last_tokens[decode_rows]
+        groups, parts = np.arange(len(row_of)), numba.get_num_threads()
         if chunks:
             rows = np.repeat(row_of, lens)
             tokens = np.array([t for c in chunks for t in c.token_ids] + tokens.tolist())
+            groups = np.repeat(groups, [-(-number // size) for number in lens])
+        places = np.zeros(len(groups), np.int64)
+        if len(groups) > 1:
+            order = balanced(self.rows.positions[row_of][groups], parts)
+            places[order] = np.arange(len(groups))
+        # `sample_tokens` fills these arrays in.
+        queries, context_lens = np.empty((2, len(groups), size), np.int64)
+        rest = QueryGroups(queries, context_lens, self.tables[: len(groups)])
         step = self.step._replace(
             rows=count,
             slot_mapping=self.step.slot_mapping[:count],
-            attention=self.attention_work(lens),
-            parts=numba.get_num_threads(),
+            attention=AttentionWork(self.none, rest, self.lse[:count]),
+            parts=parts,
         )
         arguments = self.layers.code, step, self.layers.addresses, NO_STATES, self.host, self.head
-        return tokens if sample_tokens(*arguments, rows, tokens) else None
-
-    def attention_work(self, lens: list[int]) -> AttentionWork:
-        """Return the work of sequences of `lens` tokens, whose arrays `sample_tokens` fills in."""
-        size = min(max(lens), self.max_queries)
-        groups = sum(-(-number // size) for number in lens)
-        queries, context_lens = np.empty((2, groups, size), np.int64)
-        rest = QueryGroups(queries, context_lens, self.tables[:groups])
-        none = QueryGroups(queries[:0], context_lens[:0], rest.block_tables[:0])
-        return AttentionWork(none, rest, self.lse[: sum(lens)])
+        return tokens if sample_tokens(*arguments, rows, places, tokens) else None
 
 
 def fuse_step(layers: FusedLayers, attention: NumbaAttention, rows: Rows) -> FusedStep | None:

@@ -16,9 +16,7 @@ import torch
 numba = pytest.importorskip("numba")
 
 import nanovllm  # noqa: E402
-from nanovllm.backends.cpu import attention, compile, jit, kernel_files  # noqa: E402
-from nanovllm.backends.cpu.kernels.units.amx import AMX  # noqa: E402
-from nanovllm.loading.checkpoint import Checkpoint  # noqa: E402
+from nanovllm.backends.cpu import compile, jit, kernel_files  # noqa: E402
 from nanovllm.loading.select_backend import pick_backend  # noqa: E402
 from nanovllm.models.backend import Backend  # noqa: E402
 
@@ -175,29 +173,6 @@ def test_each_processor_and_dtype_has_its_marker(monkeypatch: pytest.MonkeyPatch
     assert len(digests) == 3
 
 
-def test_with_amx_every_block_size_is_compiled_in_the_background(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """AMX is emulated: what would be compiled is noted, and nothing runs."""
-    compiled: list[tuple[torch.dtype, bool | None]] = []
-    monkeypatch.setattr(AMX, "is_available", lambda: True)
-    monkeypatch.setattr(kernel_files, "DIRECTORY", tmp_path)
-    for module in (attention, compile):
-        monkeypatch.setattr(module, "compile_all", lambda *arguments: compiled.append(arguments))
-    monkeypatch.setattr(attention, "address_for", lambda *arguments: 0)
-    directory = Path(nanovllm.__file__).parent / "loading" / "qwen3-nano"
-    config = Checkpoint(directory).model_config
-    for dtype in (torch.float32, torch.bfloat16):
-        compiled.clear()
-        compile.compile_now(dtype)
-        background = set(compiled)
-        for block_size in (4, 16):
-            compiled.clear()
-            attention.NumbaAttention(config, 2, block_size, dtype, torch.device("cpu"))
-            assert set(compiled) <= background
-    assert len(background) == 2
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names a processor of another kind")
 def test_kernels_compile_for_other_processors(tmp_path: Path) -> None:
@@ -207,8 +182,9 @@ def test_kernels_compile_for_other_processors(tmp_path: Path) -> None:
     code = """
 import numpy as np
 from numba import int64, typeof, uint16
-from nanovllm.backends.cpu.kernels import int8
+from nanovllm.backends.cpu.kernels import attention, int8, words
 from nanovllm.backends.cpu.kernels.units import amx, avx512
+words.HAS_PAIRS = True
 int8.amx_tile.compile((int64,) * 6)
 for unit in (amx, avx512):
     unit.linear_blocks.compile((*[int64] * 8, uint16, int64, int64))
@@ -216,15 +192,15 @@ qkv, cache = np.empty((0, 1, 32), np.uint16), np.empty((0, 1, 16, 32), np.uint16
 ints, lse = np.empty((0, 1), np.int64), np.empty((0, 1), np.float32)
 groups = ints, ints, ints.astype(np.int32)
 arguments = (qkv, qkv, lse, cache, cache, *groups, True, 0, 0)
-amx.attend_groups.compile(tuple(map(typeof, arguments)))
-for kernel in (amx.linear_blocks, amx.attend_groups, avx512.linear_blocks, int8.amx_tile):
+attention.attend_groups.compile(tuple(map(typeof, arguments)))
+for kernel in (amx.linear_blocks, attention.attend_groups, avx512.linear_blocks, int8.amx_tile):
     code = kernel.inspect_asm(kernel.signatures[0])
     print(*(name for name in ("tdpbf16ps", "vdpbf16ps", "tdpbsud") if name in code))
 """
     features = "+amx-tile,+amx-bf16,+amx-int8"
     processor = dict(NUMBA_CPU_NAME="sapphirerapids", NUMBA_CPU_FEATURES=features)
     lines, _ = start(tmp_path, code, **processor, NUMBA_OPT="0")
-    assert lines == ["tdpbf16ps", "tdpbf16ps", "vdpbf16ps", "tdpbsud"]
+    assert lines == ["tdpbf16ps", "vdpbf16ps", "vdpbf16ps", "tdpbsud"]
 
 
 CROSS_COMPILE = """
@@ -232,15 +208,15 @@ import re
 import llvmlite.binding as llvm
 import torch
 from nanovllm.backends.cpu import compile
-from nanovllm.backends.cpu.kernels.units.any import ANY, attend_groups
+from nanovllm.backends.cpu.kernels.attention import attend_groups
 from nanovllm.models.fp8 import FP8
 
 llvm.initialize_all_targets()
 llvm.initialize_all_asmprinters()
-calls = [*compile.calls(torch.bfloat16, ANY, torch.bfloat16)]
+calls = [*compile.calls(torch.bfloat16, torch.bfloat16)]
 known = {kernel for kernel, _ in calls}
-calls += [(k, t) for k, t in compile.calls(torch.float32, ANY, torch.float32) if k not in known]
-calls += [(k, t) for k, t in compile.calls(torch.float32, ANY, FP8) if k is attend_groups]
+calls += [(k, t) for k, t in compile.calls(torch.float32, torch.float32) if k not in known]
+calls += [(k, t) for k, t in compile.calls(torch.float32, FP8) if k is attend_groups]
 names = [k.__name__ for k, _ in calls]
 calls = [call for i, call in enumerate(calls) if names[i] != "in_parts" or "in_parts" not in names[:i]]
 for kernel, types in calls:

@@ -92,10 +92,10 @@ def test_the_kernel_reads_what_torch_packed(
     pytest.importorskip("numba")
     from nanovllm.backends.cpu.kernels import parallel
     from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE
-    from nanovllm.backends.cpu.kernels.units.unit import units
+    from nanovllm.backends.cpu.kernels.units.unit import unit_for
 
-    unit = units(dtype)[0]
-    if unit.linear_dtype is not dtype:
+    unit = unit_for(dtype)
+    if unit is None:
         pytest.skip("neither AMX nor AVX512-BF16 on this processor")
     linear_blocks = parallel.address_for(unit.linear_blocks, dtype, dtype)
     example = DTYPE_EXAMPLE[dtype]

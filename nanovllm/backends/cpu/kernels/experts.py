@@ -32,7 +32,7 @@ from nanovllm.backends.cpu.kernels.primitives import (
 )
 from nanovllm.backends.cpu.kernels.product import Product, quantized, quantized_bytes
 from nanovllm.backends.cpu.kernels.units.any import Unit
-from nanovllm.backends.cpu.kernels.units.unit import product_of, units
+from nanovllm.backends.cpu.kernels.units.unit import product_of, unit_for
 from nanovllm.models.backend import num_experts
 from nanovllm.models.layers import Linear
 
@@ -58,7 +58,7 @@ class PackedExperts:
     unit: Unit
 
     def product(self) -> Product:
-        return product_of(self.unit)
+        return product_of(self.unit, self.values.dtype)
 
     @property
     def shape(self) -> torch.Size:
@@ -81,10 +81,10 @@ def pack(module: Linear) -> None:
 
     The condition is the same for both Linears of a mixture: hidden and inner size in whole blocks.
     """
-    weight, unit = module.weight, units(module.weight.dtype)[0]
+    weight, unit = module.weight, unit_for(module.weight.dtype)
     inputs, experts = weight.shape[1], num_experts(module.projections)
     sizes = inputs, *module.projections.values()
-    if unit.linear_dtype is not weight.dtype or any(size % 64 for size in sizes):
+    if unit is None or any(size % 64 for size in sizes):
         return
     n = 4 // weight.itemsize
     for expert in weight.chunk(experts):  # one at a time, to save memory

@@ -19,11 +19,13 @@ from torch import Tensor
 
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels import pointwise
+from nanovllm.backends.cpu.kernels.attention import attend
+from nanovllm.backends.cpu.kernels.few_queries import AttentionWork, QueryGroups
 from nanovllm.backends.cpu.kernels.parallel import address_for, in_parts, parts_for
 from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE
 from nanovllm.backends.cpu.kernels.product import Product, multiply, pointers, product
-from nanovllm.backends.cpu.kernels.units.any import AttentionWork, QueryGroups, Unit, attend
-from nanovllm.backends.cpu.kernels.units.unit import product_of
+from nanovllm.backends.cpu.kernels.units.any import Unit
+from nanovllm.backends.cpu.kernels.units.unit import product_of, unit_for
 from nanovllm.backends.cpu.linear import PACKED_FOR, address, is_packed_by, repacked
 from nanovllm.backends.cpu.linear import linear as linear_by_torch
 from nanovllm.models.batch import ForwardBatch
@@ -48,7 +50,7 @@ class Code(NamedTuple):
 
     norm: int  # pointwise.add_rms_norm_rows
     store: int  # pointwise.norm_rope_store_rows
-    attend_groups: int  # of the unit
+    attend_groups: int  # attention.attend_groups
     activation: int  # pointwise.silu_and_mul_rows
     product: Product
 
@@ -233,11 +235,9 @@ class FusedLayers:
         return addresses + [0] * 5
 
     def forward(self, batch: ForwardBatch, attention: NumbaAttention) -> Tensor:
-        """Compute Qwen3.forward. Large steps and steps with torch's attention are left to it."""
-        plan = batch.attention_metadata
-        model, config = self.model, self.config
-        by_torch = plan.chunks or plan.prefixes
-        if by_torch or len(batch.input_ids) > PACKED_FOR:
+        """Compute Qwen3.forward. Large steps are left to it."""
+        plan, model, config = batch.attention_metadata, self.model, self.config
+        if len(batch.input_ids) > PACKED_FOR:
             return model.forward(batch, attention)
         x = model.embed_tokens[batch.input_ids]
         inputs = x, torch.zeros_like(x), *model.rotary.at(batch.positions)
@@ -283,7 +283,7 @@ class UnitLinear:
     """Linear layers by the kernel of a unit, which reads the weights faster than oneDNN does."""
 
     def __init__(self, model: Qwen3, unit: Unit) -> None:
-        self.product = product_of(unit)
+        self.product = product_of(unit, model.backend.dtype)
         fits: dict[Any, bool] = {}  # by shape, because confirming a layout takes a product
         # The keys are ids of modules. Modules as keys would form a cycle of references, which keeps
         # the weights in memory: they refer to the backend, and the backend to this object.
@@ -319,12 +319,12 @@ def fuse_layers(
 
     Outside fused layers, the unit computes all products of few rows whose weights it reads.
     """
-    unit, dtype = attention.unit, model.backend.dtype
+    dtype = model.backend.dtype
     modules = [module for layer in model.layers for module in layer.linears()]
     find: Pointers = pointers
     if not isinstance(modules[0].weight, Tensor) and hasattr(modules[0].weight, "product"):
         product = modules[0].weight.product()
-    elif unit.linear_dtype is dtype:
+    elif unit := unit_for(dtype):
         model.backend.linear = linear = UnitLinear(model, unit)
         if any(id(module) not in linear.addresses for module in modules):
             return None

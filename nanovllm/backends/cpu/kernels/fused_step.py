@@ -90,26 +90,11 @@ def embed(host, token, x, example):
 
 
 @compiled()
-def balanced(sizes, parts):
-    """Return the order of `balanced` in backends/cpu/attention.py, for at most 64 sizes."""
-    part, order, count = np.empty(len(sizes), np.int64), np.empty(len(sizes), np.int64), 0
-    for i in range(len(sizes)):
-        smaller = 0
-        for j in range(len(sizes)):
-            smaller += np.int64(sizes[j] < sizes[i] or (sizes[j] == sizes[i] and j < i))
-        turn = smaller % (2 * parts)
-        part[i] = min(turn, 2 * parts - 1 - turn)
-    for p in range(parts):
-        for i in range(len(sizes)):
-            if part[i] == p:
-                order[count] = i
-                count += 1
-    return order
+def look_up(host, step, rows, places, positions, tokens):
+    """Set the inputs of the layers: x, residual, cos, sin, and the work of attention.
 
-
-@compiled()
-def look_up(host, step, rows, positions, tokens):
-    """Set the inputs of the layers: x, residual, cos, sin, and the work of attention."""
+    places [P] are the places of the groups of queries in the work.
+    """
     (_, _, block_size, dim), example, rest = step.shape, step.example, step.attention.rest
     x = array(step.x, (step.rows, step.size), example)
     residual = array(step.residual, (step.rows, step.size), example)
@@ -117,29 +102,21 @@ def look_up(host, step, rows, positions, tokens):
     sin = array(step.sin, (step.rows, dim), example)
     rotary = array(host.rotary, (2, host.max_len, dim), example)
     residual[:] = 0
-    num_groups, size = rest.queries.shape
-    starts, group = np.empty(num_groups, np.int64), 0
+    rest.queries[:] = -1
+    group, place, query = 0, np.int64(0), 0
     for t in range(step.rows):
-        position = positions[t]
+        row, position = rows[t], positions[t]
         embed(host, tokens[t], x[t], example)
         for c in range(dim):
             cos[t, c], sin[t, c] = rotary[0, position, c], rotary[1, position, c]
-        block = np.int64(host.block_tables[rows[t], position // block_size])
+        block = np.int64(host.block_tables[row, position // block_size])
         step.slot_mapping[t] = block * block_size + position % block_size
-        if t == 0 or rows[t] != rows[t - 1] or t == starts[group - 1] + size:
-            starts[group] = t
-            group += 1
-    order = balanced(positions[starts], step.parts)
-    for g in range(num_groups):
-        t = starts[order[g]]
-        row, position = rows[t], positions[t]
-        for i in range(size):
-            is_in_group = t < step.rows and rows[min(t, step.rows - 1)] == row
-            rest.queries[g, i] = t if is_in_group else -1
-            rest.context_lens[g, i] = position + 1 + i
-            t += 1
-        for b in range((host.positions[row] - 1) // block_size + 1):
-            rest.block_tables[g, b] = host.block_tables[row, b]
+        if t == 0 or row != rows[t - 1] or query == rest.queries.shape[1]:
+            place, group, query = places[group], group + 1, 0
+            for b in range((host.positions[row] - 1) // block_size + 1):
+                rest.block_tables[place, b] = host.block_tables[row, b]
+        rest.queries[place, query], rest.context_lens[place, query] = t, position + 1
+        query += 1
 
 
 @compiled()
@@ -155,7 +132,7 @@ def shares_prefix(host, rows):
 
 
 @compiled()
-def sample_tokens(code, step, addresses, states, host, head, rows, tokens):
+def sample_tokens(code, step, addresses, states, host, head, rows, places, tokens):
     """Replace each of `tokens` [T], inputs of rows [T], by the token that is sampled after it.
 
     The tokens of a row are consecutive and its last ones. Without a token that can be sampled, the
@@ -169,7 +146,7 @@ def sample_tokens(code, step, addresses, states, host, head, rows, tokens):
     for t in range(len(rows) - 2, -1, -1):
         if rows[t] == rows[t + 1]:
             positions[t] = positions[t + 1] - 1
-    look_up(host, step, rows, positions, tokens)
+    look_up(host, step, rows, places, positions, tokens)
     decode_layers(code, step, addresses, states)
     norm(code, step, head.norm)
     example, size, count = step.example, head.size, step.rows

@@ -13,8 +13,8 @@ therefore starts at -8 times the sum of the token's activations in the group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -27,6 +27,7 @@ from nanovllm.backends.cpu.kernels.llvm.dot_int4 import int4_rows
 from nanovllm.backends.cpu.kernels.parallel import address_for
 from nanovllm.backends.cpu.kernels.primitives import array, bytes_of
 from nanovllm.backends.cpu.kernels.product import (
+    PackedRows,
     Product,
     finish,
     quantize_rows,
@@ -40,8 +41,8 @@ TOKEN_BLOCK = 64  # tokens that stay in the L2 cache
 
 
 @dataclass(slots=True)
-class PackedInt4(Int4Weight):
-    """A weight in int4. Of all outputs in `values`, `rows` are this weight."""
+class PackedInt4(PackedRows, Int4Weight):
+    """A weight in int4."""
 
     rows: range
 
@@ -52,17 +53,8 @@ class PackedInt4(Int4Weight):
         scale = empty(blocks, groups, OUTPUTS, dtype=torch.float16)
         return cls(values, scale, inputs, empty(0).dtype, range(outputs))
 
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((len(self.rows), self.inputs))
-
     def product(self) -> Product:
         return int4_product(self.dtype)
-
-    def split(self, sizes: list[int]) -> Sequence[PackedInt4]:
-        ends = np.cumsum(sizes).tolist()
-        parts = [self.rows[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-        return [replace(self, rows=rows) for rows in parts]
 
     def store(self, start: int, packed: Tensor, scale: Tensor) -> None:
         rows = torch.tensor(self.rows[start : start + len(packed)])

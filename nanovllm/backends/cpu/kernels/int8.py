@@ -16,8 +16,8 @@ the sum of the token's activations, so it starts at minus this number. No sum ov
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -31,6 +31,7 @@ from nanovllm.backends.cpu.kernels.llvm.dot import INT8, INT8_PAIRS, dot_rows
 from nanovllm.backends.cpu.kernels.parallel import address_for
 from nanovllm.backends.cpu.kernels.primitives import array, bytes_of
 from nanovllm.backends.cpu.kernels.product import (
+    PackedRows,
     Product,
     finish,
     padded_inputs,
@@ -58,11 +59,8 @@ STEPS = 32  # four inputs each; their weights are 8 kB
 
 
 @dataclass(slots=True)
-class PackedWeight(Int8Weight):
-    """A weight in int8. Each of `values` [O / 64, I / 4, 64] int32 has 4 inputs of an output.
-
-    Of all outputs in `values`, `rows` are this weight.
-    """
+class PackedWeight(PackedRows, Int8Weight):
+    """A weight in int8. Each of `values` [O / 64, I / 4, 64] int32 has 4 inputs of an output."""
 
     rows: range
     inputs: int
@@ -73,17 +71,8 @@ class PackedWeight(Int8Weight):
         values, scale = empty(*shape, dtype=torch.int32), empty(outputs, dtype=torch.float32)
         return cls(values, scale, empty(0).dtype, range(outputs), inputs)
 
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((len(self.rows), self.inputs))
-
     def product(self) -> Product:
         return int8_product(self.dtype)
-
-    def split(self, sizes: list[int]) -> Sequence[PackedWeight]:
-        ends = np.cumsum(sizes).tolist()
-        parts = [self.rows[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-        return [replace(self, rows=rows) for rows in parts]
 
     def store(self, start: int, values: Tensor, scale: Tensor) -> None:
         rows = torch.tensor(self.rows[start : start + len(values)])

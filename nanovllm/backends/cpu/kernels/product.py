@@ -7,7 +7,9 @@ be 0. In float32 and bfloat16 the kernel is `linear_blocks` of a unit, and x is 
 kernels of int8.py and int4.py read the rows that `quantize_rows` makes of x.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +28,24 @@ from nanovllm.backends.cpu.kernels.primitives import (
 )
 from nanovllm.backends.int8 import INT8_MAX, MIN_ABSMAX
 from nanovllm.models.layers import Linear
+
+
+class PackedRows:
+    """A part of a packed weight [O, I]: of all outputs that are stored, it has `rows`."""
+
+    __slots__ = ()
+    rows: range
+    inputs: int
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.rows), self.inputs))
+
+    def split(self, sizes: list[int]) -> Sequence[Any]:
+        ends = np.cumsum(sizes).tolist()
+        parts = [self.rows[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        weight: Any = self
+        return [replace(weight, rows=rows) for rows in parts]
 
 
 class Product(NamedTuple):

@@ -18,14 +18,21 @@ from nanovllm.models.sampler import uniform
 numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
 
 from nanovllm.backends.cpu import linear  # noqa: E402
-from nanovllm.backends.cpu.kernels import fused_decode, int8, parallel, primitives  # noqa: E402
+from nanovllm.backends.cpu.kernels import (  # noqa: E402
+    attention,
+    fused_decode,
+    int8,
+    parallel,
+    primitives,
+)
 from nanovllm.backends.cpu.kernels import pointwise as cpu  # noqa: E402
 from nanovllm.backends.cpu.kernels import sampler as cpu_sampler  # noqa: E402
+from nanovllm.backends.cpu.kernels.attention import attend  # noqa: E402
+from nanovllm.backends.cpu.kernels.few_queries import AttentionWork, QueryGroups  # noqa: E402
 from nanovllm.backends.cpu.kernels.fused_decode import FusedLayers  # noqa: E402
 from nanovllm.backends.cpu.kernels.units import amx, avx512  # noqa: E402
 from nanovllm.backends.cpu.kernels.units import any as any_unit  # noqa: E402
-from nanovllm.backends.cpu.kernels.units.any import AttentionWork, QueryGroups, attend  # noqa: E402
-from nanovllm.backends.cpu.kernels.units.unit import units  # noqa: E402
+from nanovllm.backends.cpu.kernels.units.unit import unit_for  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -249,7 +256,7 @@ def test_a_filter_that_the_kernel_does_not_have(monkeypatch: pytest.MonkeyPatch)
 def test_nothing_is_compiled_while_serving(dtype: str) -> None:
     """What `compile_all` compiled fits every call: prompts, decodes, a prefix in common."""
     llm = LLM(dtype=dtype, device="cpu")
-    modules = cpu, any_unit, amx, avx512, fused_decode, int8, parallel, cpu_sampler
+    modules = cpu, attention, any_unit, amx, avx512, fused_decode, int8, parallel, cpu_sampler
     kernels = [k for m in modules for k in vars(m).values() if hasattr(k, "signatures")]
     before = [len(k.signatures) for k in kernels]
     assert max(before) > 0
@@ -261,13 +268,15 @@ def test_nothing_is_compiled_while_serving(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_query_sees_nothing_of_later_tokens(dtype: torch.dtype) -> None:
-    """However large: the queries of a group read the same blocks, each only so far."""
+@pytest.mark.parametrize("count", [5, 16])
+def test_a_query_sees_nothing_of_later_tokens(dtype: torch.dtype, count: int) -> None:
+    """However large: the queries of a group read the same blocks, each only so far.
+
+    Of few rows, and of many, whose weights are multiplied in pairs or in float32.
+    """
     torch.manual_seed(0)
     shape, like = (2, 1, 16, 32), primitives.DTYPE_EXAMPLE[dtype]
-    unit = units(dtype)[0]
-    kernel = parallel.address_for(unit.attend_groups, dtype, dtype)
-    count = min(12, unit.max_rows)
+    kernel = parallel.address_for(attention.attend_groups, dtype, dtype)
     qkv, k, v = (torch.randn(n).to(dtype) for n in ((count, 3, 32), shape, shape))
     none = np.empty((0, count), np.int64)
     queries, contexts = np.arange(count)[None], np.arange(1, count + 1)[None]
@@ -306,7 +315,7 @@ def test_a_query_sees_nothing_of_later_tokens(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("tie", [False, True])
 def test_fused_layers_are_the_models(tmp_path, family: str, tie: bool, dtype: torch.dtype) -> None:
     """Both compute every batch of a run: decodes of 1 to 70 sequences, a shared prefix, chunks."""
-    if units(dtype)[0].linear_dtype is not dtype:
+    if unit_for(dtype) is None:
         pytest.skip("neither AMX nor AVX512-BF16 on this processor")
     make_checkpoint(tmp_path, family, tie=tie)
     llm = random_llm(tmp_path, dtype=str(dtype)[6:], num_kv_cache_blocks=1000)
@@ -373,8 +382,8 @@ def test_without_amx(tmp_path) -> None:
     code = (
         "from nanovllm import LLM\n"
         "from nanovllm.backends.cpu import backend, compile\n"
-        "from nanovllm.backends.cpu.kernels import int4, int8, product, sampler\n"
-        "from nanovllm.backends.cpu.kernels.units import amx, any, avx512\n"
+        "from nanovllm.backends.cpu.kernels import attention, int4, int8, product, sampler\n"
+        "from nanovllm.backends.cpu.kernels.units import amx, avx512\n"
         "from nanovllm.models import sampler as plain\n"
         "same = [sampler.draw_rows, sampler._logprobs_of_rows]\n"
         "same += [product.quantize_rows, int8.product_blocks, int4.int4_blocks]\n"
@@ -386,8 +395,8 @@ def test_without_amx(tmp_path) -> None:
         "question = [{'role': 'user', 'content': 'What is 34 + 58?'}]\n"
         "print(llm.chat(question, use_tqdm=False)[0].outputs[0].text)\n"
         "assert llm.engine.runner.fused_model is llm.engine.runner.model\n"
-        "assert not amx.attend_groups.signatures and not avx512.linear_blocks.signatures\n"
-        "assert any.attend_groups.signatures and int8.tile is int8.plain_tile\n"
+        "assert not amx.linear_blocks.signatures and not avx512.linear_blocks.signatures\n"
+        "assert attention.attend_groups.signatures and int8.tile is int8.plain_tile\n"
     )
     variables = dict(NUMBA_CPU_NAME="x86-64-v3", NUMBA_CACHE_DIR=str(tmp_path), NUMBA_OPT="0")
     done = fresh.run(code, **variables)

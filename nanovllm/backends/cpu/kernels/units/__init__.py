@@ -1,1 +1,1 @@
-"""Units: attention and products of few rows, for processors with the same instructions."""
+"""Units: products of few rows, for processors with the same instructions."""

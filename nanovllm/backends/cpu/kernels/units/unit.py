@@ -9,22 +9,13 @@ from nanovllm.backends.cpu.kernels.units.any import ANY, Unit
 from nanovllm.backends.cpu.kernels.units.avx512 import AVX512
 
 
-def units(cache_dtype: torch.dtype) -> list[Unit]:
-    """Return the units for a KV cache of this dtype. The last one fits every model."""
-    if cache_dtype is torch.bfloat16:
-        for unit in (AMX, AVX512):
-            if unit.is_available():
-                return [unit, ANY]
-    return [ANY]
+def unit_for(dtype: torch.dtype) -> Unit | None:
+    """Return the unit for weights of this dtype, or None: then oneDNN computes all products."""
+    if dtype is torch.float32:
+        return ANY
+    return next((unit for unit in (AMX, AVX512) if unit.is_available()), None)
 
 
-def select_unit(cache_dtype: torch.dtype, group_size: int, block_size: int, head_dim: int) -> Unit:
-    """Return the first unit that fits."""
-    fitting = (unit for unit in units(cache_dtype) if unit.fits(group_size, block_size, head_dim))
-    return next(fitting)
-
-
-def product_of(unit: Unit) -> Product:
+def product_of(unit: Unit, dtype: torch.dtype) -> Product:
     """Return how the unit multiplies packed weights."""
-    dtype = unit.linear_dtype
     return Product(address_for(unit.linear_blocks, dtype, dtype), unit.width)

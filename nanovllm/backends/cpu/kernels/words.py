@@ -1,0 +1,91 @@
+"""Words: the operands of the two products of attention of many rows.
+
+A word is a number in float32, or a pair in bfloat16 if `example`, a number of the KV cache, is in
+bfloat16 and the processor multiplies pairs (AVX512-BF16).
+"""
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from nanovllm.backends.cpu.jit import has_feature
+from nanovllm.backends.cpu.kernels.llvm.dot import BF16, FLOAT32, dot_rows
+from nanovllm.backends.cpu.kernels.primitives import BFLOAT16, from_float32, to_float32
+
+# The sums of a product of HEIGHT rows and WIDTH columns stay in registers.
+HEIGHT, VECTORS = (8, 2) if has_feature("avx512f") else (4, 1)
+WIDTH = 16 * VECTORS
+HAS_PAIRS = has_feature("avx512bf16")
+
+
+def in_pairs(example):
+    return HAS_PAIRS and example == types.uint16
+
+
+def word_array(shape, example):
+    """Return an array of zeros for words."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(word_array)
+def _word_array(shape, example):
+    dtype = np.uint32 if in_pairs(example) else np.float32
+    return lambda shape, example: np.zeros(shape, dtype)
+
+
+def stored_word(number, example):
+    """Return a word as it is stored in memory, of numbers like `number`."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(stored_word)
+def _stored_word(number, example):
+    if in_pairs(example):
+        return lambda number, example: np.uint32(0)
+    return lambda number, example: number
+
+
+def word(stored):
+    """Convert a word as it is stored."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(word)
+def _word(stored):
+    is_pair = stored == types.uint32
+    return (lambda stored: stored) if is_pair else lambda stored: to_float32(stored)
+
+
+def joined(a, b, example):
+    """Return the word of two numbers, or of the first one if a word is one number."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(joined)
+def _joined(a, b, example):
+    def pair(a, b, example):
+        return np.uint32(a) | (np.uint32(b) << np.uint32(16))
+
+    def rounded(a, b, example):
+        low, high = from_float32(a, BFLOAT16), from_float32(b, BFLOAT16)
+        return np.uint32(low) | (np.uint32(high) << np.uint32(16))
+
+    if in_pairs(example):
+        return pair if a == types.uint16 else rounded
+    return lambda a, b, example: to_float32(a)
+
+
+def multiply(x, w, steps, out, example):
+    """Compute out [HEIGHT, WIDTH] += x [HEIGHT, steps] w [steps, WIDTH] as dot_rows does."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(multiply)
+def _multiply(x, w, steps, out, example):
+    def pairs(x, w, steps, out, example):
+        dot_rows(BF16, HEIGHT, VECTORS, 1, x, w, steps, out, (0, 0, 0))
+
+    def floats(x, w, steps, out, example):
+        dot_rows(FLOAT32, HEIGHT, VECTORS, 1, x, w, steps, out, (0, 0, 0))
+
+    return pairs if in_pairs(example) else floats
