@@ -184,7 +184,7 @@ def test_a_file_of_requests(reranker: tuple[LLM, torch.nn.Module], tmp_path: Pat
     }
     messages = [result["error"]["error"]["message"] for result in results[5:]]
     wanted = [
-        "data_2 must be a string",
+        "a text of data_2 must be a string",
         "query must be a string",
         "top_n must be at least 0",
         "unknown field of /v1/rerank 'document'; did you mean 'documents'?",
