@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Any, TypeAlias, get_args
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeAlias, get_args
 
 from nanovllm.utils.checks import Positive, Seed, check_scalars, located, unknown_name
 
 EMBEDDED = "qwen3-nano"  # the model that ships with the package
+P = ParamSpec("P")
 Dtype: TypeAlias = Annotated[str, "auto", "float32", "bfloat16", "float16"]
 DTYPES: tuple[str, ...] = get_args(Dtype)[1:]
 DTYPE_ALIASES = {"float": "float32", "half": "float16"}
@@ -212,3 +213,10 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
         else:
             values[option] = value
     return EngineConfig(**values)
+
+
+def with_parameters_of(
+    source: Callable[P, object],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+    """Tell editors and type checkers that an `__init__` has the parameters of `source`."""
+    return lambda init: init

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from nanovllm.config import EMBEDDED, EngineConfig, engine_config
+from nanovllm.config import EMBEDDED, EngineConfig, engine_config, with_parameters_of
 from nanovllm.engine.chat_template import Message, as_conversations
 from nanovllm.engine.request import Progress, Request
 from nanovllm.features.requests.calls import OptionalCalls
@@ -33,6 +33,7 @@ class LLM(OptionalCalls):
 
     __signature__ = inspect.signature(EngineConfig)  # for help()
 
+    @with_parameters_of(EngineConfig)
     def __init__(self, model: str | os.PathLike[str] = EMBEDDED, **options: Any) -> None:
         """Load `model`: a directory, a hub id, or "qwen3-nano", which ships with the package.
 

@@ -83,7 +83,6 @@ class Thinking:
     tokenizer: Tokenizer
     end_ids: list[int]  # the tokens of </think>
     limit: float  # tokens of thinking, including those in the prompt
-    separates: bool  # whether the grammar begins after the thinking
 
 
 def make_thinking(
@@ -95,9 +94,14 @@ def make_thinking(
     limit = math.inf if budget is None or budget < 0 else budget
     if limit == math.inf and not separates:
         return None
+    if params.structured_outputs is not None and not separates:
+        raise ValueError(
+            f"thinking_token_budget={budget} would break the grammar of structured_outputs, which "
+            "is of the whole output; give LLM() a reasoning_parser, so that it is of the text alone"
+        )
     tokenizer = check_markers(input_processor, "thinking_token_budget")
     end_ids = input_processor.encode(END, add_special_tokens=False)
-    return Thinking(tokenizer, end_ids, limit, separates)
+    return Thinking(tokenizer, end_ids, limit)
 
 
 class ThinkingOfRow:
@@ -107,6 +111,8 @@ class ThinkingOfRow:
         self.rules = rules
         thought = opened(rules.tokenizer, prompt)
         self.splitter = Splitter(thought is not None)
+        last = rules.tokenizer.backend_tokenizer.decode(prompt[-32:], skip_special_tokens=False)
+        self.is_closed = last.rstrip().endswith(END)  # the template has turned thinking off
         ids = rules.tokenizer.encode(thought, add_special_tokens=False) if thought else []
         self.num_thought = min(len(ids), rules.limit)
         self.num_read = self.answer_start = 0  # output tokens
@@ -127,13 +133,14 @@ class ThinkingOfRow:
 
     def mask(self, matcher: Matcher, output: list[int]) -> bytes | None:
         """Return the mask of the grammar, which does not apply to the thinking."""
-        if not self.rules.separates:
-            return matcher.mask(output)
-        if self.splitter.is_thinking:
-            return None
+        if self.splitter.is_thinking:  # which may not end the output: the text would be missing
+            allowed = bytearray(b"\xff" * len(matcher.mask([]) or b""))
+            for token in matcher.grammar.end_tokens:
+                allowed[token >> 3] &= ~(1 << (token & 7))
+            return bytes(allowed)
         mask = matcher.mask(output[self.answer_start :])
         start = self.rules.tokenizer.backend_tokenizer.token_to_id(START)
-        if mask is None or output or start is None:
+        if mask is None or output or start is None or self.is_closed:
             return mask
         allowed = bytearray(mask)  # the output may begin with <think>
         allowed[start >> 3] |= 1 << (start & 7)

@@ -263,10 +263,30 @@ def test_a_grammar_is_of_the_answer(thinker: LLM) -> None:
         assert outputs[0] == outputs[1]
         flat = [sample for samples in outputs[0] for sample in samples]
         for sample in flat:
-            if sample.finish_reason == "stop" and sample.text:
+            if sample.finish_reason == "stop":  # an end-of-sequence token does not end the thinking
                 assert re.fullmatch("(ab|c){2,9}d", sample.text)
-            else:  # the thinking has not ended, or the end-of-sequence token has ended it
-                assert sample.text == "" or sample.finish_reason == "length"
+            else:
+                assert sample.finish_reason == "length"
+        closed = outputs[0][PROMPTS.index(CLOSED)]
+        assert [sample.reasoning for sample in closed] == [None] * 4
         done = [sample for sample in flat if sample.text]
         assert {sample.reasoning is None for sample in done} >= {True, limit is None}
     assert tight.stats()["preemptions"] > 0
+
+
+@pytest.mark.extra
+def test_a_grammar_forbids_the_end_in_the_thinking_and_a_second_thinking(thinker: LLM) -> None:
+    pytest.importorskip("llguidance")
+    start, end = (thinker.get_tokenizer().convert_tokens_to_ids(marker) for marker in (START, END))
+    eos = thinker.get_tokenizer().eos_token_id
+    fields = dict(temperature=0, max_tokens=30, logit_bias={eos: 60, end: 50, start: 40})
+    grammar = StructuredOutputsParams(choice=["yes", "no"])
+    params = SamplingParams(structured_outputs=grammar, **fields)
+    outputs = [
+        output.outputs[0] for output in thinker.generate(PROMPTS[:3], params, use_tqdm=False)
+    ]
+    assert [bool(output.reasoning is None) for output in outputs] == [False, False, True]
+    assert all(output.text in ("yes", "no") for output in outputs)
+    with pytest.raises(ValueError, match=r"thinking_token_budget=3 .* reasoning_parser"):
+        params.thinking_token_budget = 3
+        LLM(device="cpu", num_kv_cache_blocks=64).generate(OPEN, params, use_tqdm=False)
