@@ -120,20 +120,16 @@ def run() -> None:
 
 QUESTIONS = Questions("""
     A row knows the tokens a b c a b, and its drafts are c and a. At the three positions of the
-    chunk the sampler draws c, b, x. Which tokens does the row get?
-    (a) c
-    (b) c b
-    (c) c b x
+    chunk the sampler draws c, b, x. Which tokens does the row get? (a) c (b) c b (c) c b x
     Answer: b. The first draft is right. The other one is a, and b was drawn in its place, so b is
     the next token. x was drawn after the wrong token a.
     Hint: Which drafts are equal to the drawn tokens, and what was drawn in place of the first that
     is not?
 
     Why does the engine draw with the position as a part of the random number, and not with the next
-    number of a generator?
-    (a) The generator is too slow for several tokens in a step.
-    (b) A generator would have advanced for rejected tokens too, so later tokens would differ.
-    (c) Drafts have no position.
+    number of a generator? (a) The generator is too slow for several tokens in a step. (b) A
+    generator would have advanced for rejected tokens too, so later tokens would differ. (c) Drafts
+    have no position.
     Answer: b. With (seed, position) a token gets the same number, however often its position is
     drawn. For the same reason a request may be preempted and computed again.
     Hint: A position whose draft was wrong is drawn again in the next step. Which number must it

@@ -133,10 +133,9 @@ def run() -> None:
 
 QUESTIONS = Questions("""
     A step has 16 tokens. Why does it read more weights with the mixture than with one MLP that has
-    as many weights as a token uses?
-    (a) The router reads the weights of all experts to score them.
-    (b) Sorting the rows copies the weights of their experts.
-    (c) The tokens use different experts, and each expert that is used is read.
+    as many weights as a token uses? (a) The router reads the weights of all experts to score them.
+    (b) Sorting the rows copies the weights of their experts. (c) The tokens use different experts,
+    and each expert that is used is read.
     Answer: c. One MLP is read once for all tokens, and each expert once for its own tokens only.
     Hint: How many experts does a step of one token read, and how many can a step of two?
 

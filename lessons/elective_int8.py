@@ -85,10 +85,9 @@ def run() -> None:
 
 
 QUESTIONS = Questions("""
-    Why does each row of a weight have a scale, and not the whole weight one?
-    (a) The scales then take less memory.
-    (b) The products of integers would overflow.
-    (c) The row with the largest number would make the steps between two values wide for all rows.
+    Why does each row of a weight have a scale, and not the whole weight one? (a) The scales then
+    take less memory. (b) The products of integers would overflow. (c) The row with the largest
+    number would make the steps between two values wide for all rows.
     Answer: c. The error of a number is at most half of its row's scale, so rows of small numbers
     lose little. A scale costs 4 bytes a row.
     Hint: Which number of a weight decides a scale, and which numbers are rounded with it?

@@ -53,10 +53,9 @@ QUESTIONS = Questions("""
     Hint: How many samples write into the block, and who may keep the original?
 
     A prompt has 8 tokens, in two full blocks of 4 slots. For four samples the second block is
-    copied 3 times all the same. Why?
-    (a) Full blocks cannot be shared.
-    (b) Each fork computes the last prompt token again, and stores its key and value.
-    (c) The blocks of a prompt are copied for each sample.
+    copied 3 times all the same. Why? (a) Full blocks cannot be shared. (b) Each fork computes the
+    last prompt token again, and stores its key and value. (c) The blocks of a prompt are copied for
+    each sample.
     Answer: b. The fork needs the logits after the last prompt token to sample its own first token.
     Their computation stores the same key and value again, in the last block of the prompt.
     Hint: Which token does sequence 0.1 compute first in the trace, and where does it store it?

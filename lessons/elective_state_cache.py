@@ -162,10 +162,9 @@ def run() -> None:
 
 QUESTIONS = Questions("""
     Request 2 begins with the same 12 tokens as request 1, whose KV is cached. Why does it compute
-    them again?
-    (a) The KV of request 1 was evicted.
-    (b) There is no state after exactly these 12 tokens, and a later state cannot be cut.
-    (c) The KV of a prefix is valid only with the state of the same request.
+    them again? (a) The KV of request 1 was evicted. (b) There is no state after exactly these 12
+    tokens, and a later state cannot be cut. (c) The KV of a prefix is valid only with the state of
+    the same request.
     Answer: b. Request 1 made a snapshot after 16 tokens, four of which request 2 does not have. KV
     can be cut at any token.
     Hint: After how many tokens is there a snapshot, and which tokens are in it?

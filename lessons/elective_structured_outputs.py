@@ -87,18 +87,15 @@ def run() -> None:
 
 
 QUESTIONS = Questions("""
-    At a position only one token is allowed. What does the temperature change there?
-    (a) Nothing: all other logits are -inf at any temperature.
-    (b) A high temperature can draw a token that is not allowed.
-    (c) A low temperature makes the draw more certain.
+    At a position only one token is allowed. What does the temperature change there? (a) Nothing:
+    all other logits are -inf at any temperature. (b) A high temperature can draw a token that is
+    not allowed. (c) A low temperature makes the draw more certain.
     Answer: a. An engine could even skip the model there, which is called jump-forward decoding;
     this engine does not.
     Hint: What is -inf divided by a temperature?
 
-    Why can the host not compute the masks of the next three steps at once?
-    (a) Masks are too large.
-    (b) A mask depends on the tokens that are sampled before it.
-    (c) The GPU is busy.
+    Why can the host not compute the masks of the next three steps at once? (a) Masks are too large.
+    (b) A mask depends on the tokens that are sampled before it. (c) The GPU is busy.
     Answer: b. After an opening quote other tokens are valid than after a digit. The layers of the
     next step, however, need only the token, which the device has already.
     Hint: What does Matcher.mask take as its argument?

@@ -106,10 +106,9 @@ def draw(both: list[dict[str, Any]]) -> None:
 def run() -> None:
     QUESTIONS.show(1)
     show_by_hand()
-    say("""Now two real ranks, which torchrun starts. Each makes LLM(...,
-        tensor_parallel_size=2) and the same calls. Nothing sends them plans: both schedulers see
-        the same requests and so plan the same steps. Before each step the ranks compare a hash of
-        the plan.""")
+    say("""Now two real ranks, which torchrun starts. Each makes LLM(..., tensor_parallel_size=2)
+        and the same calls. Nothing sends them plans: both schedulers see the same requests and so
+        plan the same steps. Before each step the ranks compare a hash of the plan.""")
     [one], both = start_ranks(1), start_ranks(2)
     draw(both)
     names = ("one device", "rank 0 of 2", "rank 1 of 2")
@@ -137,11 +136,9 @@ def run() -> None:
 
 QUESTIONS = Questions("""
     The first of two weights is column-parallel, the second row-parallel. Why not both
-    column-parallel?
-    (a) A rank would need all outputs of the first weight for its part of the second, so the ranks
-    would have to exchange them in between.
-    (b) The parts would have different sizes.
-    (c) Each rank would have to store the whole second weight.
+    column-parallel? (a) A rank would need all outputs of the first weight for its part of the
+    second, so the ranks would have to exchange them in between. (b) The parts would have different
+    sizes. (c) Each rank would have to store the whole second weight.
     Answer: a. A row-parallel weight needs only the outputs that its rank has. One
     sum at the end is enough.
     Hint: A row of the second weight is multiplied with which outputs of the first?

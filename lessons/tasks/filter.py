@@ -17,9 +17,8 @@ What must stay true:
   - Each row has its own p. The result of a row does not depend on the other rows. The arguments
     stay as they are.
 
-Where it goes. See FILTER_FUNCTIONS in nanovllm/models/sampler.py, where
-keep_top_p is similar, and FILTERS in nanovllm/plan.py. The check generates with it as
-SamplingParams(typical_p=...).
+Where it goes. See FILTER_FUNCTIONS in nanovllm/models/sampler.py, where keep_top_p is similar, and
+FILTERS in nanovllm/plan.py. The check generates with it as SamplingParams(typical_p=...).
 
 Hints: 0 * log 0 is NaN in torch, and Tensor.nansum leaves NaN out. Work in the sorted order to find
 the distance of the last kept token: the first token at which the sum of the probabilities reaches
