@@ -10,7 +10,7 @@ import io
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, product
 from typing import Any, NamedTuple
 
 from lessons.oracle import disk, drafts, oracle, states
@@ -138,8 +138,13 @@ def shorten(attempt: Attempt) -> tuple[tuple[int, ...], Attempt]:
 
 
 def shortest(modules: dict[str, Any], seeds: Iterable[int], make: type[History]) -> Attempt:
-    """Return the shortest history of the first that fail, each of which is shortened."""
-    attempts = (Attempt(modules, i, tuple(oracle.random_actions(i)), make) for i in seeds)
+    """Return the shortest history of the first that fail, each of which is shortened.
+
+    Requests with one sample each are tried first: forks and copies make a history harder to read.
+    """
+    single: Any = type("SingleSamples", (make,), {"sample_counts": (1,)})
+    kinds = product((single, make), seeds)
+    attempts = (Attempt(modules, i, tuple(oracle.random_actions(i)), kind) for kind, i in kinds)
     failing = (attempt for attempt in attempts if attempt.failure() is not None)
     return min(map(shorten, islice(failing, FAILURES)), key=lambda pair: pair[0])[1]
 
@@ -154,8 +159,8 @@ def show_sequences(history: History) -> None:
         is_single = seq.parent is None and all(other.parent is not seq for other in history.seqs)
         name = seq.request_id if is_single else f"{seq.request_id}.{seq.index}"  # as in the trace
         rows.append((name, *texts, seq.status.name.lower()))
-    say("""The sequences. 0.1 is the second sample of request 0. The tokens that each must get are
-        computed from its prompt, without an engine:""")
+    say("""The sequences. 0.1, if there is one, is the second sample of request 0 and shares its
+        blocks (elective `samples`). What each must get is computed without an engine:""")
     show_table(("sequence", "prompt", "must get", "has got at the end", "and is"), rows)
 
 

@@ -207,7 +207,8 @@ def run(which: str | None = None) -> None:
 
         computed: tokens in all steps. slots: the most slots of the KV cache that were reserved.
         gain: speed compared with the previous rung. first ms: mean time from the start to a
-        request's first token. step ms: the longest step.""")
+        request's first token. step ms: the longest step. A small token budget makes it
+        shorter, and the whole run slower.""")
     if any(rung.lesson >= KERNEL_LESSON for rung in rungs) and not has_numba():
         say("Numba is not installed, so its rung is left out; later ones run in plain torch.")
         plain = {"attention_backend": "sdpa"}
@@ -217,7 +218,7 @@ def run(which: str | None = None) -> None:
         say("""A cache, batches, prefix sharing and kernels are about speed, blocks about memory
             (the slots), and a small token budget about the longest step. Async scheduling is for a
             GPU; a CPU does not compute while the host plans. The defaults run all requests at once,
-            with 8,192 tokens a step.""")
+            with up to 2,048 tokens a step on a CPU.""")
         show_source(
             link("engine.llm_engine.LLMEngine.step"), link("engine.scheduler.Scheduler.schedule")
         )

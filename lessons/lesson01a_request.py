@@ -58,8 +58,8 @@ def run() -> None:
     show_table(("field", "value"), fields.items())
     QUESTIONS.show(1)
     say("""5. The ForwardBatch is the plan as tensors. Each token has a slot, the place of its key
-        and value in the cache: slot = block * 16 + offset. Block 0 belongs to no sequence, so the
-        first one is block 1:""")
+        and value in the cache: slot = block * 16 + offset. Block 0 belongs to no sequence (lesson
+        5), so the first one is block 1:""")
     output = runner.run(plan)()
     batch = runner.rows.build(plan).forward_batch  # as `run` has made it
     names = ("input_ids", "positions", "slot_mapping", "context_lens")

@@ -56,9 +56,9 @@ def run() -> None:
     QUESTIONS.show(3)
     say("""The end: a token that is in a set of ids, and the number of tokens, can be seen without
         any text, so the scheduler finds these ends. A stop string needs the text, which only the
-        task of the request has (Sampling). The same request with four parameters (15 is the token
-        of "0"). An end of text is a stop token that every request has, so its stop_reason is
-        None:""")
+        Sampling object of the request has: the scheduler sees ids alone. The same request with four
+        parameters (15 is the token of "0"). An end of text is a stop token that every request has,
+        so its stop_reason is None:""")
     ends = [ask(llm, [PROMPT], **params)[0].outputs[0] for params in ENDS]
     rows = zip([str(params) for params in ENDS], ends, strict=True)
     head = ("parameters", "finish_reason", "stop_reason", "text")

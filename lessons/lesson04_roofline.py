@@ -1,9 +1,9 @@
 """Lesson 4: the roofline of a step.
 
-With a cache a step computes one token, and not 600. It is faster, but not 600 times. And the steps
-of 16 requests together take hardly longer than the step of one. Why? A step reads weights, keys
-and values (bytes), and multiplies and adds numbers (FLOPs, floating-point operations). A processor
-can do both at the same time, so a step takes at least as long as the slower of the two. This is its
+With a cache a step computes one token, and not 600. It is faster, but not 600 times. And a step of
+16 requests takes less than twice as long as a step of one. Why? A step reads weights, keys and
+values (bytes), and multiplies and adds numbers (FLOPs, floating-point operations). A processor can
+do both at the same time, so a step takes at least as long as the slower of the two. This is its
 roofline (Williams et al. 2009).
 
     FLOPs/s |          .-----------------   compute-bound: all that it computes
@@ -84,7 +84,10 @@ def show_steps(config: ModelConfig) -> float:
         {peak["flops"] / 1e9:,.0f} GFLOPs/s at most, measured now. The ridge is therefore at
         {ridge:.1f} FLOPs for each byte. In the table, least ms is the time at the
         roofline, and limit says what causes it. The measured share is least / measured. If a step
-        is compute-bound, more rows take longer.""")
+        is compute-bound, more rows take longer.
+
+        A step that seems faster than its roofline means that the peak was measured a little too
+        low.""")
     sizes = (CONTEXT, dtype.itemsize, dtype.itemsize)
     steps = [(f"decode of {n}", "decode", decode_costs(config, n, *sizes)) for n in ROWS]
     steps.append((f"prefill of {PROMPT}", "prefill", prefill))
@@ -105,7 +108,10 @@ def show_steps(config: ModelConfig) -> float:
     show_plot("The roofline of this machine", "FLOPs for each byte", "GFLOPs/s", lines, log=True)
     first, *_, last = seconds[:-1]
     say(f"""A decode of {ROWS[-1]} rows takes {last / first:.1f} times as long as a decode of
-        {ROWS[0]}. Each token is {faster(first / ROWS[0], last / ROWS[-1])}.""")
+        {ROWS[0]}. Each token is {faster(first / ROWS[0], last / ROWS[-1])}.
+
+        For the same reason a step with few rows can check several guessed tokens of each in little
+        more time, which pays if texts repeat themselves (elective `drafts`).""")
     return peak["bandwidth"]
 
 

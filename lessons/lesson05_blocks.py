@@ -54,7 +54,8 @@ def run() -> None:
     llm = make_llm(block_size=SIZE, num_kv_cache_blocks=16)
     say("""A sequence takes all blocks of its prompt at once. Later it takes one more block when its
         last block is full. Here two sequences take blocks of 4 slots in turn. Block 0 is the
-        null block: padding is written there, and no sequence owns it.""")
+        null block, which no sequence owns. A batch may be padded with unused rows (lesson 11b),
+        which must write somewhere: they write there.""")
     QUESTIONS.show(1)
     slots_of_a_sequence(llm)
     say("""Attention reads keys and values through the block table, so the order of the blocks in

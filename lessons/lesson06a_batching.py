@@ -1,6 +1,6 @@
 """Lesson 6a: continuous batching.
 
-Lesson 4 says that a step of 16 rows takes hardly longer than a step of one, and lesson 5 has the
+A step of 16 rows takes less than twice as long as a step of one (lesson 4), and lesson 5 has the
 memory for them. So an engine computes the next tokens of several requests, a batch, in one step.
 Each request of the batch has a row, and max_num_seqs is the number of rows. But requests do not
 end together. A static batch runs until its last request has ended, and the rows of the others are
@@ -71,9 +71,10 @@ def run() -> None:
         link("engine.scheduler.Scheduler.leave", "free_rows.append"),
     )
     say("""What to do: find a list of eight lengths for which both ways take the same number of
-        steps, and one for which continuous batching takes half; LENGTHS is in this file. Lesson 6b
-        adds what the plan of a step still needs for long prompts, and then you build it. On the
-        ladder these are two rungs: `python -m lessons ladder 6`.""")
+        steps, and one for which continuous batching takes little more than half (why not half?).
+        LENGTHS is in this file. Lesson 6b adds what the plan of a step still needs for long
+        prompts, and then you build it. On the ladder these are two rungs:
+        `python -m lessons ladder 6`.""")
 
 
 QUESTIONS = Questions("""

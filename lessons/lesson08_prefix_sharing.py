@@ -75,10 +75,11 @@ def run() -> None:
     QUESTIONS.show(2)
     llm.reset_prefix_cache()
     runs = [run_prompts(llm, [a, b, a[:8]]) for _ in range(2)]
-    say(f"""Finished requests leave their full blocks in the cache. At least one token of a prompt
-        is computed, because its logits give the first output token. When A, B and the first 8
-        tokens of A are run twice, the second run finds {runs[1][0]} tokens of A, {runs[1][1]} of B,
-        and of the prompt of 8 tokens only {runs[1][2]}.""")
+    say(f"""The full blocks of a finished request stay in the cache, and a last block that is not
+        full is free at once. At least one token of a prompt is computed, because its logits give
+        the first output token. When A, B and the first 8 tokens of A are run twice, the second run
+        finds {runs[1][0]} tokens of A, {runs[1][1]} of B, and of the prompt of 8 tokens only
+        {runs[1][2]}.""")
     say("""Cached blocks without an owner are kept until no block is free. Then the least recently
         used one is evicted. A pool of 6 blocks runs A, C, A again, and D. D needs 3 blocks, and 2
         are free. The last block of C is evicted. The beginning of C stays, because a sequence

@@ -4,7 +4,8 @@ Blocks are taken when they are needed, so nobody knows at admission how many a r
 All running requests may need a block when none is free, and each would wait for the others forever.
 The scheduler then preempts one of them: it loses its row and its blocks, and waits at the head of
 the queue. It keeps its tokens, and they are computed again when there is room, as in vLLM (Kwon et
-al. 2023, arXiv:2309.06180). 4 blocks, of which A, the older request, and B have two each:
+al. 2023, arXiv:2309.06180). Its text is not lost either: the scheduler has none (lesson 1b). 4
+blocks, of which A, the older request, and B have two each:
 
     blocks     [ A | A | B | B ]      A needs a third block, and none is free
     preempt    [ A | A |   |   ]      B waits with all of its tokens
@@ -71,6 +72,7 @@ QUESTIONS = Questions("""
     A request with a prompt of 10 tokens is preempted when it has sampled 6 tokens. The prefix cache
     is off. How many tokens does it compute when it runs again, before it samples the next one?
     Answer: 16. All its tokens are known, and none is in the cache. They are one chunk, like a
-    prompt, if the budget suffices.
+    prompt, if the budget suffices. It computes 15 of them again, and the last one, which it has
+    only sampled, for the first time.
     Hint: Which of its tokens are known, and for which of them does the cache have keys and values?
 """)

@@ -89,9 +89,10 @@ def run() -> None:
         of its rows. The positions of rows 0 to 7 after three replays:""")
     show_table(("what the host does", "positions"), positions)
     say("""Fixed addresses: the second replay has computed rows 3, 0 and 5 again, because it knows
-        nothing of the new tensor. So an engine keeps its inputs in tensors that it never replaces,
-        and copies the rows of each step into them. Positions, last tokens and block tables of all
-        rows stay on the device, and the kernels read them there.""")
+        nothing of the new tensor. So every tensor that a kernel reads or writes keeps its address:
+        weights, KV cache, inputs, block tables, outputs. Only contents change: the engine copies
+        the rows of each step into the recorded tensor. Positions, last tokens and block tables of
+        all rows stay on the device.""")
     model, table = Model(Device()), []
     graphs = DecodeGraphs(
         model.decode,
@@ -125,8 +126,10 @@ def run() -> None:
     say(f"""Grids: the number of programs of a kernel is recorded too, so it may depend on the
         number of rows, but not on the lengths of their contexts. Attention splits each context
         among several programs (lesson 10b). For 1, 4, 16 and 64 rows with 8 KV heads, on a GPU with
-        room for 264 programs, the engine's num_splits gives {splits}. A program reads the length of
-        its row on the device, and ends at once if its split is empty.""")
+        room for 264 programs, the engine's num_splits gives {splits}. Twice as many may start,
+        because short contexts have fewer splits: for one row 2 * 264 // 8 = 66, but at most 64. A
+        program reads the length of its row on the device, and ends at once if its split is
+        empty.""")
     say("""A step with a chunk has another number of tokens each time, and the engine launches it
         one by one, or in pieces between two attentions (backends/gpu/chunk_graphs.py). On a CPU a
         call costs time as well, so one call computes all layers where its kernels allow it.""")

@@ -14,6 +14,7 @@ number of requests per second that keep both (DistServe, Zhong et al. 2024, arXi
 
 import random
 import time
+from itertools import accumulate
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
@@ -75,13 +76,11 @@ def run() -> None:
         {limits.between * 1e3:.1f} ms between tokens, three times as long. The same requests arrive
         at random (a Poisson process). Load is the arrival rate divided by the capacity, and 5 % of
         the requests wait longer than p95:""")
-    rows, served, good = [], [], []
+    rows, served, good, rng = [], [], [], random.Random(0)
+    arrivals = list(accumulate(rng.expovariate(1) for _ in range(REQUESTS)))
     for load in LOADS:
-        rng, now, arrivals = random.Random(0), 0.0, list[float]()
-        for _ in range(REQUESTS):
-            now += rng.expovariate(load * capacity)
-            arrivals.append(now)
-        latencies, seconds = serve(llm, arrivals)
+        scale = REQUESTS / (load * capacity * arrivals[-1])  # so that the mean rate is exact
+        latencies, seconds = serve(llm, [scale * arrival for arrival in arrivals])
         first, between = ([1e3 * x for x in times] for times in zip(*latencies, strict=True))
         served.append((load, REQUESTS / seconds))
         good.append((load, goodput(latencies, limits, seconds)))

@@ -26,7 +26,7 @@ PARTS = (
     ("the plan of a step", 6, "step", "engine/scheduler.py", "Scheduler.schedule"),
     ("sampling", 7, "filter", "models/sampler.py", "Sampler"),
     ("prefix cache", 8, "prefix, eviction", "engine/block_manager.py", "BlockPool"),
-    ("the waiting queue", 9, "preempt, policy", "engine/policies.py", "RequestQueue"),
+    ("the waiting queue", 9, "preempt, policy", "engine/scheduler.py, policies.py", "RequestQueue"),
     ("paged attention", 10, "softmax", "backends/gpu/kernels", "unified_attention"),
     ("graphs", 11, "replay", "backends/gpu/graphs.py", "CUDAGraphWrapper"),
 )
@@ -58,7 +58,7 @@ def run() -> None:
         speed with transformers and with nanovllm.""")
     say("""The ladder: `python -m lessons ladder` runs the same requests with one idea after
         another, from lesson 3 to the defaults of LLM(). Say what each rung gains before you look.
-        Then read the engine in the order of README, which is the order of the lessons, or open
+        Then read the engine in the order of README, which is the order of a request's life, or open
         vLLM with docs/vllm-map.md: `EngineCore.step` is the loop that you have just written.""")
 
 

@@ -202,6 +202,7 @@ class History:
 
     input_processor = SimpleNamespace(tokenizer=None)
     repeats = 0.5  # share of requests that begin like an earlier request
+    sample_counts: tuple[int, ...] = (1, 1, 1, 2, 4)  # drawn for each request
     collisions = True  # whether block hashes collide in every second history
     host_blocks = 0
 
@@ -259,8 +260,7 @@ class History:
             old = rng.choice(self.seqs).token_ids
             prompt = (old[: rng.randint(1, len(old))] + prompt)[:num_prompt]
         stops = frozenset({rng.randrange(ALPHABET)} if rng.random() < 0.2 else ())
-        count = rng.choice((1, 1, 1, 2, 4))
-        seeds = [rng.randrange(4) for _ in range(count)]
+        seeds = [rng.randrange(4) for _ in range(rng.choice(self.sample_counts))]
         samples = make_samples(prompt, longest, self.arrivals, seeds, stops)
         self.arrivals += 1
         self.seqs += samples

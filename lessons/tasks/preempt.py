@@ -17,9 +17,11 @@ What must stay true:
 Where it goes. Scheduler._make_room and preempt in nanovllm/engine/scheduler.py, which have a case
 more for beams. The check puts your class in its place, and random requests run on it.
 
-Hints: self.block_manager has num_available, num_needed(seq, n), which is how many more blocks the
-first n tokens need, and release(seq). self.running is in the order of admission. See start_running,
-which preempt undoes, and queue. If seq.decoding is true, the next token is read from the row.
+Hints: self.block_manager has num_available, release(seq) and num_needed(seq, n), which is how many
+more blocks the first n tokens need; here n is seq.num_computed + tokens. self.running is in the
+order of admission. A row is an index from self.free_rows; without one, seq.row is -1. A sequence
+without a row cannot decode, so seq.decoding must be False. self.queue(seq) sets its status
+(Status.WAITING in sequence.py) and makes it the head of the waiting queue.
 """
 
 from nanovllm.engine.scheduler import Scheduler

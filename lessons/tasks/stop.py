@@ -15,6 +15,7 @@ What must stay true:
   - The output ends where the first stop string is complete, as if characters came one by one. If
     one character completes several, the one that is first in the list counts.
   - `finish` leaves out a character that is not complete. It returns "" after a stop string.
+  - All bytes together are valid UTF-8, except for an incomplete character at the end.
 
 Where it goes. Detokenizer in nanovllm/engine/detokenizer.py and Sampling in engine/sampling.py,
 whose streams hold back a fixed number of characters. The check also reads the model's answers.

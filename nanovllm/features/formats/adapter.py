@@ -115,7 +115,8 @@ class Adapter:
                 rank, alpha = (of_module(x, factor[1]) for x in (self.ranks, self.alphas))
                 factors[target] = a, b, alpha / (math.sqrt(rank) if self.use_rslora else rank)
                 expected |= {a: [rank, shape[1]], b: [shape[0], rank]}
-        problems = [
+        problems = [] if found else ["the file has no tensors"]
+        problems += [
             f"{name} is {found.get(name, 'missing')}, expected {shape or 'no such tensor'}"
             for name, shape in expected.items()
             if found.get(name) != shape

@@ -7,6 +7,7 @@ whole prefixes. Its metadata are tokens and parent hashes, the `fingerprint`, an
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,7 +28,7 @@ def save(engine: Any, config: Any, path: Any) -> int:
     import torch
     from safetensors.torch import save_file
 
-    file = Path(path).expanduser() / NAME
+    file = file_in(path)
     with engine.idle():
         metadata = fingerprint(engine, config)
         if not (blocks := cached_blocks(engine.scheduler.block_manager)):
@@ -50,7 +51,7 @@ def load(engine: Any, config: Any, path: Any) -> int:
     """See `LLM.load_prefix_cache`."""
     from safetensors import safe_open
 
-    file, num = Path(path).expanduser() / NAME, 0
+    file, num = file_in(path), 0
     with engine.idle():  # also while the file is read: load_weights changes the fingerprint
         here = fingerprint(engine, config)
         if not file.parent.exists() or file not in file.parent.iterdir():
@@ -76,6 +77,13 @@ def load(engine: Any, config: Any, path: Any) -> int:
                 num += config.block_size
     logger.info(f"loaded the KV of {num:,} tokens from {file}")
     return num
+
+
+def file_in(path: Any) -> Path:
+    """Return the file in the directory `path`. Raises ValueError if that cannot be a directory."""
+    if not isinstance(path, str | os.PathLike) or path == "" or Path(path).expanduser().is_file():
+        raise ValueError(f"path must be a directory, not {path!r:.200}")
+    return Path(path).expanduser() / NAME
 
 
 def cached_blocks(blocks: BlockManager) -> list[Block]:
@@ -127,7 +135,7 @@ def fingerprint(engine: Any, config: Any) -> dict[str, str]:
         "enable_prefix_caching is False": not config.enable_prefix_caching,
         f"each of tensor_parallel_size={ranks} ranks has a part of it": ranks > 1,
         "the model has states of linear attention besides KV": getattr(runner, "states", None),
-        "load_weights has stored weights that are not a checkpoint's": checkpoint.is_replaced,
+        "the weights are not a checkpoint's; call load_weights(DIRECTORY)": checkpoint.is_replaced,
     }.items():
         if applies:
             raise ValueError(f"the prefix cache cannot be saved or loaded, because {reason}")

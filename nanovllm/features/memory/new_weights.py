@@ -44,12 +44,12 @@ INCOMPLETE = (
     "the weights are incomplete, after sleep(level=2) or a load_weights that did not end; call "
     "load_weights until all weights are stored, or make another LLM"
 )
-KINDS = "weights must be a directory, a state_dict, or pairs of a name and a torch.Tensor"
+KINDS = "weights must be a directory, model.state_dict(), or pairs of a name and a torch.Tensor"
 NAMES = DTYPES | {torch.float64: "F64"}  # of dtypes in safetensors
 # Errors show the first part of this path in place of the directory of a checkpoint.
 IN_MEMORY = Path("the argument of load_weights", "tensors")
 # What DistributedDataParallel, torch.compile, FSDP and PEFT put into the names of parameters.
-WRAPPED = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|base_model\.model)\.")
+WRAPPED = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|base_(model\.model|layer))\.")
 # Fields of a ModelConfig that may differ, because they do not change the computation.
 UNUSED = ("architecture", "dtype", "max_position_embeddings", "tie_word_embeddings")
 
@@ -147,7 +147,7 @@ def return_freed_memory() -> None:
 def stored_again(model: Any, ranks: Any, stored: set[str]) -> Iterator[Iterable[CheckpointTensor]]:
     """Yield the tensors of a loaded model. At the end, no weight is left unpacked.
 
-    `stored` has the names of those that have changed.
+    `stored` has the names of those that have changed. If there are any, errors say so.
     """
     head, is_tied, table = model.lm_head, model.config.tie_word_embeddings, model.embed_tokens
     weights = [
@@ -158,6 +158,10 @@ def stored_again(model: Any, ranks: Any, stored: set[str]) -> Iterator[Iterable[
     ]
     try:
         yield model.checkpoint_tensors()
+    except (TypeError, ValueError) as error:
+        if stored:
+            error.args = (f"{error}; {INCOMPLETE}",)
+        raise
     finally:
         with hold_interrupt():
             for weight in weights:
@@ -246,18 +250,20 @@ def other_checkpoint(checkpoint: Any, config: EngineConfig, directory: Path) -> 
 def in_memory(checkpoint: Any, weights: Any) -> Iterator[Mapping[Path, Any]]:
     """Yield files with tensors in memory: one, or one for each tensor of a generator."""
     if not isinstance(weights, Iterable):
-        raise TypeError(f"{KINDS}, not {weights!r:.80}")
+        raise TypeError(f"{KINDS}, not {type(weights).__name__}")
     select, together, names = checkpoint.model_config.select_tensors, MemoryFile(), set[str]()
     for pair in weights.items() if isinstance(weights, Mapping) else weights:
-        name, tensor = pair if isinstance(pair, tuple | list) and len(pair) == 2 else (pair, None)
+        name, tensor = pair if isinstance(pair, tuple | list) and len(pair) == 2 else (None, pair)
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise TypeError(f"{KINDS}, not {type(tensor).__name__} for {name!s:.80}")
+            raise TypeError(f"{KINDS}, not {type(tensor).__name__} with the name {name!s:.80}")
+        if tensor.is_meta or tensor.layout != torch.strided or hasattr(tensor, "full_tensor"):
+            raise ValueError(
+                f"{name} is {tensor.layout} on {tensor.device}; pass dense values, or full_tensor()"
+            )
         if name in names:
             raise ValueError(f"{IN_MEMORY.parent} has {name} twice")
         if wrapper := WRAPPED.search(name):
-            raise ValueError(
-                f"{name}: {wrapper[2]!r} is of a wrapper; pass the names of the model inside it"
-            )
+            raise ValueError(f"{name}: {wrapper[2]!r} is of a wrapper; remove it, merge adapters")
         names.add(name)
         # The head and the embeddings are compared.
         if isinstance(weights, Sized) or name.endswith(("embed_tokens.weight", HEAD)):

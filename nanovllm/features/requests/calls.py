@@ -146,15 +146,13 @@ class OptionalCalls(ABC):
     ) -> None:
         """Store new weights in the engine, and empty its prefix cache.
 
-        weights: tensors of any floating dtype and device by their names in a checkpoint or in a
-            model of transformers: a state_dict, or an iterable of pairs such as
-            `model.named_parameters()`; or the directory of a checkpoint. A generator is read tensor
-            by tensor, except the head and the embeddings, which may be one tensor. The scales of an
-            fp8 KV cache do not change.
+        weights: dense tensors of BF16, F16, F32 or F64 on any device, by their names in a
+            checkpoint or in a model of transformers: a dict or an iterable of pairs, which is read
+            tensor by tensor if it has no length; or the directory of a checkpoint.
         partial: whether tensors may be missing, which then do not change.
 
         Raises ValueError with all names that are unknown or missing and all shapes that are wrong.
-        Nothing has changed then, unless `weights` is a generator. After an error or Ctrl-C that
+        Nothing has changed then, unless the iterable has no length. After an error or Ctrl-C that
         comes later, all calls raise RuntimeError until all weights have been loaded. Raises
         RuntimeError while requests run. With several ranks, each makes the same call.
         """

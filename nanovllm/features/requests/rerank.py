@@ -127,7 +127,8 @@ class Scorer:
 
 def texts(data: Any, name: str) -> list[str]:
     """Return a string, or a list of strings, as a list."""
-    items = [check_scalar(f"a text of {name}", item, str) for item in as_list(data, name)]
+    given = data if hasattr(data, "tolist") or isinstance(data, list | tuple) else [data]
+    items = [check_scalar(f"a text of {name}", item, str) for item in as_list(given, name)]
     if not items:
         raise ValueError(f"{name} is empty; give at least one text")
     return items

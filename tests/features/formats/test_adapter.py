@@ -203,6 +203,8 @@ def test_an_adapter_of_another_model(tmp_path: Path, path: Path) -> None:
     for name in ("score.weight", "model.embed_tokens.lora_embedding_A"):
         with pytest.raises(ValueError, match=rf"{name} is \[1, 64\], expected no such"):
             random_llm(path, adapter=save_adapter(tmp_path / "a", {name: torch.ones(1, 64)}))
+    with pytest.raises(ValueError, match="the file has no tensors"):
+        random_llm(path, adapter=save_adapter(tmp_path / "a", {}))
     with pytest.raises(ValueError, match=r"norm.weight is \[5\], expected \[64\]"):
         random_llm(path, adapter=save_adapter(tmp_path / "a", {"model.norm.weight": torch.ones(5)}))
 

@@ -88,11 +88,12 @@ def test_all_differences_in_one_error(old_and_new: tuple[LLM, Any, Any]) -> None
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({"a": np.zeros(2)}, "pairs of a name and a torch.Tensor, not ndarray for a"),
-        (["a", "b"], "not NoneType for a"),
-        ([(torch.zeros(2), "a")], "not str for tensor"),
-        (5, "not 5"),
-        (torch.nn.Linear(1, 1), "not Linear"),
+        ({"a": np.zeros(2)}, "pairs of a name and a torch.Tensor, not ndarray with the name a"),
+        (["a", "b"], "not str with the name None"),
+        ([torch.zeros(2)], "not Tensor with the name None"),
+        ([(torch.zeros(2), "a")], "not str with the name tensor"),
+        (5, "not int"),
+        (torch.nn.Linear(1, 1), "model.state_dict(), or pairs of a name and a torch.Tensor, not"),
     ],
 )
 def test_wrong_types(old_and_new: tuple[LLM, Any, Any], weights: Any, message: str) -> None:
@@ -101,6 +102,28 @@ def test_wrong_types(old_and_new: tuple[LLM, Any, Any], weights: Any, message: s
     with pytest.raises(TypeError, match="partial must be True or False, not 'yes'"):
         old_and_new[0].load_weights({}, partial="yes")
     assert old_and_new[0].stats()["blocks_evictable"] > 0
+
+
+class Sharded(torch.Tensor):
+    """Has a method of DTensor, which needs a process group."""
+
+    def full_tensor(self) -> torch.Tensor:
+        return torch.Tensor(self)
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [lambda x: x.to("meta"), lambda x: x.to_sparse(), lambda x: x.as_subclass(Sharded)],
+    ids=["meta", "sparse", "DTensor"],
+)
+def test_tensors_without_dense_values(old_and_new: tuple[LLM, Any, Any], convert: Any) -> None:
+    llm, _, new = old_and_new
+    for partial in (False, True):
+        with pytest.raises(ValueError, match="model.norm.weight is torch.*; pass dense values"):
+            llm.load_weights(
+                new | {"model.norm.weight": convert(new["model.norm.weight"])}, partial
+            )
+    assert llm.stats()["blocks_evictable"] > 0
 
 
 def test_other_directories(old_and_new: tuple[LLM, Any, Any], tmp_path: Path) -> None:
@@ -145,7 +168,7 @@ def test_an_error_in_the_middle(old_and_new: tuple[LLM, Any, Any], error: BaseEx
                 call()
     with pytest.raises(ValueError, match="missing: model.norm.weight"):
         llm.load_weights(without(old, "model.norm.weight"))
-    with pytest.raises(ValueError, match="missing: model.norm.weight"):
+    with pytest.raises(ValueError, match="missing: model.norm.weight; the weights are incomplete"):
         llm.load_weights(iter(without(old, "model.norm.weight").items()))
     with pytest.raises(RuntimeError, match="the weights are incomplete"):
         llm.generate([[1, 2]])
@@ -206,12 +229,12 @@ def test_parts_that_are_complete_together(old_and_new: tuple[LLM, Any, Any]) -> 
         llm.load_weights(iter(part.items()), partial=True)
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "base_model.model."])
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "base_model.model.", "base_layer."])
 def test_names_of_a_wrapper(old_and_new: tuple[LLM, Any, Any], prefix: str) -> None:
     llm, _, new = old_and_new
     wrapped = {prefix + name: tensor for name, tensor in new.items()}
     for form in (wrapped, iter(wrapped.items())):
-        with pytest.raises(ValueError, match=f"{prefix[:-1]}' is of a wrapper; pass the names of"):
+        with pytest.raises(ValueError, match=f"{prefix[:-1]}' is of a wrapper; remove it, merge"):
             llm.load_weights(form)
     assert llm.stats()["blocks_evictable"] > 0
 
@@ -243,7 +266,7 @@ def test_the_prefix_cache_on_disk(models: Callable[[str], Pair], tmp_path: Path)
     llm.load_weights(new.state_dict())
     answers(llm)
     for call in (llm.save_prefix_cache, llm.load_prefix_cache):
-        with pytest.raises(ValueError, match="load_weights has stored weights"):
+        with pytest.raises(ValueError, match=r"not a checkpoint's; call load_weights\(DIRECTORY\)"):
             call(tmp_path)
     llm.load_weights(new_path)
     with pytest.raises(ValueError, match="does not fit this engine: they differ in model, weights"):

@@ -117,7 +117,7 @@ WRONG: list[tuple[Any, Any, type[Exception], str]] = [
     ("a", [], ValueError, "data_2 is empty"),
     ([], "a", ValueError, "data_1 is empty"),
     (["a", "b"], ["c"], ValueError, "data_1 has 2 texts and data_2 has 1"),
-    ("a", None, TypeError, "data_2 must be"),
+    ("a", None, TypeError, "a text of data_2 must be a string, not None"),
     ("a", [1], TypeError, "a text of data_2 must be a string"),
     ({"a": 1}, "b", TypeError, "a text of data_1 must be a string"),
     ("a", "\ud800", ValueError, "UTF-8"),
@@ -184,7 +184,7 @@ def test_a_file_of_requests(reranker: tuple[LLM, torch.nn.Module], tmp_path: Pat
     }
     messages = [result["error"]["error"]["message"] for result in results[5:]]
     wanted = [
-        "data_2 must be a string",
+        "a text of data_2 must be a string",
         "query must be a string",
         "top_n must be at least 0",
         "unknown field of /v1/rerank 'document'; did you mean 'documents'?",
