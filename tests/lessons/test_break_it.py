@@ -9,7 +9,7 @@ import pytest
 from lessons import break_it, command
 from lessons.oracle import states
 from lessons.oracle.mutants import MUTANTS, apply
-from lessons.oracle.oracle import INVARIANTS, random_actions
+from lessons.oracle.oracle import INVARIANTS, History, random_actions
 from nanovllm.engine import block_manager
 
 FEW = (1, 16, 27)
@@ -39,6 +39,12 @@ def test_exercise_asks(
     # A sample has the name that it has in the trace: 0.0, not 0.
     names = re.findall(r"^([\d.]+) .* (?:running|waiting|finished|new)$", asked, re.MULTILINE)
     assert not {name.split(".")[0] for name in names if "." in name} & set(names)
+
+
+def test_histories_of_single_samples_are_preferred() -> None:
+    modules = {"schedulers": apply(MUTANTS["the oldest is preempted"])}
+    _, history, _ = break_it.shortest(modules, range(break_it.SEEDS), History).trace()
+    assert not any(seq.index for seq in history.seqs)
 
 
 @pytest.mark.parametrize("number", [*FEW, 2])
