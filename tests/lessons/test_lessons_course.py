@@ -11,6 +11,7 @@ from lessons import elective_structured_outputs as structured
 from lessons import lesson02_model as page
 from lessons import lesson11c_latency as latency
 from lessons.lesson import make_llm
+from nanovllm import LLM
 from nanovllm.outputs import RequestMetrics
 
 OTHER = "another answer, greedy"
@@ -58,7 +59,17 @@ def test_latency_is_counted_from_the_arrival() -> None:
 def test_latency(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in dict(REQUESTS=6, TOKENS=4, LOADS=(2.0,)).items():
         monkeypatch.setattr(latency, name, value)
+    serve, calls = latency.serve, []
+
+    def recorded(llm: LLM, arrivals: list[float]) -> tuple[list[latency.Latency], float]:
+        result = serve(llm, arrivals)
+        calls.append((arrivals, result[1]))
+        return result
+
+    monkeypatch.setattr(latency, "serve", recorded)
     latency.run()
+    (_, at_once), (arrivals, _) = calls[-2:]
+    assert arrivals[-1] == pytest.approx(at_once / 2.0)  # 6 requests at twice the capacity
     printed = capsys.readouterr().out
     first, p95, between, served, good = map(float, row(printed, "2.0"))
     assert p95 >= first > 0
