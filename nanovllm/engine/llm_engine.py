@@ -131,10 +131,12 @@ class LLMEngine(SharedEngine):
 
     def run(self, requests: list[Request]) -> Iterator[None]:
         """Run steps until the requests have ended. Yields after every step, also the last one."""
-        for request in requests:
-            while not request.ended:
-                self.run_step()
-                yield
+        num_ended = 0  # the first `num_ended` requests have ended
+        while num_ended < len(requests):  # also if others ran the last steps since the last yield
+            self.run_step()
+            while num_ended < len(requests) and requests[num_ended].ended:
+                num_ended += 1
+            yield
 
     def step(self) -> list[Any]:
         """Run one step. Returns the outputs of requests that finished since the last call."""

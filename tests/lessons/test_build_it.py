@@ -135,7 +135,7 @@ def test_a_solution_is_checked_from_any_directory(tmp_path: Path) -> None:
         "All checks of slots pass.\n\nWhat lesson 5 adds to the ladder, measured:" in right.stdout
     )
     assert re.search("^5 blocks +240 ", right.stdout, re.MULTILINE)
-    assert "the slots [30, 31, 8, 9], but yours have [30, 31, 8]." in wrong.stdout
+    assert "should be [30, 31, 8, 9], but with your code it is [30, 31, 8]." in wrong.stdout
 
 
 @pytest.mark.slow

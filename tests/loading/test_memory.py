@@ -3,6 +3,7 @@
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -130,10 +131,10 @@ def test_too_little_memory_for_penalties_ends_only_that_request(
 ) -> None:
     new_empty = torch.Tensor.new_empty
 
-    def fail(x: torch.Tensor, *args: object) -> torch.Tensor:
+    def fail(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         if x.dtype == torch.int32:
             raise torch.OutOfMemoryError
-        return new_empty(x, *args)
+        return new_empty(x, *args, **options)
 
     llm = random_llm(path)
     params = SamplingParams(max_tokens=5)

@@ -209,7 +209,7 @@ def test_memory_halves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
     half, *whole = [runner.num_blocks + 1 for runner in runners]
     assert whole == [2 * half, 2 * half]
     lines = [line for line in caplog.messages if "KV cache of" in line]
-    assert ["in fp8" in line for line in lines] == [False, True, True]
+    assert ["in float8_e4m3fn" in line for line in lines] == [False, True, True]
     assert runners[1].dtype == torch.bfloat16
 
 

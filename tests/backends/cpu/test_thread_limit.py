@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -213,7 +214,8 @@ def test_steps_of_an_engine_follow_it(tmp_path: Path, monkeypatch: pytest.Monkey
         self.set_num_threads(self.limit)
 
     monkeypatch.setattr(ThreadLimit, "adjust", adjust)
-    llm = random_llm(tmp_path, attention_backend="numba")
+    options: dict[str, Any] = dict(max_num_batched_tokens=70)  # too many for one call of all layers
+    llm = random_llm(tmp_path, attention_backend="numba", **options)
     attention, seen = llm.engine.runner.attention, []
     attend = attention.attend
 
@@ -222,6 +224,6 @@ def test_steps_of_an_engine_follow_it(tmp_path: Path, monkeypatch: pytest.Monkey
         return attend(*args)
 
     monkeypatch.setattr(attention, "attend", watched)
-    llm.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+    llm.generate([[1, 2] * 70], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
     assert set(seen) == {(1, 1), (2, 2)}
     assert torch.get_num_threads() == numba.get_num_threads() == 2

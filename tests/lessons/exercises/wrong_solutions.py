@@ -205,7 +205,7 @@ preempt
 ? and sequence 0 needs 1. After _make_room, those that run should be [0, 1], but with your code it is [].
 - , seq.decoding = -1, False
 +  = -1
-? What fails after the last step of this history: context: slot 16 of request 1 holds (2, 4)
+? What fails after the last step of this history: context: slot 10 of request 2 holds (1, 2) and not
 - self.queue(seq)
 + self.queue(seq, seq.arrival)
 ? The number of preemptions, as with preempt in scheduler.py, should be 11, but with your code it is 10.
