@@ -147,4 +147,5 @@ QUESTIONS = Questions("""
 
 if __name__ == "__main__":
     logging.getLogger("nanovllm").setLevel(logging.WARNING)
-    print(json.dumps([int(os.environ["RANK"]), run_rank()]), flush=True)
+    # In one write, so that lines of several ranks do not mix.
+    sys.stdout.write(json.dumps([int(os.environ["RANK"]), run_rank()]) + "\n")

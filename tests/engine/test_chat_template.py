@@ -105,6 +105,8 @@ def test_arguments_of_tool_calls_are_parsed(embedded: LLM) -> None:
         assert chat == call_of(arguments)  # the messages of the caller are unchanged
     [out] = embedded.chat(call_of('{"x": 1}'), GREEDY, use_tqdm=False, chat_template=shown + "!")
     assert out.prompt == "x=1;!"
+    [out] = embedded.chat(call_of("{}"), GREEDY, use_tqdm=False)  # its content is None
+    assert "<|im_start|>assistant\n<|im_end|>" in out.prompt
     with pytest.raises(ValueError, match="are a dict, or an object in JSON, not '{x: 1}'"):
         embedded.chat(call_of("{x: 1}"), use_tqdm=False)
     for calls in ([], 5, [5], [{"function": 5}], [{"name": "f", "arguments": "{}"}]):

@@ -13,6 +13,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from xxhash import xxh3_128
 
 from nanovllm.engine.block_manager import Block, BlockManager
@@ -25,9 +28,6 @@ NAME = "prefix-cache.safetensors"
 
 def save(engine: Any, config: Any, path: Any) -> int:
     """See `LLM.save_prefix_cache`."""
-    import torch
-    from safetensors.torch import save_file
-
     file = file_in(path)
     with engine.idle():
         metadata = fingerprint(engine, config)
@@ -49,8 +49,6 @@ def save(engine: Any, config: Any, path: Any) -> int:
 
 def load(engine: Any, config: Any, path: Any) -> int:
     """See `LLM.load_prefix_cache`."""
-    from safetensors import safe_open
-
     file, num = file_in(path), 0
     with engine.idle():  # also while the file is read: load_weights changes the fingerprint
         here = fingerprint(engine, config)
@@ -121,8 +119,6 @@ def kv_of(runner: Any, block: Block) -> Any:
 
 
 def checksum(metadata: dict[str, str], kv: Any) -> str:
-    import torch
-
     digest = xxh3_128(json.dumps([sorted(metadata.items()), str(kv.dtype), kv.shape]).encode())
     digest.update(kv.view(torch.uint8).numpy().data)
     return digest.hexdigest()
