@@ -12,7 +12,7 @@ none ends.
     e  ---->  e f  --->   e f g     copies the last one before it writes into it
                   `--->   e f h
 
-The search works on sequences of the scheduler. Forks and copies are those of `samples`.
+The search works on sequences of the scheduler. Forks and copies are explained in `samples`.
 """
 
 import math

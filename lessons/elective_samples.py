@@ -8,7 +8,7 @@ first output token into this block. A prompt of 10 tokens in blocks of 4 slots:
     sample 1   [ t0 t1 t2 t3 | t4 t5 t6 t7 | t8 t9 b ]   block table  1 2 3
                  1: shared     2: shared     3: copied to 4 before a is written
 
-The rule is that of an operating system after a fork (Kwon et al. 2023, arXiv:2309.06180): who
+An operating system does the same after a fork (Kwon et al. 2023, arXiv:2309.06180): who
 writes into a block that has several owners copies it first.
 """
 

@@ -12,9 +12,9 @@ these 4 outputs only, and has a part of each sum:
     rank 1   x -> outputs 4 to 7 --> inputs 4 to 7 --> y1 --'     on both
 
 Only the sum needs the other rank. It is called an all-reduce. A layer has two: one in the
-attention, where heads are divided, and one in the feed-forward network. The names are those of
-Megatron and vLLM, which write x W with W [in, out]. Here weights are stored as in torch, [out, in],
-so a column-parallel weight is divided by rows, and a row-parallel one by columns.
+attention, where heads are divided, and one in the feed-forward network. Megatron and vLLM use the
+same names, and write x W with W [in, out]. Here weights are stored as in torch, [out, in], so a
+column-parallel weight is divided by rows, and a row-parallel one by columns.
 """
 
 import json

@@ -30,7 +30,7 @@ compile.py                Compiles the kernels above once.
 attention.py              NumbaAttention: which tokens of a step are a group.
 fused_step.py             A whole decode step in one call.
 kernels/delta_rule.py     Linear attention of hybrid models.
-kernels/delta_layers.py   All layers of a hybrid model's decode step in one call.
+kernels/delta_layers.py   What fused_decode.py needs for the layers of a hybrid model.
 backend.py                Joins all of it into a Backend.
 thread_limit.py           Limits the threads of a step to free cores. It stands alone.
 

@@ -1,4 +1,4 @@
-"""The layers of a hybrid model's decode step in one call; see fused_decode.py."""
+"""What the layers of a hybrid model add to fused_decode.py: states, and attention with a gate."""
 
 from typing import Any
 
