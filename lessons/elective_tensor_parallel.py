@@ -78,9 +78,10 @@ def run() -> None:
     say("""Now two real ranks, which torchrun starts. Each makes LLM(..., tensor_parallel_size=2)
         and the same calls. Nothing sends them plans: both schedulers see the same requests and so
         plan the same steps. Before each step the ranks compare a hash of the plan.""")
-    ranks = {"one device": run_rank(1)} | dict(zip(("rank 0", "rank 1"), start_ranks(), strict=True))
+    names = ("one device", "rank 0", "rank 1")
     head = ("process", "query heads", "KV heads", "MiB of weights", "all-reduces", "output")
-    show_table(head, [(name, *values) for name, values in ranks.items()])
+    values = (run_rank(1), *start_ranks())
+    show_table(head, [(name, *has) for name, has in zip(names, values, strict=True)])
     say(f"""The all-reduces are of one step. In a decode of one sequence each adds up only
         {embedded_config().hidden_size} numbers, but it waits for the slowest rank, so their number
         matters more than their size. At the end each rank has the logits of one half of the
