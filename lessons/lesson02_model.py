@@ -69,7 +69,7 @@ class Model:
         half = self.config.head_dim // 2
         frequencies = self.config.rope.rope_theta ** (-torch.arange(half) / half)
         angles = (torch.tensor(positions)[:, None] * frequencies)[:, None]  # [T, 1, D / 2]
-        (a, b), cos, sin = x.split(half, dim=-1), angles.cos(), angles.sin()
+        (a, b), cos, sin = x.chunk(2, dim=-1), angles.cos(), angles.sin()
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
