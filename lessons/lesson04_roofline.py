@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from lessons.ladder import has_numba
 from lessons.lesson import decode_plan, prompt_plan, shape_of, timed
 from lessons.pictures import show_plot
 from lessons.show import Questions, faster, link, say, show_source, show_table
+from nanovllm.backends.cpu.compile import compile_now
 from nanovllm.config import EngineConfig
 from nanovllm.loading import make_runner as start
 from nanovllm.loading.select_backend import pick_dtype
@@ -74,7 +74,7 @@ def show_steps(config: ModelConfig) -> float:
     """Print costs and times of steps. Returns the bytes per second that the machine reads."""
     cpu = torch.device("cpu")
     dtype = pick_dtype("auto", cpu, None)  # bfloat16, unless the processor only emulates it
-    has_numba(dtype)  # compiles the kernels; otherwise plain torch would be timed
+    compile_now(dtype)  # otherwise plain torch would be timed
     prefill = roofline.costs(Workload("", [[0] * PROMPT], [1], [[0]]), config, dtype.itemsize, 1)
     peak = roofline.measure_peak(cpu, dtype, prefill["weight_bytes"])
     ridge = peak["flops"] / peak["bandwidth"]
