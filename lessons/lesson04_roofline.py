@@ -19,9 +19,9 @@ weight once. So more rows are nearly free up to some number, the ridge.
 
 import torch
 
-from lessons.ladder import has_numba
 from lessons.lesson import decode_plan, prompt_plan, shape_of, timed
 from lessons.show import Questions, faster, link, say, show_source, show_table
+from nanovllm.backends.cpu.compile import compile_now
 from nanovllm.config import EngineConfig
 from nanovllm.loading.make_runner import make_runner
 from nanovllm.loading.select_backend import pick_dtype
@@ -63,7 +63,7 @@ def run() -> None:
     QUESTIONS.show(1)
     cpu = torch.device("cpu")
     dtype = pick_dtype("auto", cpu, None)  # bfloat16, unless the processor only emulates it
-    has_numba(dtype)  # compiles the kernels; otherwise plain torch would be timed
+    compile_now(dtype)  # otherwise plain torch would be timed
     config = shape_of("qwen3-0.6b", num_layers=LAYERS, vocab_size=VOCAB)
     prefill = roofline.costs(Workload("", [[0] * PROMPT], [1], [[0]]), config, dtype.itemsize, 1)
     peak = roofline.measure_peak(cpu, dtype, prefill["weight_bytes"])
