@@ -44,7 +44,7 @@ def run(which: str | None = None, check: str | None = None) -> None:
     else:
         run_checks(which, check)
         print(f"All checks of {which} pass.", end="\n\n")
-        if ladder.has_rung(lesson := TASKS[which]):
+        if (lesson := TASKS[which]) in ladder.LESSONS:
             print(f"What lesson {lesson} adds to the ladder, measured:", end="\n\n")
             ladder.run(lesson)
 
