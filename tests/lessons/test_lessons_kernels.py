@@ -133,7 +133,7 @@ def test_lesson_11b() -> None:
     assert "2 0 0 2 0 2 0 0\n" in printed  # a new tensor changes nothing
     assert "2 1 1 2 1 2 0 0\n" in printed
     assert "6 launches have become 1" in words
-    assert "is launched for the first time during a capture" in words
+    assert "read is not compiled: launch it before the capture" in words
     assert graphs.QUESTIONS[0].answer == str(280 * graphs.LAUNCH)
     assert graphs.KERNEL < graphs.LAUNCH
     assert max(map(len, printed.splitlines())) <= 100
