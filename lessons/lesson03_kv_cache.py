@@ -7,9 +7,9 @@ For a prompt of 4 tokens and an output of 3 it computes 4 + 5 + 6 = 15 tokens. W
 computes 6, in a step of the prompt, called prefill, and two decodes (Pope et al. 2022):
 
              without a cache    with a cache
-    step 1   x x x x            x x x x        prefill     x: computed in this step
-    step 2   x x x x x          . . . . x      decode      .: key and value are in
-    step 3   x x x x x x        . . . . . x    decode         the cache
+    step 1   x x x x            x x x x        x: computed in this step
+    step 2   x x x x x          . . . . x      .: key and value are in the cache
+    step 3   x x x x x x        . . . . . x
 """
 
 from collections.abc import Callable, Iterator
