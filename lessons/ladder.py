@@ -3,6 +3,9 @@
 Each rung adds one idea to the previous rung and gives the same tokens. `python -m lessons ladder 6`
 measures the rungs of lesson 6, and the one before them. All of them take 20 to 60 s, and 15 to
 30 s more if the CPU's kernels have to be compiled first.
+
+    no cache -> a KV cache -> blocks -> batches -> a token budget -> prefix sharing
+             -> kernels -> async scheduling -> the defaults
 """
 
 import sys
@@ -16,7 +19,7 @@ from tqdm import tqdm
 
 from lessons.lesson import Counters, make_llm
 from lessons.lesson03_kv_cache import Way, with_cache, without_cache
-from lessons.show import faster, say, show_table
+from lessons.show import faster, link, say, show_source, show_table
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.observer import NO_OBSERVER
 
@@ -163,3 +166,4 @@ def run(which: str | None = None) -> None:
             (the slots), and a small token budget about the longest step. Async scheduling is for a
             GPU; a CPU does not compute while the host plans. The defaults run all requests at once,
             with up to 2,048 tokens a step on a CPU.""")
+        show_source(link("engine.llm_engine.LLMEngine.step"))
