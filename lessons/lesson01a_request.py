@@ -7,7 +7,7 @@ runs one prompt and prints each object once.
     1 text --> 2 token ids --> 3 Sequence       encoded and queued, once
         +--------------------> 4 StepPlan       which tokens a step computes
         |                      5 ForwardBatch   the same as tensors
-        |                      6 logits         from the model: which tokens are likely next
+        |                      6 logits         from the model: likely tokens
         +------ commit ------- 7 StepOutput     from the sampler: the next token
                                8 text           when the request has ended
 """

@@ -51,9 +51,9 @@ def run() -> None:
         string needs the text, which the Sampling object of the request has. The same request with
         four parameters (15 is the token of "0"):""")
     ends = [ask(llm, [PROMPT], **params)[0].outputs[0] for params in ENDS]
-    rows = zip([str(params) for params in ENDS], ends, strict=True)
+    cells = [(str(end.finish_reason), str(end.stop_reason), repr(end.text)) for end in ends]
     head = ("parameters", "finish_reason", "stop_reason", "text")
-    show_table(head, [(p, end.finish_reason, end.stop_reason, repr(end.text)) for p, end in rows])
+    show_table(head, [(str(params), *row) for params, row in zip(ENDS, cells, strict=True)])
     show_source(
         link("engine.detokenizer.Detokenizer._add_token", "self.stream.step"),
         link("engine.sampling.Sampling.read_sample", "max(map(len, stops))"),

@@ -210,29 +210,18 @@ def test_command(
     assert "block_table =" not in compared
 
 
-@pytest.mark.parametrize(
-    ("what", "begin"),
-    [
-        ("ladder", "The ladder: the same 16 requests"),
-        ("puzzle", "Puzzles: Triton kernels to complete"),
-        ("break", "Exercises that break the engine"),
-        ("build", "Build it: small parts"),
-        ("tensor_parallel", "Elective tensor_parallel: a model divided"),
-        ("state_cache", "Elective state_cache: a prefix cache without positions."),
-        (None, "usage: python -m lessons"),
-    ],
-)
-def test_help(
-    what: str | None,
-    begin: str,
+def test_the_list(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "nanovllm")
-    monkeypatch.setattr(sys, "argv", ["lessons", *([what] if what else []), "--help"])
+    monkeypatch.setattr(sys, "argv", ["lessons"])
     command.main()
-    assert capsys.readouterr().out.startswith(begin)
+    printed = capsys.readouterr().out
+    for name in command.LESSONS:
+        assert command.title(name) in " ".join(printed.split())
+    assert "python -m lessons ladder " in printed
 
 
 def test_every_lesson_has_a_title_and_a_place_in_the_docs() -> None:

@@ -33,12 +33,12 @@ def test_lesson_10a() -> None:
     x, out = (kernels.place(torch.arange(10.0) * n) for n in (1, 0))
     kernels.double[(3,)](x, out, 10, 4)
     assert torch.equal(out, 2 * x)
-    assert "   16  17  18  19 [20][21][22][23]\n" in printed
+    assert "[[20, 21, 22, 23], [28, 29, 30, 31]]" in " ".join(printed.split())
     if not torch.cuda.is_available():  # the tiles of a kernel can be read in the interpreter
         tiles = {row[0].split(" = ")[0]: row[1:] for row in table(printed, "line")}
         assert tiles["i"] == ["4 5 6 7", "8 9 10 11"]
         assert tiles["mask"] == ["1 1 1 1", "1 1 0 0"]
-        assert tiles["b"] == ["80 100 120 140", "160 180 0 0"]
+        assert tiles["tl.store(out + i, 2 * a, mask=mask)"] == ["80 100 120 140", "160 180 0 0"]
     assert max(map(len, printed.splitlines())) <= 100
 
 
@@ -133,7 +133,7 @@ def test_lesson_11b() -> None:
     assert "2 0 0 2 0 2 0 0\n" in printed  # a new tensor changes nothing
     assert "2 1 1 2 1 2 0 0\n" in printed
     assert "6 launches have become 1" in words
-    assert "is launched for the first time during a capture" in words
+    assert "read is not compiled: launch it before the capture" in words
     assert graphs.QUESTIONS[0].answer == str(280 * graphs.LAUNCH)
     assert graphs.KERNEL < graphs.LAUNCH
     assert max(map(len, printed.splitlines())) <= 100
@@ -154,12 +154,11 @@ def test_int8(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(int8, "SAMPLES", int8.SAMPLES[::8])
     int8.run()
     printed = capsys.readouterr().out
-    rows = {row[0]: row for row in table(printed, "weights")}
-    errors = [float(row[1].removesuffix("%")) for row in rows.values()]
-    assert errors[0] == 0 < errors[1] == errors[2] < errors[3] < errors[4] < errors[5]
-    scores = [float(row[3]) for row in rows.values()]
-    assert 0 > scores[0] > -0.01  # it is sure of its own answers
-    assert scores[5] < scores[0]
+    errors = [float(row[1].removesuffix("%")) for row in table(printed, "weights")]
+    assert errors[0] == 0 < errors[1]
+    assert errors == sorted(errors)
+    right = [int(row[2].split(" of ")[0]) for row in table(printed, "weights")]
+    assert right[5] > 2 * right[6]  # 3 bits need a scale for each row
     assert max(map(len, printed.splitlines())) <= 100
 
 
@@ -170,14 +169,8 @@ def test_host_cache() -> None:
     assert "so the prefix cache evicted blocks 2, 1." in text
     assert "block 1 is loaded from host block 1" in text
     assert "Prefix hit: positions 0-7 of request 2 are cached (blocks 1, 2)." in text
-    large, small, tiered = (
-        [int(cell.replace(",", "")) for cell in row] for row in table(printed, "blocks")
-    )
-    once = host_cache.CHATS * host_cache.TURNS * host_cache.TURN
-    assert large[2:] == [2400, once, 0, 0]
-    assert small[3] > 2 * once
-    assert tiered[3] == once  # nothing is computed twice
-    assert min(tiered[4:]) > 100
+    assert f"After B and A, {host_cache.QUESTIONS[0].answer} more blocks are saved." in text
+    assert table(printed, "model")[0] == ["qwen3-0.6b", "114,688", "1.2", "4.6", "3.0"]
     assert max(map(len, printed.splitlines())) <= 100
 
 
