@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels import pointwise
-from nanovllm.backends.cpu.kernels.parallel import address_for, call_at, code_at, in_parts
+from nanovllm.backends.cpu.kernels.parallel import address_for, call_at, in_parts
 from nanovllm.backends.cpu.kernels.primitives import (
     DTYPE_EXAMPLE,
     array,
@@ -110,7 +110,7 @@ def expert_blocks(code, x_ptr, weight_ptr, scale_ptr, out_ptr, hits, ends, input
             arguments = (x_ptr + x_bytes * first, weight_ptr + weight_bytes * expert,
                          scale_ptr + scale_bytes * expert, np.int64(0), out_ptr + out_bytes * first,
                          min(ROWS, ends[expert] - first), inputs, outputs, example)
-            call_at(code_at(code, arguments), (*arguments, *part))
+            call_at(code, (*arguments, *part))
 
 
 @compiled()
