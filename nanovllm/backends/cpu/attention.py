@@ -89,12 +89,78 @@ class NumbaAttention(PlainAttention):
         starts = batch.query_start_loc.numpy().astype(np.int64)
         contexts = batch.context_lens.numpy().astype(np.int64)
         seqs = Sequences(starts, np.diff(starts), contexts, batch.block_tables.numpy())
-        groups, shared = shared_prefixes(seqs, batch.num_decodes, self.block_size)
-        prefixes = prefix_groups(seqs, groups, shared, self.max_queries, self.block_size)
-        rest = groups_of_rest(seqs, shared, self.max_queries, self.block_size)
+        groups, shared = self.shared_prefixes(seqs, batch.num_decodes)
+        prefixes = self.prefix_groups(seqs, groups, shared)
+        rest = self.groups_of_rest(seqs, shared)
         lse = np.full((starts[-1], self.heads), -np.inf, np.float32)
         work = AttentionWork(prefixes, rest, lse)
         batch.attention_metadata = AttentionPlan(batch.slot_mapping.numpy(), work)
+
+    def shared_prefixes(
+        self, seqs: Sequences, num_decodes: int
+    ) -> tuple[list[np.ndarray], np.ndarray]:
+        """Return groups of sequences [n] whose tables begin with the same blocks.
+
+        Also returns how many blocks each sequence [N] shares: 0 if it is in no group, because
+        sharing would not save enough. A prefix ends before the first query of each sequence.
+        """
+        groups, shared = [], np.zeros_like(seqs.query_lens)
+        past = seqs.context_lens - seqs.query_lens
+        # A prompt from its first token on may compute the blocks that others share. Decodes, which
+        # are last, may share more blocks with each other than with chunks.
+        is_decode = np.arange(len(past)) >= len(past) - num_decodes
+        first_blocks = np.where(past > 0, 2 * seqs.tables[:, 0] + is_decode, -1)
+        keys, counts = np.unique(first_blocks, return_counts=True)
+        for key in keys[(counts > 1) & (keys >= 0)]:
+            group = np.flatnonzero(first_blocks == key)
+            tables = seqs.tables[group, : int(past[group].min()) // self.block_size]
+            same = (tables == tables[0]).all(axis=0)
+            number = len(same) if same.all() else int(same.argmin())
+            if number * self.block_size * (len(group) - 1) >= MIN_SAVED_TOKENS:
+                groups.append(group)
+                shared[group] = number
+        return groups, shared
+
+    def prefix_groups(
+        self, seqs: Sequences, groups: list[np.ndarray], shared: np.ndarray
+    ) -> QueryGroups:
+        """Group the tokens that share a prefix by M = max_queries. Each attends to all of it."""
+        queries = [np.empty((0, self.max_queries), np.int64)]
+        readers = [np.empty(0, np.int64)]  # sequences whose tables begin with the prefix
+        for group in groups:
+            tokens = np.concatenate([np.arange(seqs.starts[i], seqs.starts[i + 1]) for i in group])
+            rows = np.pad(tokens, (0, -len(tokens) % self.max_queries), constant_values=-1)
+            queries.append(rows.reshape(-1, self.max_queries))
+            readers.append(np.repeat(group[0], len(queries[-1])))
+        reader = np.concatenate(readers)  # [P]
+        return QueryGroups(
+            np.concatenate(queries),  # [P, M]
+            np.repeat(shared[reader, None] * self.block_size, self.max_queries, axis=1),  # [P, M]
+            seqs.tables[reader, : shared.max()],  # [P, blocks]
+        )
+
+    def groups_of_rest(self, seqs: Sequences, shared: np.ndarray) -> QueryGroups:
+        """Group consecutive tokens of each sequence. They attend to all but its shared blocks.
+
+        shared [N]. The order of groups gives parallel threads about the same work.
+        """
+        size = min(self.max_queries, int(seqs.query_lens.max()))  # M
+        counts = -(-seqs.query_lens // size)  # [N], groups of each sequence
+        members = np.repeat(np.arange(len(counts)), counts)  # [P]
+        first = np.cumsum(counts) - counts  # [N], its first group
+        index = np.arange(len(members)) - first[members]  # [P], within the sequence
+        ends, skipped = seqs.starts[members + 1], shared[members]  # [P]
+        tokens = (seqs.starts[members] + index * size)[:, None] + np.arange(size)  # [P, M]
+        # Context lengths at the last token [P] and at each token [P, M]
+        context_lens = seqs.context_lens[members] - skipped * self.block_size
+        visible = (context_lens - ends + 1)[:, None] + tokens
+        tokens[tokens >= ends[:, None]] = -1
+        num_columns = -(-int(context_lens.max()) // self.block_size)
+        columns = skipped[:, None] + np.arange(num_columns)  # [P, blocks]
+        columns = np.minimum(columns, seqs.tables.shape[1] - 1)
+        order = balanced(visible[:, 0], numba.get_num_threads())  # [P]
+        tables = seqs.tables[members[:, None], columns]
+        return QueryGroups(tokens[order], visible[order], tables[order])
 
     # ---- once per layer ----
 
@@ -130,79 +196,6 @@ def follow_torch() -> None:
     """Give Numba as many threads as torch has."""
     limit = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
     numba.set_num_threads(min(torch.get_num_threads(), limit))
-
-
-def shared_prefixes(
-    seqs: Sequences, num_decodes: int, block_size: int
-) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return groups of sequences [n] whose tables begin with the same blocks.
-
-    Also returns how many blocks each sequence [N] shares: 0 if it is in no group, because sharing
-    would not save enough. A prefix ends before the first query of each sequence.
-    """
-    groups, shared = [], np.zeros_like(seqs.query_lens)
-    past = seqs.context_lens - seqs.query_lens
-    # A prompt from its first token on may compute the blocks that others share. Decodes, which are
-    # last, may share more blocks with each other than with chunks.
-    kinds = np.arange(len(past)) < len(past) - num_decodes
-    first_blocks = np.where(past > 0, 2 * seqs.tables[:, 0] + kinds, -1)
-    keys, counts = np.unique(first_blocks, return_counts=True)
-    for key in keys[(counts > 1) & (keys >= 0)]:
-        group = np.flatnonzero(first_blocks == key)
-        tables = seqs.tables[group, : int(past[group].min()) // block_size]
-        same = (tables == tables[0]).all(axis=0)
-        number = len(same) if same.all() else int(same.argmin())
-        if number * block_size * (len(group) - 1) >= MIN_SAVED_TOKENS:
-            groups.append(group)
-            shared[group] = number
-    return groups, shared
-
-
-def prefix_groups(
-    seqs: Sequences,
-    groups: list[np.ndarray],
-    shared: np.ndarray,
-    max_queries: int,
-    block_size: int,
-) -> QueryGroups:
-    """Group the tokens that share a prefix by M = max_queries. Each attends to all of it."""
-    queries = [np.empty((0, max_queries), np.int64)]
-    readers = [np.empty(0, np.int64)]  # sequences whose tables begin with the prefix
-    for group in groups:
-        tokens = np.concatenate([np.arange(seqs.starts[i], seqs.starts[i + 1]) for i in group])
-        rows = np.pad(tokens, (0, -len(tokens) % max_queries), constant_values=-1)
-        queries.append(rows.reshape(-1, max_queries))
-        readers.append(np.repeat(group[0], len(queries[-1])))
-    reader = np.concatenate(readers)  # [P]
-    return QueryGroups(
-        np.concatenate(queries),  # [P, M]
-        np.repeat(shared[reader, None] * block_size, max_queries, axis=1),  # [P, M]
-        seqs.tables[reader, : shared.max()],  # [P, blocks]
-    )
-
-
-def groups_of_rest(
-    seqs: Sequences, shared: np.ndarray, max_queries: int, block_size: int
-) -> QueryGroups:
-    """Group consecutive tokens of each sequence. They attend to all but the `shared` blocks [N].
-
-    The order of groups gives parallel threads about the same work.
-    """
-    size = min(max_queries, int(seqs.query_lens.max()))  # M
-    counts = -(-seqs.query_lens // size)  # [N], groups of each sequence
-    members = np.repeat(np.arange(len(counts)), counts)  # [P]
-    index = np.arange(len(members)) - (np.cumsum(counts) - counts)[members]  # in the sequence, [P]
-    ends, skipped = seqs.starts[members + 1], shared[members]  # [P], after the last token
-    tokens = (seqs.starts[members] + index * size)[:, None] + np.arange(size)  # [P, M]
-    context_lens = seqs.context_lens[members] - skipped * block_size  # [P], at the last token
-    visible = (context_lens - ends + 1)[:, None] + tokens  # [P, M], context lengths at each token
-    tokens[tokens >= ends[:, None]] = -1
-    num_columns = -(-int(context_lens.max()) // block_size)
-    columns = skipped[:, None] + np.arange(num_columns)  # [P, blocks]
-    columns = np.minimum(columns, seqs.tables.shape[1] - 1)
-    order = balanced(visible[:, 0], numba.get_num_threads())  # [P]
-    tables = seqs.tables[members[:, None], columns]
-    return QueryGroups(tokens[order], visible[order], tables[order])
 
 
 def balanced(sizes: np.ndarray, parts: int) -> np.ndarray:

@@ -76,13 +76,8 @@ def compile_all(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     No kernel is called.
     """
     with jit.guard():
-        missed = False
         for kernel, argument_types in calls(dtype, cache_dtype):
-            misses = kernel.stats.cache_misses.total()
             kernel.compile(argument_types)
-            if not missed and kernel.stats.cache_misses.total() > misses:
-                missed = True
-                logger.info("compiling the CPU kernels and keeping them, which takes 15 to 30 s")
 
 
 def compile_now(dtype: torch.dtype) -> None:
@@ -93,5 +88,6 @@ def compile_now(dtype: torch.dtype) -> None:
             return
         if get_host_cpu_features().get("f16c") is False:  # on x86, where LLVM would call abort
             raise RuntimeError("this processor has no F16C, which converts float16")
+        logger.info("compiling the CPU kernels and keeping them, which takes 15 to 30 s")
         compile_all(dtype, dtype)
         path.touch()

@@ -65,26 +65,22 @@ def is_ready(dtype: torch.dtype) -> bool:
     path = marker(dtype)
     if path.exists() or "NUMBA_DISABLE_JIT" in os.environ:
         return True
+    code = "import torch; from nanovllm.backends.cpu.compile import compile_now; "
+    code += f"compile_now({dtype})"
     # Suppressed: another process is compiling, or none can be started. A later start tries again.
     with suppress(OSError, Timeout), compilation_lock(path).acquire(timeout=0):
-        start_compiling(path.stem)
+        subprocess.Popen(
+            python(code),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            # Ctrl-C in this process does not stop the other.
+            start_new_session=True,  # for Linux and macOS
+            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # for Windows
+        )
     logger.info(
         "the CPU's kernels are compiled in the background for later starts, which takes 15 to "
         "30 s; this process runs in plain torch, which is slower. attention_backend='numba' waits "
         "instead, and raises an error if they cannot be compiled"
     )
     return False
-
-
-def start_compiling(dtype: str) -> None:
-    """Start a process that compiles the kernels. Ctrl-C in this process does not stop it."""
-    code = "import torch; from nanovllm.backends.cpu.compile import compile_now; "
-    code += f"compile_now(torch.{dtype})"
-    subprocess.Popen(
-        python(code),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # for Linux and macOS
-        creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # for Windows
-    )

@@ -7,13 +7,13 @@ waited for a core. This ignores a process with a low priority, because no thread
 """
 
 import ctypes
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 
 from nanovllm.utils.host import available_cores, quota
@@ -22,7 +22,6 @@ from nanovllm.utils.host import available_cores, quota
 INTERVAL = 0.1
 # So many seconds after the limit was lowered, one more thread is tried for an interval.
 DELAY = 4.0
-TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
 class Clocks(NamedTuple):
@@ -61,7 +60,8 @@ class ThreadLimit:
         self.last = self.read_clocks() if self.set_num_threads else Clocks(0, 0, 0, 0)
 
     def read_clocks(self) -> Clocks:
-        idle = idle_ticks(Path("/proc/stat").read_text(), self.cores) / TICKS_PER_SECOND
+        times = enumerate(psutil.cpu_times(percpu=True))
+        idle = sum(core.idle + core.iowait for i, core in times if i in self.cores)
         return Clocks(time.monotonic(), idle, time.process_time(), waited_seconds())
 
     @contextmanager
@@ -106,17 +106,6 @@ class ThreadLimit:
         else:
             free = round((past.idle + past.used) / past.time)
             self.limit = max(self.limit, min(self.max_threads, free))
-
-
-def idle_ticks(stat: str, cores: list[int]) -> int:
-    """Return how many ticks these cores were idle, from the text of /proc/stat."""
-    total = 0
-    for line in stat.splitlines():
-        name, *numbers = line.split()
-        if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in cores:
-            _user, _nice, _system, idle, iowait = map(int, numbers[:5])
-            total += idle + iowait
-    return total
 
 
 def waited_seconds() -> float:

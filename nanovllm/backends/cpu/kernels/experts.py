@@ -56,14 +56,10 @@ class PackedExperts:
 
     values: Tensor  # [X O / width, I / n, width, n], where n is 2 in bfloat16 and 1 in float32
     unit: Unit
+    shape: torch.Size
 
     def product(self) -> Product:
         return product_of(self.unit, self.values.dtype)
-
-    @property
-    def shape(self) -> torch.Size:
-        blocks, steps, width, n = self.values.shape
-        return torch.Size((blocks * width, steps * n))
 
     def unpack(self) -> Tensor:
         """Return the weights [X O, I]."""
@@ -80,7 +76,7 @@ def pack(module: Linear) -> None:
     if unit is None or any(size % 64 for size in (inputs, *module.projections.values())):
         return
     blocks = weight.view(-1, unit.width, inputs // n, n).transpose(1, 2)
-    module.weight = PackedExperts(blocks.contiguous(), unit)
+    module.weight = PackedExperts(blocks.contiguous(), unit, weight.shape)
 
 
 class ExpertWeights(NamedTuple):
