@@ -60,28 +60,23 @@ def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
 
 
 @compiled()
-def _load_part(address, is_bf16, start, part):
-    """Set part [n] to the logits from `start` in float32. Return their maximum.
-
-    NaN becomes infinity, because `maximum` assumes that there is none; min(inf, NaN) is inf.
-    """
-    full = array(address + 4 * start, (len(part),), f32(0))
-    half = array(address + 2 * start, (len(part),), BFLOAT16)
-    if is_bf16:
-        for i in range(len(part)):
-            part[i] = min(INFINITY, to_float32(half[i]))
-    else:
-        for i in range(len(part)):
-            part[i] = min(INFINITY, full[i])
-    return maximum(part)
-
-
-@compiled()
 def _load(address, is_bf16, start, values, maxima):
-    """Set values [V] to the logits of a row, and maxima [groups]. Return the maximum of all."""
+    """Set values [V] to the logits of a row in float32, and maxima [groups]. Return the maximum.
+
+    The row begins at `start`. NaN becomes infinity, because `maximum` assumes that there is none;
+    min(inf, NaN) is inf.
+    """
+    full = array(address + 4 * start, (len(values),), f32(0))
+    half = array(address + 2 * start, (len(values),), BFLOAT16)
     for group in range(len(maxima)):
         first, last = group * GROUP, min((group + 1) * GROUP, len(values))
-        maxima[group] = _load_part(address, is_bf16, start + first, values[first:last])
+        if is_bf16:
+            for i in range(first, last):
+                values[i] = min(INFINITY, to_float32(half[i]))
+        else:
+            for i in range(first, last):
+                values[i] = min(INFINITY, full[i])
+        maxima[group] = maximum(values[first:last])
     return maximum(maxima)
 
 
@@ -91,7 +86,7 @@ def load_maxima(address, is_bf16, start, size, maxima, first, stop):
     values = np.empty(GROUP, f32)
     for group in range(first, stop):
         part = values[: min(GROUP, size - group * GROUP)]
-        maxima[group] = _load_part(address, is_bf16, start + group * GROUP, part)
+        _load(address, is_bf16, start + group * GROUP, part, maxima[group : group + 1])
 
 
 @compiled()
@@ -99,7 +94,7 @@ def most_likely(address, is_bf16, start, size, maxima):
     """Return the first token with the maximum of a row, or -1 if the maximum is not finite."""
     first = np.argmax(maxima) * GROUP
     part = np.empty(min(GROUP, size - first), f32)
-    top = _load_part(address, is_bf16, start + first, part)
+    top = _load(address, is_bf16, start + first, part, np.empty(1, f32))
     return first + np.argmax(part) if -INFINITY < top < INFINITY else -1
 
 
