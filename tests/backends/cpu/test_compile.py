@@ -110,6 +110,9 @@ def test_plain_torch_where_kernels_cannot_be_compiled(
     assert "disk full" in record.getMessage()
     with pytest.raises(ValueError, match="Numba cannot compile its kernels.*disk full"):
         pick_backend("numba", cpu, torch.float32, num_weights=10**9)
+    monkeypatch.setattr(compile, "get_host_cpu_features", lambda: {"f16c": False})
+    with pytest.raises(ValueError, match="no F16C"):
+        pick_backend("numba", cpu, torch.float32, num_weights=10**9)
 
 
 def test_each_processor_and_dtype_has_its_marker(monkeypatch: pytest.MonkeyPatch) -> None:
