@@ -138,7 +138,6 @@ def test_lesson_1a() -> None:
     assert ["1", "10", "16", "'1'"] in lines
     assert ["11", "1", "1033", "'12 + 30 = 42<|endoftext|>'"] in lines
     assert "Answer" not in printed
-    assert max(map(len, printed.splitlines())) <= 100
 
 
 def test_lesson_1b() -> None:
@@ -152,7 +151,6 @@ def test_lesson_1b() -> None:
     printed = run_lesson("1b")
     assert re.search(r"^224 +'\W' +''\n105 +'\W' +'€'$", printed, re.MULTILINE)
     assert re.search(r"^\{'max_tokens': 3\} +length +None +'12 \+ '$", printed, re.MULTILINE)
-    assert max(map(len, printed.splitlines())) <= 100
 
 
 def test_lesson_12() -> None:
@@ -186,7 +184,6 @@ def test_lesson_5() -> None:
     assert few == lesson05_blocks.QUESTIONS[1].answer == "4"
     assert int(many) == 24
     assert int(fast) * 4 < int(slow)
-    assert max(map(len, printed.splitlines())) <= 100
 
 
 @pytest.mark.slow
