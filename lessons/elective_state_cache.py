@@ -65,7 +65,7 @@ class Engine:
     def snapshots(self) -> dict[int, int]:
         """Return the block of each snapshot -> how many tokens its state has consumed."""
         states, slots = self.runner.states, self.blocks.snapshots
-        return {block: len(states[slot].pairs or ()) for block, slot in slots.items()}
+        return {block: len(states[slot] or ()) for block, slot in slots.items()}
 
 
 def numbers(values: list[int]) -> str:
