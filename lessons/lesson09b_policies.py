@@ -16,7 +16,7 @@ with the number of requests that came before, which is called aging.
 from statistics import mean
 
 from lessons.lesson import Counters, ask, make_llm
-from lessons.lesson06b_chunks import OPTIONS, prompt
+from lessons.lesson06b_chunks import prompt
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.engine.policies import AGING
 
@@ -29,7 +29,8 @@ def run_policy(policy: str, lengths: list[int]) -> tuple[dict[int, int], dict[in
 
     The first dict has the order of admission.
     """
-    llm = make_llm(**OPTIONS, scheduling_policy=policy, max_num_batched_tokens=BUDGET)
+    options = dict(scheduling_policy=policy, max_num_batched_tokens=BUDGET)
+    llm = make_llm(num_kv_cache_blocks=256, enable_prefix_caching=False, **options)
     llm.engine.observer = counters = Counters(llm)
     ask(llm, [prompt(length) for length in lengths], ignore_eos=True, max_tokens=2)
     admitted, first = dict[int, int](), dict[int, int]()

@@ -23,7 +23,7 @@ def row(printed: str, name: str) -> list[str]:
 
 
 def test_a_timeline_shows_when_each_request_runs():
-    llm = make_llm(**batching.OPTIONS, max_num_seqs=2)
+    llm = make_llm(num_kv_cache_blocks=64, max_num_seqs=2)
     tokens, lines = batching.serve(llm, (1, 3, 2), 3)
     assert lines == ["x..", "xxx", ".xx"]
     assert batching.serve(llm, (1, 3, 2), 2) == (tokens, ["x....", "xxx..", "...xx"])
@@ -35,10 +35,8 @@ def test_batching():
     longest = max(batching.LENGTHS[:4]) + max(batching.LENGTHS[4:])
     static, continuous = (row(printed, name) for name in ("static batches", "continuous batching"))
     # A row-step that computes no output token is idle.
-    assert static[:2] == [str(longest), str(4 * longest - sum(batching.LENGTHS))]
-    assert continuous[:2] == ["10", str(4 * 10 - sum(batching.LENGTHS))]
-    assert float(static[2]) > 0
-    assert float(continuous[2]) > 0
+    assert static == [str(longest), str(4 * longest - sum(batching.LENGTHS))]
+    assert continuous == ["10", str(4 * 10 - sum(batching.LENGTHS))]
     assert "request 4  ..xxxxxxxx\n" in printed
 
 
@@ -145,8 +143,8 @@ def test_roofline(capsys, monkeypatch):
 def test_sampling():
     printed = run_lesson("7")
     *_, left = (line.split() for line in printed.splitlines() if line.startswith("tokens left"))
-    assert left[3] == "3"
-    assert int(left[2]) > 50
+    assert left[5] == "3"
+    assert int(left[3]) > 50  # without a filter
     assert max(map(len, printed.splitlines())) <= 100
 
 
