@@ -30,7 +30,7 @@ def prompt(num_tokens: int) -> dict[str, list[int]]:
 
 def chunk_steps(llm: LLM) -> tuple[list[int], list[float]]:
     """Let a prompt of LONG tokens arrive while others decode -> tokens and ms of its steps."""
-    engine, outputs, ms = llm.engine, [], list[float]()
+    engine, outputs, ms = llm.engine, list[object](), list[float]()
     for _ in range(DECODING):
         engine.add_request(prompt(9), SamplingParams(temperature=0, ignore_eos=True, max_tokens=64))
     engine.step()
