@@ -173,11 +173,9 @@ def test_lesson_12() -> None:
 
 
 def test_lesson_5() -> None:
-    """The same answer from blocks anywhere, and small blocks let more requests run."""
-    llm = make_llm(block_size=4, num_kv_cache_blocks=16)
-    assert lesson05_blocks.slots_of_a_sequence(llm) == [4, 5, 6, 7, 12, 13, 14, 15, 20, 21]
-    for table in ([1, 2, 3, 4, 5], [16, 3, 9, 1, 7]):
-        assert lesson05_blocks.answer_with(llm, table, 10) == "12 + 30 = 42"
+    """Small blocks let more requests run."""
+    slots = lesson05_blocks.slots_of_a_sequence()
+    assert slots == [4, 5, 6, 7, 12, 13, 14, 15, 20, 21]
     printed = run_lesson("5")
     rows = [line.split() for line in printed.splitlines() if " blocks of " in line]
     (_, _, _, _, few, slow), (_, _, _, _, many, fast) = (row for row in rows if row[0].isdigit())
