@@ -154,12 +154,11 @@ def test_int8(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(int8, "SAMPLES", int8.SAMPLES[::8])
     int8.run()
     printed = capsys.readouterr().out
-    rows = {row[0]: row for row in table(printed, "weights")}
-    errors = [float(row[1].removesuffix("%")) for row in rows.values()]
-    assert errors[0] == 0 < errors[1] == errors[2] < errors[3] < errors[4] < errors[5]
-    scores = [float(row[3]) for row in rows.values()]
-    assert 0 > scores[0] > -0.01  # it is sure of its own answers
-    assert scores[5] < scores[0]
+    errors = [float(row[1].removesuffix("%")) for row in table(printed, "weights")]
+    assert errors[0] == 0 < errors[1]
+    assert errors == sorted(errors)
+    right = [int(row[2].split(" of ")[0]) for row in table(printed, "weights")]
+    assert right[5] > 2 * right[6]  # 3 bits need a scale for each row
     assert max(map(len, printed.splitlines())) <= 100
 
 
@@ -170,14 +169,8 @@ def test_host_cache() -> None:
     assert "so the prefix cache evicted blocks 2, 1." in text
     assert "block 1 is loaded from host block 1" in text
     assert "Prefix hit: positions 0-7 of request 2 are cached (blocks 1, 2)." in text
-    large, small, tiered = (
-        [int(cell.replace(",", "")) for cell in row] for row in table(printed, "blocks")
-    )
-    once = host_cache.CHATS * host_cache.TURNS * host_cache.TURN
-    assert large[2:] == [2400, once, 0, 0]
-    assert small[3] > 2 * once
-    assert tiered[3] == once  # nothing is computed twice
-    assert min(tiered[4:]) > 100
+    assert f"After B and A, {host_cache.QUESTIONS[0].answer} more blocks are saved." in text
+    assert table(printed, "model")[0] == ["qwen3-0.6b", "114,688", "1.2", "4.6", "3.0"]
     assert max(map(len, printed.splitlines())) <= 100
 
 
