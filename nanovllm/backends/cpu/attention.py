@@ -8,7 +8,7 @@ Shapes: T tokens of the step, N sequences, H = K * G query heads that share K KV
 G, D head size, B slots of a block, P groups of up to M queries (kernels/few_queries.py).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -24,7 +24,6 @@ from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE
 from nanovllm.backends.cpu.linear import new_padded
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.batch import ForwardBatch
-from nanovllm.models.fp8 import Scales
 from nanovllm.models.layers import Norms, Rope
 from nanovllm.models.model_config import ModelConfig
 
@@ -50,23 +49,16 @@ class AttentionPlan(NamedTuple):
 
 
 class NumbaAttention(PlainAttention):
-    def __init__(
-        self,
-        config: ModelConfig,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        fp8_scales: list[Scales] | None = None,
-    ) -> None:
-        super().__init__(config, num_blocks, block_size, dtype, device, fp8_scales)
+    def __init__(self, config: ModelConfig, *arguments: Any) -> None:
+        super().__init__(config, *arguments)
+        dtypes = self.dtype, self.cache.dtype
         self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.max_queries = max(1, MAX_ROWS * self.kv_heads // self.heads)  # of a group
-        self.examples = DTYPE_EXAMPLE[dtype], DTYPE_EXAMPLE[self.cache.dtype]
-        self.shape = (num_blocks, self.kv_heads, block_size, self.dim)
+        self.examples = [DTYPE_EXAMPLE[dtype] for dtype in dtypes]
+        self.shape = tuple(self.cache.shape[2:])
         self.kv_addresses = [(layer[0].data_ptr(), layer[1].data_ptr()) for layer in self.cache]
-        compile_all(dtype, self.cache.dtype)
-        self.attend_groups = address_for(attend_groups, dtype, self.cache.dtype)
+        compile_all(*dtypes)
+        self.attend_groups = address_for(attend_groups, *dtypes)
 
     @staticmethod
     def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -2,12 +2,13 @@
 
 import numpy as np
 import torch
+from filelock import FileLock
 from llvmlite.binding import get_host_cpu_features
 from numba import typeof
 
 from nanovllm.backends.cpu import jit
 from nanovllm.backends.cpu.jit import Kernel
-from nanovllm.backends.cpu.kernel_files import compilation_lock, marker
+from nanovllm.backends.cpu.kernel_files import marker
 from nanovllm.backends.cpu.kernels import (
     fused_decode,
     fused_step,
@@ -83,7 +84,7 @@ def compile_all(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
 def compile_now(dtype: torch.dtype) -> None:
     """Compile all kernels, or wait for the process that does, unless all are compiled."""
     path = marker(dtype)
-    with compilation_lock(path):
+    with FileLock(path.with_suffix(".lock")):
         if path.exists():
             return
         if get_host_cpu_features().get("f16c") is False:  # on x86, where LLVM would call abort

@@ -49,12 +49,8 @@ DIRECTORY = make_directory()
 
 
 def marker(dtype: torch.dtype) -> Path:
+    """Return the path of the marker. Who compiles its kernels locks the file *.lock."""
     return DIRECTORY / f"{str(dtype)[6:]}.compiled"
-
-
-def compilation_lock(path: Path) -> FileLock:
-    """Return the lock of the process that compiles the kernels of the marker `path`."""
-    return FileLock(path.with_suffix(".lock"))
 
 
 def is_ready(dtype: torch.dtype) -> bool:
@@ -68,7 +64,7 @@ def is_ready(dtype: torch.dtype) -> bool:
     code = "import torch; from nanovllm.backends.cpu.compile import compile_now; "
     code += f"compile_now({dtype})"
     # Suppressed: another process is compiling, or none can be started. A later start tries again.
-    with suppress(OSError, Timeout), compilation_lock(path).acquire(timeout=0):
+    with suppress(OSError, Timeout), FileLock(path.with_suffix(".lock")).acquire(timeout=0):
         subprocess.Popen(
             python(code),
             stdin=subprocess.DEVNULL,
