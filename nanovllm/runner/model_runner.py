@@ -60,18 +60,12 @@ class ModelRunner:
     states: States | None = None
     make_fast_steps: Callable[[ModelRunner], None]  # for new_weights.py, sleep.py
 
-    def __init__(
-        self,
-        model: Qwen3,
-        backend: Backend,
-        rows: Rows,
-        thread_limit: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> None:
-        """Each step enters `thread_limit`."""
+    def __init__(self, model: Qwen3, backend: Backend, rows: Rows) -> None:
         self.model, self.backend, self.rows = model, backend, rows
         self.device, self.dtype = rows.device, model.embed_tokens.dtype
         self.async_scheduling = self.device.type == "cuda"  # the device works while the host plans
-        self.thread_limit = thread_limit
+        # Each step enters the context that this returns.
+        self.thread_limit: Callable[[], AbstractContextManager[object]] = nullcontext
         self.fused_model: FusedModel = model  # or an object that computes the same in fewer calls
         self.fused_step: Callable[[StepPlan], np.ndarray | None] = lambda plan: None
 
