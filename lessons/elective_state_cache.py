@@ -38,7 +38,7 @@ class Engine:
     def snapshots(self) -> dict[int, int]:
         """Return the block of each snapshot -> how many tokens its state has consumed."""
         states, slots = self.runner.states, self.blocks.snapshots
-        return {block: len(states[slot].pairs or ()) for block, slot in slots.items()}
+        return {block: len(states[slot] or ()) for block, slot in slots.items()}
 
     def run(self, prompt: list[int], num_output: int = 1) -> tuple[Sequence, dict[str, int]]:
         """Run a request -> it, and after how many of its tokens there were which snapshots."""
