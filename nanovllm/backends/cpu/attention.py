@@ -98,6 +98,8 @@ class NumbaAttention(PlainAttention):
         """
         groups, shared = [], np.zeros_like(seqs.query_lens)
         past = seqs.context_lens - seqs.query_lens
+        if len(past) < 2:
+            return groups, shared
         # A prompt from its first token on may compute the blocks that others share. Decodes, which
         # are last, may share more blocks with each other than with chunks.
         is_decode = np.arange(len(past)) >= len(past) - num_decodes
