@@ -10,14 +10,14 @@ with the weights of the embedded model. x [T, E] has E numbers for each of T tok
     RMSNorm(x) --> products with the rows of the embedding: logits [T, V]
 
     RMSNorm(x) = x / sqrt(mean(x^2)) * weight, for each row of x
-    attention  = softmax(q k / sqrt(D)) v per head, over the tokens up to this one
+    attention  = softmax(q k / sqrt(D)) v per head, over tokens up to this one
     rope       = x[i] and x[i + D / 2] of q and k are a pair, for i < D / 2:
                  it is rotated by the angle position * theta^(-2 i / D)
     SwiGLU(x)  = down(silu(gate(x)) * up(x)), silu(x) = x / (1 + exp(-x))
 
-q, k, v, o_proj, gate, up and down are products with weights. A head has D numbers, and several heads
-of q share one of k and v. RMSNorm is by Zhang and Sennrich (2019), rope by Su et al. (2021), and
-SwiGLU by Shazeer (2020).
+q, k, v, o_proj, gate, up and down are products with weights. A head has D numbers, and heads of q
+share one of k and v. RMSNorm is by Zhang and Sennrich (2019), rope by Su et al. (2021), SwiGLU by
+Shazeer (2020).
 """
 
 from collections.abc import Callable, Sequence
