@@ -96,7 +96,8 @@ class NumbaAttention(PlainAttention):
         Also returns how many blocks each sequence [N] shares: 0 if it is in no group, because
         sharing would not save enough. A prefix ends before the first query of each sequence.
         """
-        groups, shared = [], np.zeros_like(seqs.query_lens)
+        groups: list[np.ndarray] = []
+        shared = np.zeros_like(seqs.query_lens)
         past = seqs.context_lens - seqs.query_lens
         if len(past) < 2:
             return groups, shared
