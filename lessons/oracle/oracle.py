@@ -41,7 +41,7 @@ INVARIANTS = {
     "no error": "The scheduler and the block manager raise no exception.",
     "states": "The state of a row has consumed exactly the tokens of its context.",
     "snapshots": "A snapshot has consumed exactly the tokens up to the end of a cached block.",
-    "state slots": "Each slot for states has one use at a time, and a step writes it at most once.",
+    "state_slots": "Each slot for states has one use at a time, and a step writes it at most once.",
     "host": "Each host block is free, or cached once with the tokens that it holds.",
 }
 
