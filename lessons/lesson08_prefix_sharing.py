@@ -65,11 +65,11 @@ def run() -> None:
             parent = digest
     show_table(("prompt", "tokens of a block", "parent_block_hash", "block_hash"), rows)
     QUESTIONS.show(2)
-    llm.reset_prefix_cache()
-    _, [*found, part] = (run_prompts(llm, [a, b, a[:8]]) for _ in range(2))
+    found = run_prompts(llm, [a, b, a[:8]])
     say(f"""The full blocks of a finished request stay in the cache, and a last block that is not
-        full is free at once. When A, B and the first 8 tokens of A are run twice, the second run
-        finds {found[0]} tokens of A, {found[1]} of B, and of the prompt of 8 tokens only {part}.
+        full is free at once. A second step runs A, B and a prompt of the first 8 tokens of A, and
+        finds {found[0]} tokens of A, {found[1]} of B, and of the prompt of 8 tokens only
+        {found[2]}.
 
         Cached blocks without an owner are kept until no block is free. Then the least recently used
         one is evicted. A pool of 6 blocks runs A, C, {PROMPTS["C"]!r}, A again, and D,
@@ -82,8 +82,8 @@ def run() -> None:
         link("engine.block_manager.BlockManager.choose_victim"),
     )
     say("""Build it: `python -m lessons build prefix`, and then `python -m lessons build eviction`,
-        whose rule has to find more tokens than the engine's. The ladder has prefix sharing too:
-        `python -m lessons ladder 8`.""")
+        whose rule has to find more tokens than the engine's. On the ladder a third of the tokens is
+        left to compute: `python -m lessons ladder 8`.""")
 
 
 QUESTIONS = Questions("""
