@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from lesson_runs import run_lesson
+from lesson_runs import row, run_lesson
 
 from lessons import elective_fp8_cache as fp8_cache
 from lessons import elective_structured_outputs as structured
@@ -15,11 +15,6 @@ from nanovllm import LLM
 from nanovllm.outputs import RequestMetrics
 
 
-def row(printed: str, name: str) -> list[str]:
-    [line] = [line for line in printed.splitlines() if line.startswith(name + "  ")]
-    return line.removeprefix(name).split()
-
-
 def test_structured_outputs() -> None:
     pytest.importorskip("llguidance")
     printed = run_lesson("structured_outputs")
@@ -28,7 +23,6 @@ def test_structured_outputs() -> None:
     assert likely != drawn  # the model would have written something else
     text = printed.partition("The output is '")[2].partition("': valid")[0]
     assert [*json.loads(text)] == structured.SCHEMA["required"]
-    assert max(map(len, printed.splitlines())) <= 100
 
 
 @pytest.mark.slow
@@ -76,7 +70,6 @@ def test_the_page_is_the_model() -> None:
     """`run` compares its logits with the engine's. A part that is left out would show."""
     printed = run_lesson("2")
     assert "is '1'." in printed
-    assert max(map(len, printed.splitlines())) <= 100
 
 
 def test_drafts() -> None:
@@ -87,7 +80,6 @@ def test_drafts() -> None:
         assert int(accepted) <= int(drafted)
         assert equal == "yes"
     assert int(runs[0][2]) < int(runs[0][1]) / 2
-    assert max(map(len, printed.splitlines())) <= 100
 
 
 @torch.inference_mode()

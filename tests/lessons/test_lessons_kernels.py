@@ -39,7 +39,6 @@ def test_lesson_10a() -> None:
         assert tiles["i"] == ["4 5 6 7", "8 9 10 11"]
         assert tiles["mask"] == ["1 1 1 1", "1 1 0 0"]
         assert tiles["tl.store(out + i, 2 * a, mask=mask)"] == ["80 100 120 140", "160 180 0 0"]
-    assert max(map(len, printed.splitlines())) <= 100
 
 
 @pytest.mark.parametrize("context", [1, 128, 129, 400, 513])
@@ -83,7 +82,6 @@ def test_lesson_10b() -> None:
     tiles = zip(k.split(paged.TILE), v.split(paged.TILE), strict=True)
     factor = paged.attend_tiles(torch.ones(8), tiles)[1][1][3]
     assert float(factor) == float(paged.QUESTIONS[0].answer)
-    assert max(map(len, printed.splitlines())) <= 100
 
 
 def test_overlap_hides_the_host_and_drops_a_token_of_what_stops() -> None:
@@ -109,7 +107,6 @@ def test_lesson_11a() -> None:
     printed = run_lesson("11a")
     assert "plan 1, commit 1, plan 2" in printed
     assert "plan 1, plan 2, commit 1" in printed
-    assert max(map(len, printed.splitlines())) <= 100
 
 
 def test_a_replay_is_one_launch_and_repeats_what_was_recorded() -> None:
@@ -136,7 +133,6 @@ def test_lesson_11b() -> None:
     assert "read is not compiled: launch it before the capture" in words
     assert graphs.QUESTIONS[0].answer == str(280 * graphs.LAUNCH)
     assert graphs.KERNEL < graphs.LAUNCH
-    assert max(map(len, printed.splitlines())) <= 100
 
 
 def test_rounding_loses_half_a_step_at_most() -> None:
@@ -171,7 +167,6 @@ def test_host_cache() -> None:
     assert "Prefix hit: positions 0-7 of request 2 are cached (blocks 1, 2)." in text
     assert f"After B and A, {host_cache.QUESTIONS[0].answer} more blocks are saved." in text
     assert table(printed, "model")[0] == ["qwen3-0.6b", "114,688", "1.2", "4.6", "3.0"]
-    assert max(map(len, printed.splitlines())) <= 100
 
 
 @pytest.mark.slow
@@ -184,7 +179,6 @@ def test_tensor_parallel() -> None:
     one, *both = (row[1:] for row in table(printed, "process"))
     assert one == ["4", "2", "12.3", "0", "12 + 30 = 42"]
     assert both == [["2", "1", "6.1", tensor_parallel.QUESTIONS[1].answer, one[-1]]] * 2
-    assert max(map(len, printed.splitlines())) <= 100
 
 
 def test_states() -> None:
@@ -196,7 +190,6 @@ def test_states() -> None:
     sizes = {row[0]: row[1:] for row in table(printed, "context")}
     assert sizes["40,000"] == ["4,375.0", "37.3", "468.8", "506.0"]
     assert float(sizes["382"][0]) == pytest.approx(float(sizes["382"][3]), abs=0.2)
-    assert max(map(len, printed.splitlines())) <= 100
 
 
 def test_a_state_is_corrected_as_in_the_engine() -> None:
@@ -221,7 +214,6 @@ def test_state_cache() -> None:
     engine = state_cache.Engine(block_size=16)
     engine.run([*range(20)], 30)
     assert str(len(engine.snapshots())) == state_cache.QUESTIONS[1].answer
-    assert max(map(len, printed.splitlines())) <= 100
 
 
 def test_experts() -> None:
@@ -230,4 +222,3 @@ def test_experts() -> None:
     assert one == ["1", "8.0", "6.7", "6.71"]
     assert two[1] == experts.QUESTIONS[1].answer
     assert float(many[2]) == pytest.approx(61, rel=0.02)
-    assert max(map(len, printed.splitlines())) <= 100

@@ -4,7 +4,7 @@ import math
 import re
 
 import pytest
-from lesson_runs import run_lesson
+from lesson_runs import row, run_lesson
 
 from lessons import elective_beams as beams
 from lessons import elective_samples as samples
@@ -15,12 +15,6 @@ from lessons import lesson08_prefix_sharing as sharing
 from lessons import lesson09b_policies as policies
 from lessons.lesson import ask, make_llm, shape_of
 from nanovllm import BeamSearchParams
-
-
-def row(printed: str, name: str) -> list[str]:
-    """The cells of the one printed line that begins with `name`."""
-    [line] = [line for line in printed.splitlines() if line.startswith(name + "  ")]
-    return line.removeprefix(name).split()
 
 
 def test_a_timeline_shows_when_each_request_runs():
@@ -62,7 +56,6 @@ def test_samples():
     printed = run_lesson("samples")
     assert "Copy-on-write: block 3 to 4" in printed
     assert row(printed, "4") == [samples.QUESTIONS[0].answer]
-    assert max(map(len, printed.splitlines())) <= 100
 
 
 def test_the_least_recently_used_block_is_evicted():
@@ -143,7 +136,6 @@ def test_sampling():
     *_, left = (line.split() for line in printed.splitlines() if line.startswith("tokens left"))
     assert left[5] == "3"
     assert int(left[3]) > 50  # without a filter
-    assert max(map(len, printed.splitlines())) <= 100
 
 
 def test_beams():
@@ -160,4 +152,3 @@ def test_beams():
     assert logprobs[0] > logprobs[3]
     factor = math.exp(logprobs[0] - logprobs[3])
     assert f"{factor:.1f}" in " ".join(printed.split()).partition("The best beam is ")[2][:5]
-    assert max(map(len, printed.splitlines())) <= 101
