@@ -8,7 +8,7 @@ snapshot. Request 1, when it has ended:
 
     tokens      [ a b c d | e f g h | i j k l | m n o p | q ]
     KV            cached    cached    cached    cached
-    snapshot                                          16        the state after 16 tokens
+    snapshot                                          16   after 16 tokens
 
 This lesson runs the engine's scheduler and block manager on the model of the random tests, whose
 state is the list of all tokens that it has consumed. It stops if a row has consumed a wrong token.
@@ -38,7 +38,7 @@ class Engine:
     def snapshots(self) -> dict[int, int]:
         """Return the block of each snapshot -> how many tokens its state has consumed."""
         states, slots = self.runner.states, self.blocks.snapshots
-        return {block: len(states[slot].pairs or ()) for block, slot in slots.items()}
+        return {block: len(states[slot] or ()) for block, slot in slots.items()}
 
     def run(self, prompt: list[int], num_output: int = 1) -> tuple[Sequence, dict[str, int]]:
         """Run a request -> it, and after how many of its tokens there were which snapshots."""

@@ -56,12 +56,6 @@ def next_logprobs(llm: LLM, prompt: str) -> torch.Tensor:
     return torch.tensor([positions[0][token].logprob for token in range(len(positions[0]))])
 
 
-def mean_logprob(llm: LLM, prompts: list[list[int]], outputs: list[list[int]]) -> float:
-    """Return the mean log-probability of the tokens `outputs` after `prompts`."""
-    scores = llm.loglikelihood(prompts, outputs, use_tqdm=False)
-    return sum(s.logprob for s in scores) / sum(len(s.token_ids) for s in scores)
-
-
 @dataclass
 class Counters(Observer):
     """Counts what the steps of an engine compute; see nanovllm/engine/observer.py."""

@@ -49,7 +49,10 @@ class Backend:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         """`dtype` is the dtype of the model."""
         self.device, self.dtype = device, dtype
-        self.before_layer: Callable[[], None] = lambda: None  # called before each layer of a step
+        # Entered for each step and for loading weights. Before each layer and each tensor,
+        # `before_layer` is called.
+        self.thread_limit: Callable[[], AbstractContextManager[object]] = nullcontext
+        self.before_layer: Callable[[], None] = lambda: None
 
     def quantized(self, weights: str) -> Backend:
         """Return this backend with the weights of linear layers in "int8" or "int4".

@@ -138,7 +138,6 @@ def test_lesson_1a() -> None:
     assert ["1", "10", "16", "'1'"] in lines
     assert ["11", "1", "1033", "'12 + 30 = 42<|endoftext|>'"] in lines
     assert "Answer" not in printed
-    assert max(map(len, printed.splitlines())) <= 100
 
 
 def test_lesson_1b() -> None:
@@ -152,7 +151,6 @@ def test_lesson_1b() -> None:
     printed = run_lesson("1b")
     assert re.search(r"^224 +'\W' +''\n105 +'\W' +'€'$", printed, re.MULTILINE)
     assert re.search(r"^\{'max_tokens': 3\} +length +None +'12 \+ '$", printed, re.MULTILINE)
-    assert max(map(len, printed.splitlines())) <= 100
 
 
 def test_lesson_12() -> None:
@@ -175,18 +173,15 @@ def test_lesson_12() -> None:
 
 
 def test_lesson_5() -> None:
-    """The same answer from blocks anywhere, and small blocks let more requests run."""
-    llm = make_llm(block_size=4, num_kv_cache_blocks=16)
-    assert lesson05_blocks.slots_of_a_sequence(llm) == [4, 5, 6, 7, 12, 13, 14, 15, 20, 21]
-    for table in ([1, 2, 3, 4, 5], [16, 3, 9, 1, 7]):
-        assert lesson05_blocks.answer_with(llm, table, 10) == "12 + 30 = 42"
+    """Small blocks let more requests run."""
+    slots = lesson05_blocks.slots_of_a_sequence()
+    assert slots == [4, 5, 6, 7, 12, 13, 14, 15, 20, 21]
     printed = run_lesson("5")
     rows = [line.split() for line in printed.splitlines() if " blocks of " in line]
     (_, _, _, _, few, slow), (_, _, _, _, many, fast) = (row for row in rows if row[0].isdigit())
     assert few == lesson05_blocks.QUESTIONS[1].answer == "4"
     assert int(many) == 24
     assert int(fast) * 4 < int(slow)
-    assert max(map(len, printed.splitlines())) <= 100
 
 
 @pytest.mark.slow
@@ -210,29 +205,18 @@ def test_command(
     assert "block_table =" not in compared
 
 
-@pytest.mark.parametrize(
-    ("what", "begin"),
-    [
-        ("ladder", "The ladder: the same 16 requests"),
-        ("puzzle", "Puzzles: Triton kernels to complete"),
-        ("break", "Exercises that break the engine"),
-        ("build", "Build it: small parts"),
-        ("tensor_parallel", "Elective tensor_parallel: a model divided"),
-        ("state_cache", "Elective state_cache: a prefix cache without positions."),
-        (None, "usage: python -m lessons"),
-    ],
-)
-def test_help(
-    what: str | None,
-    begin: str,
+def test_the_list(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "nanovllm")
-    monkeypatch.setattr(sys, "argv", ["lessons", *([what] if what else []), "--help"])
+    monkeypatch.setattr(sys, "argv", ["lessons"])
     command.main()
-    assert capsys.readouterr().out.startswith(begin)
+    printed = capsys.readouterr().out
+    for name in command.LESSONS:
+        assert command.title(name) in " ".join(printed.split())
+    assert "python -m lessons ladder " in printed
 
 
 def test_every_lesson_has_a_title_and_a_place_in_the_docs() -> None:

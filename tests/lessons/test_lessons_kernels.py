@@ -38,7 +38,6 @@ def test_lesson_10a() -> None:
         assert tiles["i"] == ["4 5 6 7", "8 9 10 11"]
         assert tiles["mask"] == ["1 1 1 1", "1 1 0 0"]
         assert tiles["tl.store(out + i, 2 * a, mask=mask)"] == ["80 100 120 140", "160 180 0 0"]
-    assert max(map(len, printed.splitlines())) <= 100
 
 
 @pytest.mark.parametrize("context", [1, 128, 129, 400])
@@ -66,7 +65,6 @@ def test_lesson_10b() -> None:
     k[0] = 100 * torch.ones(8)  # the largest score is in the first tile
     factor = paged.attend_tiles(torch.ones(8), zip(k.split(128), v.split(128), strict=True))[1][1]
     assert float(factor[3]) == float(paged.QUESTIONS[0].answer)
-    assert max(map(len, printed.splitlines())) <= 100
 
 
 def test_lesson_11a() -> None:
@@ -79,7 +77,6 @@ def test_lesson_11a() -> None:
         assert sorted(outputs) == [[*range(1, 19)], [*range(1, 41)]]
         assert device.sampled == 58 + asynchronous
         assert ms >= least
-    assert max(map(len, printed.splitlines())) <= 100
 
 
 def test_lesson_11b() -> None:
@@ -89,10 +86,9 @@ def test_lesson_11b() -> None:
     assert steps == [["1", "1 0 0 1 0 1 0 0"], ["1", "2 0 0 2 0 2 0 0"], ["1", "2 1 1 2 1 2 0 0"]]
     words = " ".join(printed.split())
     assert "A small step has 6 launches" in words
-    assert "is launched for the first time during a capture" in words
+    assert "layer is not compiled: launch it before the capture" in words
     assert graphs.QUESTIONS[0].answer == str(280 * graphs.LAUNCH)
     assert graphs.KERNEL < graphs.LAUNCH
-    assert max(map(len, printed.splitlines())) <= 100
 
 
 def test_rounding_loses_half_a_step_at_most() -> None:
@@ -110,12 +106,11 @@ def test_int8(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(int8, "SAMPLES", int8.SAMPLES[::8])
     int8.run()
     printed = capsys.readouterr().out
-    rows = {row[0]: row for row in table(printed, "weights")}
-    errors = [float(row[1].removesuffix("%")) for row in rows.values()]
-    assert errors[0] == 0 < errors[1] == errors[2] < errors[3] < errors[4] < errors[5]
-    scores = [float(row[3]) for row in rows.values()]
-    assert 0 > scores[0] > -0.01  # it is sure of its own answers
-    assert scores[5] < scores[0]
+    errors = [float(row[1].removesuffix("%")) for row in table(printed, "weights")]
+    assert errors[0] == 0 < errors[1]
+    assert errors == sorted(errors)
+    right = [int(row[2].split(" of ")[0]) for row in table(printed, "weights")]
+    assert right[5] > 2 * right[6]  # 3 bits need a scale for each row
     assert max(map(len, printed.splitlines())) <= 100
 
 
@@ -126,15 +121,8 @@ def test_host_cache() -> None:
     assert "so the prefix cache evicted blocks 2, 1." in text
     assert "block 1 is loaded from host block 1" in text
     assert "Prefix hit: positions 0-7 of request 2 are cached (blocks 1, 2)." in text
-    large, small, tiered = (
-        [int(cell.replace(",", "")) for cell in row] for row in table(printed, "blocks")
-    )
-    once = host_cache.CHATS * host_cache.TURNS * host_cache.TURN
-    assert large[2:] == [2400, once, 0, 0]
-    assert small[3] > 2 * once
-    assert tiered[3] == once  # nothing is computed twice
-    assert min(tiered[4:]) > 100
-    assert max(map(len, printed.splitlines())) <= 100
+    assert f"After B and A, {host_cache.QUESTIONS[0].answer} more blocks are saved." in text
+    assert table(printed, "model")[0] == ["qwen3-0.6b", "114,688", "1.2", "4.6", "3.0"]
 
 
 @pytest.mark.slow
@@ -147,7 +135,6 @@ def test_tensor_parallel() -> None:
     one, *both = (row[1:] for row in table(printed, "process"))
     assert one == ["4", "2", "12.3", "0", "12 + 30 = 42"]
     assert both == [["2", "1", "6.1", tensor_parallel.QUESTIONS[1].answer, one[-1]]] * 2
-    assert max(map(len, printed.splitlines())) <= 100
 
 
 def test_states() -> None:
@@ -159,7 +146,6 @@ def test_states() -> None:
     sizes = {row[0]: row[1:] for row in table(printed, "context")}
     assert sizes["40,000"] == ["4,375.0", "37.3", "468.8", "506.0"]
     assert float(sizes["382"][0]) == pytest.approx(float(sizes["382"][3]), abs=0.2)
-    assert max(map(len, printed.splitlines())) <= 100
 
 
 def test_a_state_is_corrected_as_in_the_engine() -> None:
@@ -184,7 +170,6 @@ def test_state_cache() -> None:
     engine = state_cache.Engine(block_size=16)
     engine.run([*range(20)], 30)
     assert str(len(engine.snapshots())) == state_cache.QUESTIONS[1].answer
-    assert max(map(len, printed.splitlines())) <= 100
 
 
 def test_experts() -> None:
@@ -193,4 +178,3 @@ def test_experts() -> None:
     assert one == ["1", "8.0", "6.7", "6.71"]
     assert two[1] == experts.QUESTIONS[1].answer
     assert float(many[2]) == pytest.approx(61, rel=0.02)
-    assert max(map(len, printed.splitlines())) <= 100

@@ -203,7 +203,7 @@ def load_weights(engine: LLMEngine, config: EngineConfig, weights: Any, is_parti
 
             return replace(tensor, store=store)
 
-        stack.enter_context(runner.thread_limit())
+        stack.enter_context(runner.backend.thread_limit())
         stack.enter_context(runner.backend.step_context())
         with stored_again(runner.model, ranks, stored) as tensors:
             if ranks is not None:

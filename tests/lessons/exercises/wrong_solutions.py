@@ -302,7 +302,7 @@ replay
 ? was captured. The rows that are computed should be [[4, 5, 1, 6]], but with your code it is [[4, 5, 1, 3]].
 -             step(self.rows[:size])
 +             pass
-? for the first time during a capture. It has to be compiled before: run the step once without a capture.
+? is not compiled: launch it before the capture
 - torch.full((max(sizes),), padding_row)
 + torch.arange(max(sizes))
 ? runs the step for the padding row, 6. Other rows should be [], but with your code it is [0, 1, 2, 3, 4, 5].
