@@ -16,7 +16,7 @@ from typing import Any
 from lessons.oracle import drafts, oracle, states
 from lessons.oracle.mutants import MUTANTS, Mutant, apply, describe
 from lessons.oracle.oracle import INVARIANTS, Action, History, InvariantError
-from lessons.show import Question, fill, say, show_answers, show_questions, show_table
+from lessons.show import Question, fill, say, show_answers, show_command, show_question, show_table
 from nanovllm.cli.trace.trace import Trace
 from nanovllm.engine import block_manager, scheduler
 from nanovllm.features.models.hybrid import state_blocks
@@ -205,7 +205,9 @@ def run(which: str | None = None, answers: list[str] | None = None) -> None:
         ),
     ]
     if answers is None:
-        show_questions(questions, f"python -m lessons break {which} --answers")
+        show_question(questions, 1)
+        show_question(questions, 2)
+        show_command(questions, f"python -m lessons break {which} --answers")
     else:
         show_answers(questions, answers)
 

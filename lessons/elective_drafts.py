@@ -62,9 +62,9 @@ def compare(llms: tuple[LLM, LLM], prompt: str) -> tuple[object, ...]:
 
 def run() -> None:
     QUESTIONS.show(1)
-    say(f"""What a step takes at least, calculated for Qwen3-0.6B on a processor that computes
-        {RIDGE} FLOPs while it reads a byte. The unit is the time to read all weights. Reading and
-        computing overlap, so the larger of the two counts:""")
+    say(f"""What a step takes at least, calculated for Qwen3-0.6B with {CONTEXT} tokens of context,
+        on a processor that computes {RIDGE} FLOPs while it reads a byte. The unit is the time to
+        read all weights. Reading and computing overlap, so the larger of the two counts:""")
     show_costs()
     say("""With one row, six tokens take as long as one. With 16 rows the step is limited by
         computing, and every draft takes time, also if it is wrong. The engine therefore makes

@@ -14,21 +14,20 @@ PagedAttention (Kwon et al. 2023, arXiv:2309.06180, section 4.5), block by block
 Loading a block is useful only if the copy takes less time than computing its tokens again.
 """
 
-from lessons.lesson import ask, embedded_config, make_llm, shape_of
+from lessons.lesson import ask, make_llm, shape_of
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import Trace
 from nanovllm.loading.memory import num_weights
 from nanovllm.models.qwen3 import Qwen3
 
 A, B = "What is 12 + 30?\n", "Spell strawberry\n"
-SLOTS, BLOCKS, HOST_BLOCKS = 4, 4, 64
+SLOTS, BLOCKS = 4, 4
 LINK, GPU = 25e9, 400e12  # bytes per second to host memory, FLOPs per second: a GPU on PCIe
 
 
 def run() -> None:
     options = dict(block_size=SLOTS, num_kv_cache_blocks=BLOCKS, attention_backend="sdpa")
-    swap_space = HOST_BLOCKS * embedded_config().block_bytes(SLOTS, 4) / 2**30
-    llm = make_llm(**options, swap_space=swap_space)
+    llm = make_llm(**options, swap_space=0.002)  # GiB of host memory
     say(f"""A pool of {BLOCKS} blocks of {SLOTS} slots runs A = {A!r}, then B = {B!r}, then A again.
         The blocks of A are evicted for B, and loaded again in step 3:""")
     with Trace(llm) as trace:

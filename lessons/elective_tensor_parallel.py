@@ -28,7 +28,7 @@ from unittest import mock
 
 import torch
 
-from lessons.lesson import ask, embedded_config, make_llm, runner_of
+from lessons.lesson import ask, make_llm, runner_of
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.features.memory.tensor_parallel.ranks import Ranks
 from nanovllm.loading.memory import num_weights
@@ -83,7 +83,7 @@ def run() -> None:
     values = (run_rank(1), *start_ranks())
     show_table(head, [(name, *has) for name, has in zip(names, values, strict=True)])
     say(f"""The all-reduces are of one step. In a decode of one sequence each adds up only
-        {embedded_config().hidden_size} numbers, but it waits for the slowest rank, so their number
+        {x.shape[1]} numbers, but it waits for the slowest rank, so their number
         matters more than their size. At the end each rank has the logits of one half of the
         vocabulary. The ranks exchange these and sample the same tokens as one device. What is
         gained: each rank stores and reads one half of the weights and of the KV.""")

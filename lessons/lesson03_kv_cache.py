@@ -14,6 +14,7 @@ computes 6, in a step of the prompt, called prefill, and two decodes (Pope et al
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 from lessons.lesson import decode_plan, make_llm, prompt_plan, runner_of, shape_of, timed
 from lessons.show import Questions, faster, link, say, show_source, show_table
@@ -47,7 +48,7 @@ def with_cache(llm: LLM, prompt: list[int], num_output: int) -> Iterator[tuple[i
         plan = decode_plan(1)
 
 
-def third_key(llm: LLM, ids: list[int]) -> list[float]:
+def third_key(llm: LLM, ids: list[int]) -> Any:
     """Run the model over `ids` -> 4 numbers of the third token's key, in the last layer."""
     next(without_cache(llm, ids, 1))
     layer, key, block, head, slot = -1, 0, 1, 0, 2

@@ -22,11 +22,10 @@ from lessons.lesson import make_llm
 from lessons.show import (
     Question,
     faster,
-    is_same,
     link,
     say,
     show_answers,
-    show_questions,
+    show_question,
     show_table,
 )
 from nanovllm.engine.llm_engine import LLMEngine
@@ -49,12 +48,13 @@ def test_links_name_the_line() -> None:
 def test_answers_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     questions = [
         Question("One?", "1", "Why one.", "Look at one."),
-        Question("Two?", "two", "Why two.", "Look at two."),
+        Question("Two?", "2000 or two", "Why two.", "Look at two."),
     ]
-    show_answers(questions, ["2", "TWO"])
-    compared = capsys.readouterr().out
-    assert "2 is not right. Hint: Look at one.\n" in compared
-    assert "TWO is right. Why two." in compared
+    for given in ("2,000", "(TWO)"):
+        show_answers(questions, ["2", given])
+        compared = capsys.readouterr().out
+        assert "2 is not right. Hint: Look at one.\n" in compared
+        assert f"{given} is right. Why two." in compared
     assert "Why one" not in compared
     assert "Look at two" not in compared
     show_answers(questions, [])
@@ -63,22 +63,6 @@ def test_answers_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Two?" not in capsys.readouterr().out
     with pytest.raises(ValueError, match="there are 2 questions, and 3 answers"):
         show_answers(questions, ["1", "2", "3"])
-
-
-@pytest.mark.parametrize(
-    ("given", "answer"),
-    [
-        ("114,688", "114688"),
-        ("1.0", "1"),
-        (" Attach_Cached() ", "attach_cached"),
-        ("(B)", "b"),
-        ("YES", "yes"),
-        ("256e0", "256"),
-    ],
-)
-def test_answers_may_be_written_differently(given: str, answer: str) -> None:
-    assert is_same(given, answer)
-    assert not is_same(given + "1", answer)
 
 
 def test_a_ratio_of_noise_is_no_gain() -> None:
@@ -96,7 +80,7 @@ def test_nothing_is_wider_than_the_terminal(
     words = "many words in one paragraph " * 20
     say(f"{words}\n\n    a  picture\n    |\n\n{words}")
     show_table(("name", "first number", "second number"), [("a", "1 " * 22, "2 " * 20)])
-    show_questions([Question(f"{words}\n(a) {words}", "1", words, words)] * 2, "command")
+    show_question([Question(f"{words}\n(a) {words}", "1", words, words)], 1)
     show_answers([Question(words, "1", words, words)] * 2, ["1", "2"])
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= min(columns, 100)
