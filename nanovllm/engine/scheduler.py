@@ -82,7 +82,8 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence. Its forks are queued when its first token is committed."""
-        self.queue(seq, self.policy_key(seq, self.block_manager))
+        key = self.policy_key(seq, self.block_manager)
+        self.queue(seq, key)
 
     def queue(self, seq: Sequence, key: int = HEAD) -> None:
         """Insert a sequence into the queue by its key. By default, it becomes the head."""
