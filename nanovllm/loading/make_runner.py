@@ -28,7 +28,7 @@ from nanovllm.models.weights import load_weights
 from nanovllm.runner.device_runner import DeviceRunner
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.rows import Rows
-from nanovllm.utils.host import check_fork
+from nanovllm.utils.host import check_fork, explain_out_of_memory
 from nanovllm.utils.log import logger
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def make_runner(
         "out of memory; lower max_num_seqs, max_model_len or max_num_batched_tokens, or, if they "
         "are set, num_kv_cache_blocks, kv_cache_memory_bytes and swap_space"
     )
-    with on_device, explain_lost_device(device), memory.explain_out_of_memory(remedy):
+    with on_device, explain_lost_device(device), explain_out_of_memory(remedy):
         free = memory.free_memory(device, config.tensor_parallel_size)
         model_config = full_config if ranks is None else ranks.config_of_rank(full_config)
         on_meta = model_config.model_class().on_meta(model_config)
@@ -144,10 +144,8 @@ def make_eager_runner(
     rows = Rows(config.max_num_seqs, max_blocks, block_size, device)
     rows.rules = RulesState(config.max_num_seqs, max_blocks * block_size, vocab_size, device)
     rows.rules.processed_logprobs = config.logprobs_mode == "processed_logprobs"
-    if model.backend.captures:  # eager decodes then compute the same as captured decodes
-        runner: ModelRunner = DeviceRunner(model, model.backend, rows)
-    else:
-        runner = ModelRunner(model, model.backend, rows)
+    captures = model.backend.captures  # eager decodes then compute the same as captured decodes
+    runner = (DeviceRunner if captures else ModelRunner)(model, model.backend, rows)
     runner.add_chunk_results = add_chunk_results
     return runner
 

@@ -55,10 +55,7 @@ class Backend:
         self.before_layer: Callable[[], None] = lambda: None
 
     def quantized(self, weights: str) -> Backend:
-        """Return this backend with the weights of linear layers in "int8" or "int4".
-
-        See backends/int8.py and backends/int4.py.
-        """
+        """Return this backend with linear layers in "int8" or "int4"; see backends/int8.py."""
         raise NotImplementedError
 
     def is_checked(self) -> bool:
@@ -143,12 +140,7 @@ class Backend:
         positions: np.ndarray,
         smallest: Callable[[int], int],
     ) -> DecodeGraphs:
-        """Capture a decode step for as many sizes as possible. See backends/gpu/graphs.py.
-
-        `decode` takes rows [S] and their order [S], and returns hidden states [S, E] and tokens
-        [S]. `positions` [N + 1] belong to N rows and padding, on the host. `smallest` returns the
-        minimum of a number over all ranks.
-        """
+        """Capture a decode step for as many sizes as possible; see DecodeGraphs."""
         raise NotImplementedError
 
     def capture_chunks(

@@ -331,7 +331,7 @@ def test_nothing_to_save_or_load(path: Path, tmp_path: Path) -> None:
     assert llm.load_prefix_cache(tmp_path) > 0
     with pytest.raises(OSError, match="cannot be written: .*Not a directory"):
         llm.save_prefix_cache(tmp_path / disk_cache.NAME / "below")
-    for wrong in (tmp_path / disk_cache.NAME, "", None, 3):
+    for wrong in (tmp_path / disk_cache.NAME, "", None, 3, "~nobody-here/x"):
         for call in (llm.save_prefix_cache, llm.load_prefix_cache):
             with pytest.raises(ValueError, match="path must be a directory, not"):
                 call(wrong)
