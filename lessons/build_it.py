@@ -26,10 +26,7 @@ MAX_SECONDS = 60  # of the processor, for one check
 
 
 def run(which: str | None = None, check: str | None = None) -> None:
-    """List the tasks, write the stub of one, or check the solution in the file `check`.
-
-    Raises ValueError for an unknown task, FileExistsError if there is such a file already.
-    """
+    """List the tasks, write the stub of `which`, or check the solution in the file `check`."""
     if which is None and check is None:
         for name in TASKS:
             text = ast.get_docstring(ast.parse((STUBS / f"{name}.py").read_text())) or ""

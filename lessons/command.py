@@ -80,7 +80,7 @@ def run(what: str, given: dict[str, Any]) -> None:
     function(**given)
     shows_times = "answers" not in given and what not in ("break", "puzzle")
     if shows_times and (others := machine.other_load(since)) > BUSY:
-        print(f"The machine is busy ({others:.0%} of its CPU time): times mean little.")
+        print(f"The machine is busy: the times mean little. Others took {others:.0%} of the CPU.")
 
 
 def main() -> None:

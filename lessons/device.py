@@ -27,8 +27,7 @@ class Device:
 
     def capture(self, step: Callable[[], object]) -> Callable[[], None]:
         """Record what `step` launches -> a function that launches all of it by one call."""
-        recorded: list[Callable[[], None]] = []
-        self.recording = recorded
+        self.recording = recorded = list[Callable[[], None]]()
         try:
             step()
         finally:

@@ -60,8 +60,8 @@ def show_matrix() -> None:
     after = correct(before, k, v)
     has = before.T @ k
     old, d = (", ".join(f"{x:.3g}" for x in values.tolist()) for values in (has, v - has))
-    say(f"""In a larger S the values are vectors, here of 4 numbers. S has the rows (4, 0, 0, 0), (0,
-        6, 0, 0), (1, 1, 1, 1) and (0, 0, 0, 0). For the key (0.6, 0.8, 0, 0) it has the value
+    say(f"""In a larger S the values are vectors, here of 4 numbers. S has the rows (4, 0, 0, 0),
+        (0, 6, 0, 0), (1, 1, 1, 1) and (0, 0, 0, 0). For the key (0.6, 0.8, 0, 0) it has the value
         ({old}), and the token's value is (5, 5, 0, 0), so d = ({d}). The first row of S grows by
         0.6 d, the second by 0.8 d, and the others stay as they are.""")
     lanes = []

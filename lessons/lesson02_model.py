@@ -10,13 +10,14 @@ with the weights of the embedded model. x [T, E] has E numbers for each of T tok
     RMSNorm(x) --> products with the rows of the embedding: logits [T, V]
 
     RMSNorm(x) = x / sqrt(mean(x^2)) * weight, for each row of x
-    attention  = softmax(q k / sqrt(D)) v, causal; query heads share KV heads
+    attention  = softmax(q k / sqrt(D)) v per head, over tokens up to this one
     rope       = x[i] and x[i + D / 2] of q and k are a pair, for i < D / 2:
                  it is rotated by the angle position * theta^(-2 i / D)
     SwiGLU(x)  = down(silu(gate(x)) * up(x)), silu(x) = x / (1 + exp(-x))
 
-q, k, v, o_proj, gate, up and down are products with weights. Each head of q and k has an RMSNorm.
-RMSNorm is by Zhang and Sennrich (2019), rope by Su et al. (2021), SwiGLU by Shazeer (2020).
+q, k, v, o_proj, gate, up and down are products with weights. A head has D numbers, and heads of q
+share one of k and v. RMSNorm is by Zhang and Sennrich (2019), rope by Su et al. (2021), SwiGLU by
+Shazeer (2020).
 """
 
 from collections.abc import Callable, Sequence
@@ -101,8 +102,7 @@ QUESTIONS = Questions("""
     Why are keys and values all that a cache has to keep of earlier tokens? (a) They are the largest
     results of a layer. (b) All other results can be computed from them. (c) Only attention reads
     other tokens than its own, and of these only k and v.
-    Answer: c. Everything else computes each row of x alone, so that tokens of different requests
-    can share a step.
+    Answer: c. All else computes each row of x alone, so tokens of several requests share a step.
     Hint: Which of the formulas has more than one row of x?
 
     Rope rotates queries and keys. A query at position 1,000 and a key at position 940 have a score.
