@@ -173,7 +173,7 @@ def mlp(gate_up, down, code, x_ptr, weight_ptr, choices, buffers, out_ptr, num_e
         counts[choice] += 1
     hits, ends = np.flatnonzero(counts), np.cumsum(counts)
     next_row = ends - counts
-    tokens, places = np.empty((2, num_rows), np.int64)
+    tokens, places = np.empty(num_rows, np.int64), np.empty(num_rows, np.int64)
     for i in range(num_rows):
         places[i] = next_row[flat[i]]
         next_row[flat[i]] += 1
