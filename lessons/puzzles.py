@@ -59,14 +59,6 @@ def product(x, y, out, inner, columns, SIZE: tl.constexpr):
     # Product of two matrices: out = x @ y. x is [rows, inner], y is [inner, columns], all sizes are
     # multiples of SIZE. Each program computes one tile [SIZE, SIZE] of out. The missing loop adds
     # products of tiles: tl.dot(a, b, input_precision="ieee") is the product of two.
-    #
-    #                 x  k ->                y     j
-    #            +----+----+----+            +----+----+----+
-    #            |    |    |    |          k |    | b0 |    |
-    #            +----+----+----+            +----+----+----+     tile (i, j) of out
-    #          i | a0 | a1 | a2 |            |    | b1 |    |       = a0 b0 + a1 b1 + a2 b2
-    #            +----+----+----+            +----+----+----+
-    #                                        |    | b2 |    |
     i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)  # rows of the tile
     j = tl.program_id(1) * SIZE + tl.arange(0, SIZE)  # its columns
     tile = tl.zeros([SIZE, SIZE], tl.float32)
@@ -141,10 +133,7 @@ def paged(
 
 
 def launch(kernel: Any, name: str, programs: dict[Any, list[str]]) -> tuple[Tensor, Tensor]:
-    """Run a kernel as its check says -> what it computed, and what torch computes.
-
-    In the interpreter `programs` gets what each program loads and stores.
-    """
+    """Run a kernel as its check says, and note what programs load and store -> `out`, torch's."""
     grid, args, want = globals()[f"check_{name}"]()
     named = zip(globals()[name].arg_names, args, strict=True)
     tensors = {name: x for name, x in named if isinstance(x, Tensor)}

@@ -5,9 +5,9 @@ running sequences, the oldest first, then to the waiting ones, the first first. 
 tokens of seq.token_ids after the first seq.num_computed, or what is left of the budget. A waiting
 one that computes tokens is admitted: it moves from the list `waiting` to the end of `running`.
 
-Example: a budget of 8 and at most 3 running sequences. Two running sequences have 1 token to
-compute each, three waiting ones have 4, 5 and 2. The plan is 1, 1, 4, and the second waiting one
-waits: there are 3 running sequences. With at most 4, it is admitted and computes 2 of its 5 tokens.
+Example: a budget of 8 and max_num_seqs=3. Two running sequences have 1 token to compute each, three
+waiting ones have 4, 5 and 2. The plan is 1, 1, 4, and the second waiting one waits: 3 sequences
+run. With max_num_seqs=4, it is admitted and computes 2 of its 5 tokens.
 
 What must stay true: nobody gets 0 tokens or is overtaken; the sequences stay as they are.
 
