@@ -187,6 +187,20 @@ eviction
 - for block in matched:
 + for block in matched[-1:]:
 ? is released first. The order of eviction should be [4, 3, 2, 1], but with your code it is [2, 1, 4, 3].
+- += 1
++ += len(matched)
+? and blocks 1 to 32 of one prompt have one each. The order of eviction should be [32, 31,
+- += 1
++ += 1 + (block is matched[0])
+? and block 3 has 2. The order of eviction should be [3, 2, 1], but with your code it is [2, 3, 1].
+- for block in matched:
++ for block in matched if not seq.preemptions else []:
+? preemption, and block 4 none. The order of eviction should be [4, 3], but with your code it is [3, 4].
+- return min(self.evictable, key=self.hits.__getitem__)
++ victim = min(self.evictable, key=self.hits.__getitem__)
++         self.hits[victim] = 0
++         return victim
+? with 0 hits. The order of eviction should be [3, 1, 2], but with your code it is [1, 3, 2].
 - self.hits[block.block_id] += 1
 + self.hits[block.block_id] += block.ref_count
 ? and then block 2 gets 3 hits. The order of eviction should be [1, 2], but with your code it is [2, 1].
@@ -208,10 +222,23 @@ preempt
 ? What fails after the last step of this history: context: slot 10 of request 2 holds (1, 2) and not
 - self.queue(seq)
 + self.queue(seq, seq.arrival)
-? The number of preemptions, as with preempt in scheduler.py, should be 11, but with your code it is 10.
+? and then sequence 8, by self.queue(seq). The queue should be [1, 8, 7], but with your code it is [8, 7, 1].
 - self.queue(seq)
-+ self.queue(seq, 10**6)
-? run and waits when sequence 1 is preempted. The queue should be [1, 7], but with your code it is [7, 1].
++ self.waiting.insert(0, seq); seq.status = type(seq.status).WAITING
+? and then sequence 8, by self.queue(seq). The queue should be [1, 8, 7], but with your code it is [8, 1, 7].
+- seq.row, seq.decoding = -1, False
++ seq.decoding = False
+? and sequence 0 needs 1. After _make_room, seq.row of all should be [0, 1, -1], but with your code it is
+- self.running.remove(seq)
++ self.running.pop()
+? After preempt(sequence 1), those that run should be [0, 2], but with your code it is [0, 1].
+- self.block_manager.release(seq)
++ seq.block_table.reverse()
++         self.block_manager.release(seq)
+? the last first, should be [3, 2], but with your code it is [2, 3].
+- += seq.num_computed
++ += 2 * seq.num_computed
+? 0 needs 1. After _make_room, self.recomputed_tokens should be 2, but with your code it is 4.
 - return seq in self.running
 + return True
 ? _make_room, what it has returned: whether sequence 1 runs should be False, but with your code it is True.
@@ -265,6 +292,19 @@ policy
 - AGING * seq.arrival
 + AGING * (seq.arrival % 1000)
 ? of request 0 has 3 tokens. The order of admission should be [1, 2, 0], but with your code it is [2, 1, 0].
+- AGING * seq.arrival - (seq.max_length - seq.num_prompt)
++ max(0, AGING * seq.arrival - (seq.max_length - seq.num_prompt))
+? Whether the key of request 1 is the smaller one should be True, but with your code it is False.
+- seq.num_prompt
++ 2 * seq.num_prompt
+? after prompts of 200 and 3. Their keys are [199, 3]. Whether the key of request 1 is the smaller one
+- AGING * seq.arrival
++ AGING * (seq.arrival % 64)
+? Whether the key of request 5
+-     return
++     seq.num_candidates = 0
++     return
+? The key must change nothing. The fields that it changed should be [], but with your code it is ['num_candidates'].
 softmax
 - first, second = torch.exp(one[0] - base), torch
 + first, second = torch.ones(()), torch
