@@ -9,9 +9,9 @@ smallest key, which here is the number of uncached prompt tokens:
     FCFS      [150   9   9   9   9]     the order of admission
     SJF       [  9   9   9   9 150]
 
-SJF alone has a fault: the long prompt waits forever if short ones keep arriving. So a
-later request starts with a larger key: the key has 16 more for each request that came before. This
-is called aging. The number of short prompts that overtake the long one is then limited.
+SJF alone has a fault: the long prompt waits forever if short ones keep arriving. So a later request
+starts with a larger key: the key has 16 more for each request that came before. This is called
+aging. The number of short prompts that overtake the long one is then limited.
 """
 
 from lessons.lesson import Counters, ask, make_llm

@@ -15,7 +15,6 @@ environment variable TRITON_INTERPRET is 1 when Triton is imported. The lessons 
 import inspect
 
 import torch
-from torch import Tensor
 
 from lessons.lesson import optional
 from lessons.show import Questions, link, say, show_source, show_table
@@ -36,10 +35,9 @@ def run() -> None:
         i = program * 4 + torch.arange(4)
         a = torch.where(i < 10, 10 * i, 0)
         stored = [str(n) if n else "-" for n in (2 * a).tolist()]
-        for row, tile in zip(
-            rows, (*map(Tensor.tolist, (i, (i < 10).int(), a)), stored), strict=True
-        ):
-            row.append(" ".join(map(str, tile)))
+        tiles = [i.tolist(), (i < 10).int().tolist(), a.tolist(), stored]
+        for row, numbers in zip(rows, tiles, strict=True):
+            row.append(" ".join(map(str, numbers)))
     show_table(("line", "in program 1", "in program 2"), rows)
     tile = torch.tensor([2, 3])[:, None] * 8 + torch.tensor([4, 5, 6, 7])[None, :]
     say(f"""x + i is a tile of pointers, one for each number. A masked load reads nothing and gives
