@@ -105,7 +105,8 @@ def link(place: Any, text: str = "") -> str:
 
 @shown
 def show_source(*links: str) -> None:
-    print("In the engine:", *links, sep="\n  ", end="\n\n")
+    in_engine = links[0].startswith("nanovllm/")
+    print("In the engine:" if in_engine else "In the source:", *links, sep="\n  ", end="\n\n")
 
 
 @shown
