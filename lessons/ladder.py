@@ -1,9 +1,9 @@
 """The ladder: the same 16 requests on every rung, from no cache to the defaults of LLM().
 
 Each rung adds one idea to the previous rung and gives the same tokens; the last, the defaults,
-changes several options. `python -m lessons ladder 6`
-measures the rungs of lesson 6, and the one before them. All of them take 20 to 60 s, and 15 to
-30 s more if the CPU's kernels have to be compiled first.
+changes several options. `python -m lessons ladder 6` measures the rungs of lesson 6, and the one
+before them. All of them take 20 to 60 s, and 15 to 30 s more if the CPU's kernels have to be
+compiled first.
 
     no cache -> a KV cache -> blocks -> batches -> a token budget -> prefix sharing
              -> kernels -> async scheduling -> the defaults
