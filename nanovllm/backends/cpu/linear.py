@@ -11,7 +11,7 @@ of weights read (plain and packed; layers and head):
 With AVX512-BF16 and without AMX, packed weights take 0.75 to 0.85 of the time for 1 to 16 tokens
 and the same time for many. In float32, with AVX2, large weights take 0.5 to 1.0 of the time for 4
 to 256 tokens (once 0.3) and 0.9 to 1.15 for one. Small ones gain little or lose: they are packed
-only in the sizes that the kernel of units/any.py reads.
+only in the sizes that the kernel of kernels/blocks.py reads.
 
 torch.ops.mkldnn is private to torch, and its compiler is the only public way to packed weights. It
 would compile the model. Where an operator is missing, and on other processors than x86, where none
@@ -122,7 +122,7 @@ def repacked(weight: Tensor) -> Tensor:
 def is_packed_by(width: int, weight: Tensor) -> bool:
     """Return whether a packed weight [O, I] has the layout [blocks, I / n, width, n].
 
-    The last block may be padded. n is 2 in bfloat16 and 1 in float32. The units read this layout.
+    The last block may be padded. n is 2 in bfloat16 and 1 in float32. The kernels read this layout.
     It is not documented. Products with unit vectors are columns of the weight, which confirm it.
     """
     ops, (outputs, inputs) = torch.ops.mkldnn, weight.shape

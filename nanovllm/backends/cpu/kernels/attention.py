@@ -8,6 +8,7 @@ import numpy as np
 
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels.few_queries import attend_few, count_queries, kv_address
+from nanovllm.backends.cpu.kernels.llvm.dot import dot_rows
 from nanovllm.backends.cpu.kernels.parallel import in_parts
 from nanovllm.backends.cpu.kernels.primitives import (
     array,
@@ -21,7 +22,6 @@ from nanovllm.backends.cpu.kernels.words import (
     HEIGHT,
     WIDTH,
     joined,
-    multiply,
     stored_word,
     word,
     word_array,
@@ -116,7 +116,7 @@ def attend_groups(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_
                     x = np.int64(keys[j:].ctypes.data), 4 * words, 4
                     to = np.int64(scores[first + j :, r:].ctypes.data), 4 * max_rows
                     w = np.int64(query[r // WIDTH].ctypes.data), 4 * WIDTH
-                    multiply(x, w, words, to, example)
+                    dot_rows(keys[0, 0], HEIGHT, WIDTH, x, w, words, to, (0, 0))
 
         for t in range(num_keys):
             for r in range(padded):
@@ -153,7 +153,7 @@ def attend_groups(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_
                 for d in range(0, wide, WIDTH):
                     w = np.int64(values[:, d:].ctypes.data), 4 * wide
                     to = np.int64(acc[r:, d:].ctypes.data), 4 * wide
-                    multiply(x, w, KEYS // per_word, to, example)
+                    dot_rows(keys[0, 0], HEIGHT, WIDTH, x, w, KEYS // per_word, to, (0, 0))
 
         for r in range(rows):
             token, h = queries[p, r // q_per_kv], head * q_per_kv + r % q_per_kv

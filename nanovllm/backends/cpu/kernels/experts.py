@@ -22,6 +22,7 @@ from torch import Tensor
 
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels import pointwise
+from nanovllm.backends.cpu.kernels.blocks import unit_product
 from nanovllm.backends.cpu.kernels.parallel import address_for, call_at, code_at, in_parts
 from nanovllm.backends.cpu.kernels.primitives import (
     DTYPE_EXAMPLE,
@@ -31,8 +32,6 @@ from nanovllm.backends.cpu.kernels.primitives import (
     to_float32,
 )
 from nanovllm.backends.cpu.kernels.product import Product, quantized, quantized_bytes
-from nanovllm.backends.cpu.kernels.units.any import Unit
-from nanovllm.backends.cpu.kernels.units.unit import product_of, unit_for
 from nanovllm.models.backend import num_experts
 from nanovllm.models.layers import Linear
 
@@ -55,10 +54,10 @@ class PackedExperts:
     """Weights [X O, I] in blocks of outputs that a unit reads."""
 
     values: Tensor  # [X O / width, I / n, width, n], where n is 2 in bfloat16 and 1 in float32
-    unit: Unit
+    code: Product
 
     def product(self) -> Product:
-        return product_of(self.unit, self.values.dtype)
+        return self.code
 
     @property
     def shape(self) -> torch.Size:
@@ -81,16 +80,16 @@ def pack(module: Linear) -> None:
 
     The condition is the same for both Linears of a mixture: hidden and inner size in whole blocks.
     """
-    weight, unit = module.weight, unit_for(module.weight.dtype)
+    weight, code = module.weight, unit_product(module.weight.dtype)
     inputs, experts = weight.shape[1], num_experts(module.projections)
     sizes = inputs, *module.projections.values()
-    if unit is None or any(size % 64 for size in sizes):
+    if code is None or any(size % 64 for size in sizes):
         return
     n = 4 // weight.itemsize
     for expert in weight.chunk(experts):  # one at a time, to save memory
-        blocks = expert.view(-1, unit.width, inputs // n, n).transpose(1, 2)
+        blocks = expert.view(-1, code.width, inputs // n, n).transpose(1, 2)
         expert.copy_(blocks.contiguous().view_as(expert))
-    module.weight = PackedExperts(weight.view(-1, inputs // n, unit.width, n), unit)
+    module.weight = PackedExperts(weight.view(-1, inputs // n, code.width, n), code)
 
 
 class ExpertWeights(NamedTuple):

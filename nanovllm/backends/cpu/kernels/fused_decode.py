@@ -20,12 +20,11 @@ from torch import Tensor
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels import pointwise
 from nanovllm.backends.cpu.kernels.attention import attend
+from nanovllm.backends.cpu.kernels.blocks import unit_product
 from nanovllm.backends.cpu.kernels.few_queries import AttentionWork, QueryGroups
 from nanovllm.backends.cpu.kernels.parallel import address_for, in_parts, parts_for
 from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE
 from nanovllm.backends.cpu.kernels.product import Product, multiply, pointers, product
-from nanovllm.backends.cpu.kernels.units.any import Unit
-from nanovllm.backends.cpu.kernels.units.unit import product_of, unit_for
 from nanovllm.backends.cpu.linear import PACKED_FOR, address, is_packed_by, repacked
 from nanovllm.backends.cpu.linear import linear as linear_by_torch
 from nanovllm.models.batch import ForwardBatch
@@ -282,8 +281,8 @@ class FusedLayers:
 class UnitLinear:
     """Linear layers by the kernel of a unit, which reads the weights faster than oneDNN does."""
 
-    def __init__(self, model: Qwen3, unit: Unit) -> None:
-        self.product = product_of(unit, model.backend.dtype)
+    def __init__(self, model: Qwen3, unit: Product) -> None:
+        self.product = unit
         fits: dict[Any, bool] = {}  # by shape, because confirming a layout takes a product
         # The keys are ids of modules. Modules as keys would form a cycle of references, which keeps
         # the weights in memory: they refer to the backend, and the backend to this object.
@@ -324,7 +323,7 @@ def fuse_layers(
     find: Pointers = pointers
     if not isinstance(modules[0].weight, Tensor) and hasattr(modules[0].weight, "product"):
         product = modules[0].weight.product()
-    elif unit := unit_for(dtype):
+    elif unit := unit_product(dtype):
         model.backend.linear = linear = UnitLinear(model, unit)
         if any(id(module) not in linear.addresses for module in modules):
             return None

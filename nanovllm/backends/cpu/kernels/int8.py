@@ -26,8 +26,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanovllm.backends.cpu.jit import compiled, has_feature
-from nanovllm.backends.cpu.kernels.llvm.dot import INT8, INT8_PAIRS, dot_rows
+from nanovllm.backends.cpu.jit import compiled
+from nanovllm.backends.cpu.kernels import amx
+from nanovllm.backends.cpu.kernels.amx import (
+    tile_config,
+    tile_dot_int8,
+    tile_load,
+    tile_release,
+    tile_store,
+)
+from nanovllm.backends.cpu.kernels.blocks import add_product
 from nanovllm.backends.cpu.kernels.parallel import address_for
 from nanovllm.backends.cpu.kernels.primitives import array, bytes_of
 from nanovllm.backends.cpu.kernels.product import (
@@ -38,24 +46,13 @@ from nanovllm.backends.cpu.kernels.product import (
     quantize_rows,
     quantized_bytes,
 )
-from nanovllm.backends.cpu.kernels.units import amx
-from nanovllm.backends.cpu.kernels.units.amx import (
-    tile_config,
-    tile_dot_int8,
-    tile_load,
-    tile_release,
-    tile_store,
-)
 from nanovllm.backends.int8 import Int8Weight
 
 f32, int32 = np.float32, np.int32
 OUTPUTS = 64  # of a block of weights
 HAS_AMX = amx.is_available("amx-int8")
-HAS_VNNI, HAS_AVX2 = has_feature("avx512vnni"), has_feature("avx2")
-TOKENS = 16 if HAS_AMX else 6 if HAS_VNNI else 2  # their sums stay in registers
 TOKEN_BLOCK = 64  # tokens that stay in the L2 cache
-AHEAD = 4096  # bytes between the weights that are used and those that are prefetched
-STEPS = 32  # four inputs each; their weights are 8 kB
+TOKENS = amx.TILE_ROWS if HAS_AMX else TOKEN_BLOCK  # of a call of add_block
 
 
 @dataclass(slots=True)
@@ -88,35 +85,8 @@ class PackedWeight(PackedRows, Int8Weight):
 
 
 @compiled()
-def vnni_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
-    """Compute sums [tokens, 64] int32 += x [tokens, 4 * steps] int8 times a block of weights.
-
-    tokens is at most TOKENS. The first three arguments are addresses. The rows of x begin `stride`
-    bytes apart.
-    """
-    w, row = (weight_ptr, 4 * OUTPUTS), 4 * OUTPUTS
-    t, lines = 0, 4
-    while t < tokens:
-        x, sums, left = (x_ptr + t * stride, stride, 4), (sums_ptr + t * row, row), tokens - t
-        ahead = weight_ptr + AHEAD, row, lines
-        lines = 0
-        if left >= 6:
-            dot_rows(INT8, 6, 4, 1, x, w, steps, sums, ahead)
-            t += 6
-        elif left >= 4:
-            dot_rows(INT8, 4, 4, 1, x, w, steps, sums, ahead)
-            t += 4
-        elif left >= 2:
-            dot_rows(INT8, 2, 4, 1, x, w, steps, sums, ahead)
-            t += 2
-        else:
-            dot_rows(INT8, 1, 4, 1, x, w, steps, sums, ahead)
-            t += 1
-
-
-@compiled()
-def amx_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
-    """Compute the same as vnni_tile, 64 inputs at a time. The remaining ones are left to it.
+def amx_tile(word, sums_ptr, x_ptr, stride, weight_ptr, steps, tokens):
+    """Compute the same as add_product, 64 inputs at a time. The remaining ones are left to it.
 
     Each of four tiles B is 64 inputs of 16 outputs, as the weights are stored.
     """
@@ -145,46 +115,10 @@ def amx_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
     tile_store(3, sums_ptr + 192, 4 * OUTPUTS)
     tile_release()
     if steps % amx.TILE_ROWS > 0:
-        vnni_tile(sums_ptr, x_ptr, weight_ptr, steps % amx.TILE_ROWS, stride, tokens)
+        add_product(word, sums_ptr, x_ptr, stride, weight_ptr, steps % amx.TILE_ROWS, tokens)
 
 
-@compiled()
-def avx2_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
-    """Compute the same as vnni_tile, for STEPS inputs of all outputs at a time.
-
-    Each of them prefetches the next ones, because it reads a row of weights in two or four parts.
-    """
-    for first in range(0, steps, STEPS):
-        count, x = min(STEPS, steps - first), (x_ptr + 4 * first, stride, 4)
-        weight = weight_ptr + 4 * OUTPUTS * first
-        ahead = weight + 4 * OUTPUTS * STEPS
-        if tokens == 2:
-            for c in range(0, 4 * OUTPUTS, 64):
-                w, sums = (weight + c, 4 * OUTPUTS), (sums_ptr + c, 4 * OUTPUTS)
-                dot_rows(INT8_PAIRS, 2, 4, 1, x, w, count, sums, (ahead + c * count, 64, 1))
-        else:
-            for c in range(0, 4 * OUTPUTS, 128):
-                w, sums = (weight + c, 4 * OUTPUTS), (sums_ptr + c, 4 * OUTPUTS)
-                dot_rows(INT8_PAIRS, 1, 8, 1, x, w, count, sums, (ahead + c * count, 128, 2))
-
-
-@compiled()
-def plain_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
-    """Compute the same as vnni_tile."""
-    sums = array(sums_ptr, (tokens, OUTPUTS), int32(0))
-    x = array(x_ptr, (tokens, stride), np.int8(0))
-    weight = array(weight_ptr, (steps, OUTPUTS, 4), np.uint8(0))
-    for t in range(tokens):
-        for s in range(steps):
-            for o in range(OUTPUTS):
-                total = int32(0)
-                for i in range(4):
-                    total += int32(weight[s, o, i]) * int32(x[t, 4 * s + i])
-                sums[t, o] += total
-
-
-tile: Any = (
-    amx_tile if HAS_AMX else vnni_tile if HAS_VNNI else avx2_tile if HAS_AVX2 else plain_tile)
+add_block: Any = amx_tile if HAS_AMX else add_product
 
 
 @compiled()
@@ -202,7 +136,7 @@ def product_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs
                 x, tokens = x_ptr + t * stride, min(TOKENS, last - t)
                 for i in range(tokens):
                     sums[i] = array(x + i * stride + size + 4, (1,), int32(0))[0]
-                tile(sums_ptr, x, weight_ptr + o * size, size // 4, stride, tokens)
+                add_block(int32(0), sums_ptr, x, stride, weight_ptr + o * size, size // 4, tokens)
                 for i in range(tokens):
                     token_scale = array(x + i * stride + size, (1,), f32(0))[0]
                     out = out_ptr + ((t + i) * outputs + o) * itemsize

@@ -136,13 +136,3 @@ def to_float32(typing, x):
         return stored_to_float32(builder, args[0])
 
     return types.float32(x), generate
-
-
-@intrinsic
-def decode_float16(typing, bits):
-    """Convert a number in float16, given as uint16, to float32."""
-
-    def generate(context, builder, signature, args):
-        return builder.fpext(builder.bitcast(args[0], HALF), FLOAT)
-
-    return types.float32(types.uint16), generate

@@ -25,7 +25,6 @@ from nanovllm.backends.cpu.kernels.primitives import (
     load_bias,
     prefetch_range,
 )
-from nanovllm.backends.cpu.kernels.units.any import Unit
 
 TILE_ROWS = 16
 WIDTH = 32  # outputs of a block of the packed weight
@@ -128,6 +127,3 @@ def is_available(feature="amx-bf16"):
         return False
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
     return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
-
-
-AMX = Unit(linear_blocks, WIDTH, is_available)
