@@ -47,12 +47,8 @@ def add_neighbors(builder, a, b, name):
         return call(builder, f"x86.avx2.pmadd.{name}", result, a, b)
     extend = builder.zext if name == "ub.sw" else builder.sext
     products = builder.mul(extend(a, wide), builder.sext(b, wide))
-    even, odd = (
-        builder.shuffle_vector(
-            products, products, ir.Constant(ir.VectorType(INT32, count // 2), range(h, count, 2))
-        )
-        for h in range(2)
-    )
+    orders = (ir.Constant(ir.VectorType(INT32, count // 2), [*range(h, count, 2)]) for h in (0, 1))
+    even, odd = (builder.shuffle_vector(products, products, order) for order in orders)
     return builder.add(even, odd)
 
 
