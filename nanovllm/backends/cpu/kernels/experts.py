@@ -130,7 +130,7 @@ def product(weights, blocks, x_ptr, out_ptr, work_ptr, hits, ends, itemsize, exa
     """
     code, inputs, outputs = weights.code, weights.inputs, weights.outputs
     x_ptr = quantized(code, x_ptr, ends[-1], inputs, work_ptr, example, parts)
-    x_bytes = itemsize * inputs if code.quantize == 0 else quantized_bytes(inputs, code.group)
+    x_bytes = itemsize * inputs if code.quantize == 0 else quantized_bytes(inputs)
     arguments = (code.blocks, x_ptr, weights.weight_ptr, weights.scale_ptr, out_ptr, hits, ends,
                  inputs, outputs, code.width, x_bytes, weights.weight_bytes, weights.scale_bytes,
                  itemsize * outputs, example)

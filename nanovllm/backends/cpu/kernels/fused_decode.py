@@ -29,7 +29,7 @@ from nanovllm.backends.cpu.linear import PACKED_FOR, address, is_packed_by, repa
 from nanovllm.backends.cpu.linear import linear as linear_by_torch
 from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.layers import Linear
-from nanovllm.models.qwen3 import Qwen3
+from nanovllm.models.qwen3 import MLP, DecoderLayer, Qwen3, SelfAttention
 
 if TYPE_CHECKING:
     from nanovllm.backends.cpu.attention import NumbaAttention
@@ -312,9 +312,11 @@ class UnitLinear:
 
 
 def fuse_layers(
-    model: Qwen3, attention: NumbaAttention, layers: type[FusedLayers] | None
+    model: Qwen3, attention: NumbaAttention, hybrid: type[FusedLayers]
 ) -> FusedLayers | None:
-    """Return `layers` of the model, or None if they do not read one of its weights.
+    """Return the layers of the model in one call, or None if it has other layers or weights.
+
+    `hybrid` is for layers of linear attention and attention with a gate.
 
     Outside fused layers, the unit computes all products of few rows whose weights it reads.
     """
@@ -330,6 +332,11 @@ def fuse_layers(
         product, find = linear.product, linear.pointers
     else:
         return None
-    if layers is None or attention.cache.dtype is not dtype:
+    kinds = {(type(layer).__call__, type(layer.mlp).__call__) for layer in model.layers}
+    attns: list[Any] = [layer.self_attn for layer in model.layers]
+    is_plain = all(type(attn).__call__ is SelfAttention.__call__ for attn in attns)
+    is_hybrid = all(hasattr(attn, "conv1d") or hasattr(attn, "qkv_gate_proj") for attn in attns)
+    if kinds != {(DecoderLayer.__call__, MLP.__call__)} or attention.cache.dtype is not dtype:
         return None
-    return layers(model, attention, product, find)
+    kind = FusedLayers if is_plain else hybrid if is_hybrid else None
+    return kind and kind(model, attention, product, find)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
@@ -23,14 +22,13 @@ from torch import Tensor
 
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels.llvm.dot import int4_rows
-from nanovllm.backends.cpu.kernels.parallel import address_for
 from nanovllm.backends.cpu.kernels.primitives import array, bytes_of
 from nanovllm.backends.cpu.kernels.product import (
     PackedRows,
     Product,
     finish,
-    quantize_rows,
     quantized_bytes,
+    quantized_product,
 )
 from nanovllm.backends.int4 import GROUP, Int4Weight
 
@@ -53,7 +51,7 @@ class PackedInt4(PackedRows, Int4Weight):
         return cls(values, scale, inputs, empty(0).dtype, range(outputs))
 
     def product(self) -> Product:
-        return int4_product(self.dtype)
+        return quantized_product(int4_blocks, OUTPUTS, self.dtype)
 
     def store(self, start: int, packed: Tensor, scale: Tensor) -> None:
         rows = torch.tensor(self.rows[start : start + len(packed)])
@@ -95,7 +93,7 @@ def multiply_block(sums_ptr, x_ptr, weight_ptr, scale_ptr, groups, stride, token
 def int4_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, outputs, example,
                 start, stop):
     """Compute blocks of 16 outputs, as product.py describes."""
-    groups, stride = (inputs + GROUP - 1) // GROUP, quantized_bytes(inputs, GROUP)
+    groups, stride = (inputs + GROUP - 1) // GROUP, quantized_bytes(inputs)
     sums, itemsize = np.empty((TOKEN_BLOCK, OUTPUTS), f32), bytes_of(example)
     for first in range(0, rows, TOKEN_BLOCK):
         tokens, x = min(TOKEN_BLOCK, rows - first), x_ptr + first * stride
@@ -109,10 +107,3 @@ def int4_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, o
                 out = out_ptr + ((first + i) * outputs + o) * itemsize
                 finish(sums_ptr + 4 * OUTPUTS * i, token_scale, np.int64(0), bias, out,
                        min(OUTPUTS, outputs - o), f32(0), example)
-
-
-@cache
-def int4_product(dtype: torch.dtype) -> Product:
-    """Return how weights of this file are multiplied with rows of a dtype."""
-    quantize, blocks = (address_for(k, dtype, dtype) for k in (quantize_rows, int4_blocks))
-    return Product(blocks, OUTPUTS, quantize, GROUP, offset=8)

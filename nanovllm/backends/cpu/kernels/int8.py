@@ -2,7 +2,7 @@
 
 VNNI, the dot product of AVX-512 for int8, adds to each of 16 numbers in int32 the products of 4
 neighbours. The weights are stored in the order in which the kernel reads them:
-[O / 64, I / 4, 64, 4].
+[O / 64, I / 4, 64, 4], where I is a multiple of 32.
 
     four vectors     output    0       1    ..   63
     inputs 0 to 3         [ wwww | wwww | .. | wwww ]       x of a token: inputs 0 to 3 in all lanes
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -36,16 +35,16 @@ from nanovllm.backends.cpu.kernels.amx import (
     tile_store,
 )
 from nanovllm.backends.cpu.kernels.blocks import add_product
-from nanovllm.backends.cpu.kernels.parallel import address_for
 from nanovllm.backends.cpu.kernels.primitives import array, bytes_of
 from nanovllm.backends.cpu.kernels.product import (
     PackedRows,
     Product,
     finish,
     padded_inputs,
-    quantize_rows,
     quantized_bytes,
+    quantized_product,
 )
+from nanovllm.backends.int4 import GROUP
 from nanovllm.backends.int8 import Int8Weight
 
 f32, int32 = np.float32, np.int32
@@ -64,16 +63,16 @@ class PackedWeight(PackedRows, Int8Weight):
 
     @classmethod
     def empty(cls, empty: Callable[..., Tensor], outputs: int, inputs: int) -> PackedWeight:
-        shape = -(-outputs // OUTPUTS), -(-inputs // 4), OUTPUTS
+        shape = -(-outputs // OUTPUTS), -(-inputs // GROUP) * GROUP // 4, OUTPUTS
         values, scale = empty(*shape, dtype=torch.int32), empty(outputs, dtype=torch.float32)
         return cls(values, scale, empty(0).dtype, range(outputs), inputs)
 
     def product(self) -> Product:
-        return int8_product(self.dtype)
+        return quantized_product(product_blocks, OUTPUTS, self.dtype)
 
     def store(self, start: int, values: Tensor, scale: Tensor) -> None:
         rows = torch.tensor(self.rows[start : start + len(values)])
-        unsigned = F.pad(values.view(torch.uint8) ^ 128, (0, -self.inputs % 4))
+        unsigned = F.pad(values.view(torch.uint8) ^ 128, (0, -self.inputs % GROUP))
         self.values[rows // OUTPUTS, :, rows % OUTPUTS] = unsigned.view(torch.int32)
         self.scale[rows] = scale
 
@@ -125,7 +124,7 @@ add_block: Any = amx_tile if HAS_AMX else add_product
 def product_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, outputs, example,
                    start, stop):
     """Compute blocks of 64 outputs, as product.py describes."""
-    size, stride = padded_inputs(inputs, 0), quantized_bytes(inputs, 0)
+    size, stride = padded_inputs(inputs), quantized_bytes(inputs)
     sums, itemsize = np.empty((TOKENS, OUTPUTS), np.int32), bytes_of(example)
     for first in range(0, rows, TOKEN_BLOCK):
         last = min(first + TOKEN_BLOCK, rows)
@@ -142,10 +141,3 @@ def product_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs
                     out = out_ptr + ((t + i) * outputs + o) * itemsize
                     finish(sums_ptr + 4 * OUTPUTS * i, token_scale, scale_ptr + 4 * o, bias, out,
                            min(OUTPUTS, outputs - o), int32(0), example)
-
-
-@cache
-def int8_product(dtype: torch.dtype) -> Product:
-    """Return how weights of this file are multiplied with rows of a dtype."""
-    quantize, blocks = (address_for(k, dtype, dtype) for k in (quantize_rows, product_blocks))
-    return Product(blocks, OUTPUTS, quantize, group=0, offset=128)

@@ -226,8 +226,9 @@ def int4_rows(typing, rows, x, stride, weight, scale, groups, out):
                 group_scale = builder.fpext(load(scale, number, 2, halves), floats)
                 for row, total in enumerate(totals, first_row):
                     values = builder.add(x, builder.mul(INT(row), stride))
-                    starts = builder.add(builder.mul(groups, INT(GROUP)), INT(4))
-                    starts = builder.add(values, starts)  # after the values and their scale
+                    # They follow the values, their scale and the start of all groups.
+                    starts = builder.add(builder.mul(groups, INT(GROUP)), INT(8))
+                    starts = builder.add(values, starts)
                     start = copies(builder, load(starts, group, 4, INT32), lanes)
                     pairs = []
                     for p, w in enumerate(low + high):
