@@ -5,13 +5,14 @@ PYTHONPATH=. python .ci/lesson_pages.py 5 11b       runs lesson 5 and the second
 PYTHONPATH=. python .ci/lesson_pages.py --lines     corrects links to lines and other pages, and runs no lesson
 PYTHONPATH=. python .ci/lesson_pages.py --measure   runs each lesson three times, and writes measured figures as ranges
 
-It also links the rows of docs/lessons.md to the pages. Without --measure a page keeps its figures
-and their date, so a busy machine does not change them. Everything else comes from the run. Figures
-that were measured while other processes took more than 10 % of the CPU time are not written.
-tests/lessons/test_lesson_pages.py compares the pages with the lessons.
+Without --measure a page keeps its figures and their date, so a busy machine does not change them.
+Everything else comes from the run. Figures that were measured while other processes took more than
+10 % of the CPU time are not written. tests/lessons/test_lesson_pages.py compares the pages with the
+lessons.
 """
 
 import argparse
+import ast
 import contextlib
 import inspect
 import logging
@@ -168,27 +169,24 @@ def correct_lines(text: str) -> str:
 
     def correct(link: re.Match[str]) -> str:
         path, name, code = link.groups()
-        lines = (ROOT / path).read_text().splitlines()
-        return row_of_link(path, find_line(lines, name, code.replace("\\|", "|")), name, code)
+        source = (ROOT / path).read_text()
+        return row_of_link(path, find_line(source, name, code.replace("\\|", "|")), name, code)
 
     return LINK.sub(correct, text)
 
 
-def find_line(lines: Sequence[str], name: str, code: str) -> int:
+def find_line(source: str, name: str, code: str) -> int:
     """Return the number of the first line of the function `name` that is `code`."""
-    start, end = 0, len(lines)
+    node: ast.AST = ast.parse(source)
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     for part in name.split("."):
-        pattern = re.compile(rf"( *)(?:async )?(?:def|class) {part}\b")
-        start, indent = next(
-            ((i, m[1]) for i in range(start, end) if (m := pattern.match(lines[i]))), (end, "")
-        )
-        inside = re.compile(rf"{indent} |\s*$|{indent}\)")
-        end = next((i for i in range(start + 1, end) if not inside.match(lines[i])), end)
-        while start and lines[start - 1].startswith(f"{indent}@"):
-            start -= 1
-    for i in range(start, end):
-        if lines[i].strip() == code:
-            return i + 1
+        inside = (n for n in ast.walk(node) if isinstance(n, kinds) and n.name == part)
+        node = next(inside, ast.Module([], []))
+    starts = [n.lineno for n in ast.walk(node) if hasattr(n, "lineno")]  # also of decorators
+    lines = source.splitlines()
+    for number in range(min(starts, default=1), getattr(node, "end_lineno", 0) + 1):
+        if lines[number - 1].strip() == code:
+            return number
     raise ValueError(f"{name} has no line {code!r} now: run the lesson again")
 
 
@@ -196,16 +194,6 @@ def files_of(stem: str) -> dict[str, str]:
     """Return the names and texts of the files that docs/lessons has for a lesson."""
     paths = [PAGES / f"{stem}.md", *PAGES.glob(f"{stem}-*.svg")]
     return {path.name: path.read_text() for path in paths if path.exists()}
-
-
-def link_pages(index: str) -> str:
-    """Return docs/lessons.md with a link to its page in the row of each lesson."""
-    return re.sub(
-        r"^\| \[?(\w+)(?:\]\(\S+\))? \| ",
-        lambda row: f"| [{row[1]}](lessons/{STEMS[row[1]]}.md) | " if row[1] in STEMS else row[0],
-        index,
-        flags=re.MULTILINE,
-    )
 
 
 def main() -> None:
@@ -246,8 +234,6 @@ def main() -> None:
             (PAGES / name).write_text(text)
         changed = sorted(name for name in files if files[name] != old.get(name))
         print(stem, *changed or ["is up to date"], file=sys.stderr, flush=True)
-    index = PAGES.parent / "lessons.md"
-    index.write_text(link_pages(index.read_text()))
 
 
 if __name__ == "__main__":

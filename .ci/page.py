@@ -125,8 +125,8 @@ class Page(io.StringIO):
         names = {name.replace("_", " "): color for name, color in legend.items()}
         self.picture(title, svg.lanes(title, lanes, axis, names))
 
-    def show_plot(self, title: str, x: str, y: str, lines: Any, log: bool = False) -> None:
-        self.picture(title, svg.plot(title, x, y, lines, log))
+    def show_plot(self, title: str, x: str, y: str, lines: Any) -> None:
+        self.picture(title, svg.plot(title, x, y, lines))
 
     def picture(self, title: str, drawing: str) -> None:
         name = f"{self.stem}-{len(self.pictures) + 1}.svg"

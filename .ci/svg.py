@@ -43,12 +43,8 @@ def picture(title: str, height: float, parts: Sequence[str]) -> str:
     )
 
 
-def ticks(low: float, high: float, log: bool) -> list[float]:
-    """Return about five round numbers from `low` to `high`; if `log`, mostly powers of ten."""
-    if log:
-        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        numbers = [n * 10.0**k for k in powers for n in ((1,) if high / low > 100 else (1, 2, 5))]
-        return [number for number in numbers if low <= number <= high]
+def ticks(low: float, high: float) -> list[float]:
+    """Return about five round numbers from `low` to `high`."""
     step = 10 ** math.floor(math.log10((high - low) or 1))
     step = next(s for s in (step / 5, step / 2, step, 2 * step) if (high - low) / s <= 6)
     return [i * step for i in range(math.ceil(low / step), math.floor(high / step + 1e-9) + 1)]
@@ -92,7 +88,7 @@ def lanes(
                 parts.append(text(x + width + 6, y + 17, content))
         y += LANE
     if axis:
-        for tick in ticks(low, high, log=False):
+        for tick in ticks(low, high):
             x = left + (tick - low) * scale
             parts.append(f'<path class="axis" d="M{x:.1f} {y}v5"/>')
             parts.append(text(x, y + 17, f"{tick:g}", "middle"))
@@ -109,46 +105,32 @@ def plot(
     x_name: str,
     y_name: str,
     lines: Mapping[str, Sequence[tuple[float, float]]],
-    log: bool = False,
 ) -> str:
-    """Draw lines through points (x, y). A name that begins with "." has points only."""
+    """Draw lines through points (x, y), from the origin."""
     left, top, bottom = 80, 62, 300
-    points = [point for line in lines.values() for point in line]
-    xs, ys = zip(*points, strict=True)
-    (low_x, high_x), (low_y, high_y) = (min(xs), max(xs)), (min(ys), max(ys))
-    if not log:
-        low_x, low_y = 0, 0
-    else:
-        low_x, high_x, low_y, high_y = low_x / 1.3, high_x * 1.3, low_y / 1.3, high_y * 1.6
-
-    def place(value: float, low: float, high: float) -> float:
-        value, low, high = (math.log(v) if log else v for v in (value, low, high))
-        return (value - low) / (high - low)
+    high_x, high_y = (max(p[i] for line in lines.values() for p in line) for i in (0, 1))
 
     def at(x: float, y: float) -> tuple[float, float]:
-        across, up = place(x, low_x, high_x), place(y, low_y, high_y)
-        return left + across * (WIDTH - 40 - left), bottom - up * (bottom - top)
+        return left + x / high_x * (WIDTH - 40 - left), bottom - y / high_y * (bottom - top)
 
     parts = [f'<path class="axis" d="M{left} {top}V{bottom}H{WIDTH - 24}"/>']
-    for tick in ticks(low_x, high_x, log):
+    for tick in ticks(0, high_x):
         x, _ = at(tick, high_y)
         parts.append(f'<path class="axis" d="M{x:.1f} {bottom}v5"/>')
         parts.append(text(x, bottom + 18, f"{tick:,.12g}", "middle"))
-    for tick in ticks(low_y, high_y, log):
+    for tick in ticks(0, high_y):
         _, y = at(high_x, tick)
         parts.append(f'<path class="axis" d="M{left} {y:.1f}h-5"/>')
         parts.append(text(left - 9, y + 4, f"{tick:,.12g}", "end"))
     parts += [text(12, top - 18, y_name), text(WIDTH - 24, bottom + 36, x_name, "end")]
-    for color, (name, line) in enumerate(lines.items(), 1):
-        place_of = [at(*point) for point in line]
-        if not name.startswith("."):
-            path = "L".join(f"{x:.1f} {y:.1f}" for x, y in place_of)
-            parts.append(f'<path class="line s{color}" d="M{path}"/>')
-        radius = 5 if name.startswith(".") else 2.5
+    for color, line in enumerate(lines.values(), 1):
+        places = [at(*point) for point in line]
+        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+        parts.append(f'<path class="line s{color}" d="M{path}"/>')
         parts += [
-            f'<circle class="f{color} s{color}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}"/>'
-            for x, y in place_of
+            f'<circle class="f{color} s{color}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>'
+            for x, y in places
         ]
-    legend = {name.lstrip("."): color for color, name in enumerate(lines, 1)}
+    legend = {name: color for color, name in enumerate(lines, 1)}
     parts += names(legend, left + LETTER * len(y_name), top - 18)
     return picture(title, bottom + 46, parts)

@@ -1,7 +1,7 @@
 """Build it: small parts of an engine, and an engine of them, with checks.
 
-`python -m lessons build NAME` copies a stub with its task, and `--check FILE` checks a solution,
-which then shows what its lesson adds to the ladder. The checks are tests, which need pytest.
+`python -m lessons build NAME` copies a stub with its task, and `--check FILE` checks a solution.
+The checks are tests, which need pytest.
 """
 
 import ast
@@ -22,21 +22,16 @@ TASKS = {
     **{"eviction": "8", "preempt": "9", "policy": "9", "softmax": "10", "replay": "11"},
     **{"ngram": "drafts", "engine": "12"},
 }
-CHECK = "python -m lessons build {} --check {}"
 MAX_SECONDS = 60  # of the processor, for one check
 
 
 def run(which: str | None = None, check: str | None = None) -> None:
-    """List the tasks, write the stub of one, or check the solution in the file `check`.
-
-    Raises ValueError for an unknown task, FileExistsError if there is such a file already.
-    """
+    """List the tasks, write the stub of `which`, or check the solution in the file `check`."""
     if which is None and check is None:
         for name in TASKS:
             text = ast.get_docstring(ast.parse((STUBS / f"{name}.py").read_text())) or ""
             print(fill(text.splitlines()[0], name.ljust(10), " " * 10))
-        print("\n`python -m lessons build NAME` writes NAME.py into this directory, and")
-        print(f"`{CHECK.format('NAME', 'NAME.py')}` checks it.")
+        print("`python -m lessons build NAME` writes NAME.py, whose text is the task.")
     elif which not in TASKS:
         raise ValueError(f"unknown task {which!r}; the tasks are {', '.join(TASKS)}")
     elif check is None:
@@ -44,7 +39,7 @@ def run(which: str | None = None, check: str | None = None) -> None:
     else:
         run_checks(which, check)
         print(f"All checks of {which} pass.", end="\n\n")
-        if ladder.has_rung(lesson := TASKS[which]):
+        if (lesson := TASKS[which]) in ladder.LESSONS:
             print(f"What lesson {lesson} adds to the ladder, measured:", end="\n\n")
             ladder.run(lesson)
 
@@ -53,13 +48,10 @@ def write(task: str) -> None:
     """Copy the stub of a task into the current directory."""
     target = Path(f"{task}.py").resolve()
     if target.exists():
-        raise FileExistsError(
-            f"{target} exists and is not overwritten; rename it, or work in another directory"
-        )
+        raise FileExistsError(f"{target} exists and is not overwritten; rename it")
     target.write_text((STUBS / target.name).read_text())
     print(f"{target} is written. The text at its top is the task. To check your solution, run")
-    print(f"  {CHECK.format(task, target)}")
-    print("It stops at the first check that fails. It needs pytest: pip install -e '.[test]'")
+    print(f"  python -m lessons build {task} --check {target}")
 
 
 def run_checks(name: str, file: str, **variables: str) -> None:
@@ -67,11 +59,9 @@ def run_checks(name: str, file: str, **variables: str) -> None:
 
     They run in another process, which a wrong pointer of a kernel can end.
     """
-    short = ["-x", "-q", "-rN", "--tb=short", "--no-header", "--show-capture=stdout"]
-    short.append(f"--rootdir={CHECKS.parents[2]}")
-    alone = ["--noconftest", "-n", "0", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
-    alone += ["-p", __name__]
-    command = [sys.executable, "-m", "pytest", *short, *alone, str(CHECKS / f"build_{name}.py")]
+    short = ["-xqrN", "--tb=short", "--no-header", "--show-capture=stdout", "-n0", "--noconftest"]
+    plugins = ["-p", __name__, "-p", "no:cacheprovider", "-p", "no:faulthandler"]
+    command = [sys.executable, "-m", "pytest", *short, *plugins, str(CHECKS / f"build_{name}.py")]
     environment = os.environ | variables | {"SOLUTION": str(Path(file).resolve())}
     status = subprocess.run(command, env=environment, check=False).returncode
     if status < 0:
@@ -80,20 +70,10 @@ def run_checks(name: str, file: str, **variables: str) -> None:
         raise SystemExit(status)
 
 
-# ---- this module is also a plugin of pytest, which calls these functions ----
-
-
 def pytest_runtest_setup() -> None:
-    """Let a check fail that does not end. The time of other programs does not count."""
-    signal.signal(signal.SIGVTALRM, _too_long)
-    signal.setitimer(signal.ITIMER_VIRTUAL, MAX_SECONDS)
-
-
-def pytest_runtest_teardown() -> None:
-    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-
-
-def _too_long(*_: object) -> None:
+    """Let a check fail that does not end. pytest calls it, because this module is also a plugin."""
     import pytest
 
-    pytest.fail(f"Your code does not end within {MAX_SECONDS} seconds.", pytrace=False)
+    message = f"Your code does not end within {MAX_SECONDS} seconds."
+    signal.signal(signal.SIGVTALRM, lambda *_: pytest.fail(message, pytrace=False))
+    signal.setitimer(signal.ITIMER_VIRTUAL, MAX_SECONDS)

@@ -28,31 +28,23 @@ from tools.benchmarks import machine
 
 BUSY = 0.1  # share of the CPU time of other programs, above which timings mean little
 ROAD = sorted(path.stem for path in Path(__file__).parent.glob("lesson[0-9]*.py"))
-# What each elective needs.
-ELECTIVES = {
-    "samples": "lesson 8",
-    "beams": "samples",
-    "int8": "lesson 4",
-    "fp8_cache": "lesson 4 and int8",
-    "host_cache": "lesson 8",
-    "tensor_parallel": "lesson 2",
-    "states": "lesson 8",
-    "state_cache": "states",
-    "experts": "lesson 4",
-    "structured_outputs": "lesson 7",
-    "drafts": "lessons 4 and 7",
-}
+ELECTIVES = [
+    *("samples", "beams", "int8", "fp8_cache", "host_cache", "tensor_parallel"),
+    *("states", "state_cache", "experts", "structured_outputs", "drafts"),
+]
 # The name of each lesson, such as "6b" or "beams", in the order of the list, and its module.
 LESSONS = {
     **{name[6:].partition("_")[0].lstrip("0"): name for name in ROAD},
     **{name: f"elective_{name}" for name in ELECTIVES},
 }
-MODULES = {"ladder": "ladder", "puzzle": "puzzle_it", "break": "break_it", "build": "build_it"}
+EXERCISES = {"ladder": "ladder", "puzzle": "puzzle_it", "break": "break_it", "build": "build_it"}
 
 
 def load(what: str) -> ModuleType:
-    """Import a lesson or an exercise by its name."""
-    return importlib.import_module(f"lessons.{(LESSONS | MODULES)[what]}")
+    """Import a lesson or an exercise by its name. Raises ValueError."""
+    if what not in LESSONS | EXERCISES:
+        raise ValueError(f"there is no lesson {what}; `python -m lessons` lists them")
+    return importlib.import_module(f"lessons.{(LESSONS | EXERCISES)[what]}")
 
 
 def parts(what: str) -> list[str]:
@@ -62,7 +54,7 @@ def parts(what: str) -> list[str]:
 
 def title(name: str) -> str:
     """Return the first line of the lesson's docstring."""
-    source = Path(__file__).with_name(f"{(LESSONS | MODULES)[name]}.py").read_text()
+    source = Path(__file__).with_name(f"{(LESSONS | EXERCISES)[name]}.py").read_text()
     return str(ast.get_docstring(ast.parse(source))).splitlines()[0]
 
 
@@ -88,51 +80,24 @@ def run(what: str, given: dict[str, Any]) -> None:
     function(**given)
     shows_times = "answers" not in given and what not in ("break", "puzzle")
     if shows_times and (others := machine.other_load(since)) > BUSY:
-        say(f"""The machine is busy: other programs took {others:.0%} of its processors' time. The
-            times mean little.""")
+        print(f"The machine is busy: the times mean little. Others took {others:.0%} of the CPU.")
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m lessons",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        add_help=False,
-    )
-    whole = [name.rstrip("abcd") for name in LESSONS if name[0].isdigit()]
-    what = parser.add_argument("what", nargs="?", choices=[*LESSONS, *whole, *MODULES])
-    what.metavar = f"1 to {whole[-1]}, {', '.join([*ELECTIVES, *MODULES])}"
-    parser.add_argument(
-        "which", nargs="?", help="the number of a puzzle or a fault, or the name of a task"
-    )
-    parser.add_argument(
-        "--answers", nargs="*", metavar="YOURS", help="show the answers, or compare yours with them"
-    )
+def main() -> None:
+    parser = argparse.ArgumentParser("python -m lessons", argument_default=argparse.SUPPRESS)
+    parser.description, parser.formatter_class = __doc__, argparse.RawTextHelpFormatter
+    parser.add_argument("what", nargs="?", metavar="LESSON")
+    parser.add_argument("which", nargs="?", help="a puzzle or a fault, or the name of a task")
+    parser.add_argument("--answers", nargs="*", metavar="YOURS", help="show or compare answers")
     parser.add_argument("--check", metavar="FILE", help="check your solution of a task or a puzzle")
-    parser.add_argument(
-        "-h", "--help", action="store_true", help="show this text, or the text of a lesson"
-    )
-    args = parser.parse_args(argv)
-    if args.help and args.what is None:
-        parser.print_help()
-        return
+    given = vars(parser.parse_args())
     logging.getLogger("nanovllm").setLevel(logging.WARNING)  # no line for each LLM that is made
-    names = ("which", "answers", "check")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    try:
-        if args.help:
-            for name in parts(args.what) or [args.what]:
-                say(str(load(name).__doc__))
-        elif args.what:
-            run(args.what, given)
-        elif given:
-            raise ValueError("without the name of a lesson, nothing else can be given")
-        else:
-            for name in LESSONS:
-                needs = f" It needs {ELECTIVES[name]}." if name in ELECTIVES else ""
-                print(fill(title(name) + needs, rest="  "))
-            print(f"\n{str(__doc__).partition(chr(10) * 2)[2].strip()}")
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    if what := given.pop("what", None):
+        try:
+            run(what, given)
+        except (ValueError, OSError, EOFError) as error:
+            parser.error(str(error))
+    else:
+        for name in LESSONS:
+            print(fill(title(name), rest="  "))
+        print(f"\n{str(__doc__).partition(chr(10) * 2)[2].strip()}")

@@ -23,15 +23,11 @@ class Device:
         elif kernel in self.compiled:
             self.recording.append(partial(kernel, *tensors))
         else:
-            raise RuntimeError(
-                f"{kernel.__name__} is launched for the first time during a capture. It has to be "
-                "compiled before: run the step once without a capture"
-            )
+            raise RuntimeError(f"{kernel.__name__} is not compiled: launch it before the capture")
 
     def capture(self, step: Callable[[], object]) -> Callable[[], None]:
         """Record what `step` launches -> a function that launches all of it by one call."""
-        recorded: list[Callable[[], None]] = []
-        self.recording = recorded
+        self.recording = recorded = list[Callable[[], None]]()
         try:
             step()
         finally:

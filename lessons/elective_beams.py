@@ -19,57 +19,32 @@ import math
 
 from lessons.lesson import ask, make_llm
 from lessons.show import Questions, link, say, show_source, show_table
-from nanovllm import LLM, BeamSearchParams, Trace
-from nanovllm.cli.trace.trace import State
-from nanovllm.features.requests.beam_search import BeamSearchSequence
+from nanovllm import BeamSearchParams, Trace
 
 PROMPT = "How does "
 WIDTH, LENGTH = 3, 5
 
 
-def search(llm: LLM, beam_width: int) -> tuple[Trace, list[BeamSearchSequence]]:
-    params = BeamSearchParams(beam_width, LENGTH, ignore_eos=True)
-    llm.reset_prefix_cache()
-    with Trace(llm) as trace:
-        sequences = llm.beam_search(PROMPT, params, use_tqdm=False)[0].sequences
-    return trace, sequences
-
-
-def show_steps(llm: LLM, trace: Trace) -> None:
-    """Print the beams of each step when it is planned, and what they hold at the end."""
-    state, rows, copies = State(), list[tuple[object, ...]](), 0
-    for event in trace.events:
-        state.apply(event)
-        moves, seqs = event.get("copies", []), [state.seqs[i] for i in state.running]
-        copies += len(moves)
-        for i, seq in enumerate(seqs if "plan" in event else ()):
-            text = llm.get_tokenizer().decode(seq.tokens[seq.num_prompt :])
-            copied = " ".join(f"{a} to {b}" for a, b in moves if b == seq.table[-1])
-            table = " ".join(map(str, seq.table))
-            rows.append(("" if i else event["plan"], repr(text), table, copied))
-            tables = [list(seq.table) for seq in seqs]
-    show_table(("step", "output so far", "block table", "copied"), rows)
-    entries, blocks = sum(map(len, tables)), len({block for table in tables for block in table})
-    say(f"""In the last step the block tables have {entries} entries and {blocks} different blocks:
-        what beams have in common is stored once. {copies} blocks were copied in all.""")
-
-
 def run() -> None:
     llm = make_llm(attention_backend="sdpa", block_size=4, num_kv_cache_blocks=64)
-    prompt = llm.get_tokenizer().encode(PROMPT)
-    trace, beams = search(llm, WIDTH)
+    prompt, decode = llm.get_tokenizer().encode(PROMPT), llm.get_tokenizer().decode
+    params = BeamSearchParams(WIDTH, LENGTH, ignore_eos=True)
+    with Trace(llm) as trace:
+        [output] = llm.beam_search(PROMPT, params, use_tqdm=False)
     QUESTIONS.show(1)
     say(f"""A search with beam_width={WIDTH} continues {PROMPT!r} by {LENGTH} tokens. The first step
         computes the prompt once, for all beams. In each step that follows, the last token of each
-        beam is computed. Blocks have 4 slots, and the prompt has {len(prompt)} tokens:""")
-    show_steps(llm, trace)
+        beam is computed. A number in parentheses is the log-probability of a beam so far:""")
+    print(trace, end="\n\n")
+    say("""After step 2, two of the three best candidates continue 0.0, so it is forked. None
+        continues 0.2, which is dropped. In step 4 all block tables begin with block 2: what the
+        beams have in common is stored once.""")
     QUESTIONS.show(2)
     say("The results, compared with greedy sampling:")
     greedy = ask(llm, [PROMPT], max_tokens=LENGTH, ignore_eos=True, logprobs=0)[0].outputs[0]
     outputs = [("greedy", greedy.token_ids, greedy.cumulative_logprob or 0.0)]
-    for i, beam in enumerate(beams, 1):
+    for i, beam in enumerate(output.sequences, 1):
         outputs.append((f"beam {i}", beam.tokens[len(prompt) :], beam.cum_logprob))
-    decode = llm.get_tokenizer().decode
     rows = [(name, repr(decode(ids)), f"{logprob:.3f}") for name, ids, logprob in outputs]
     show_table(("", "output", "log-probability"), rows)
     factor = math.exp(outputs[1][2] - outputs[0][2])
@@ -77,7 +52,6 @@ def run() -> None:
     show_source(
         link("features.requests.beam_search.BeamSearch._choose", "ranked = sorted"),
         link("features.requests.beam_search.BeamSearch._continue", "result_kinds.fork"),
-        link("engine.result_kinds.fork", "block_manager.fork"),
     )
 
 

@@ -14,129 +14,88 @@ consecutive, and its weights are read once for all of them:
                                            three products, none for expert 2
 
 A decode takes as long as reading the weights (lesson 4). A request that decodes alone reads k
-experts in each layer. A batch reads all experts that one of its tokens uses.
+experts in each layer.
 """
 
 import torch
-from torch import Tensor
 
 from lessons.lesson import shape_of
-from lessons.pictures import show_lanes, show_plot
+from lessons.pictures import show_lanes
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.features.models.moe.moe_config import Experts, MoeConfig
 from nanovllm.features.models.moe.qwen3_moe import SparseMLP
 from nanovllm.loading.memory import num_weights
 from nanovllm.models.backend import Backend
 
-ROWS = (1, 2, 4, 16, 64)
-NUMBER, USED, BATCH = 64, 8, 16  # experts, those that a token uses, and tokens of a step
-HIDDEN, TOKENS = 512, (1, 4, 16)  # of the layer that is drawn, and of its steps
+REQUESTS = (1, 2, 4, 16, 64)
+HIDDEN = 512  # numbers of a token
 
 
-def make_layer(num_experts: int, hidden_size: int, size: int = 1, used: int = USED) -> SparseMLP:
-    """Return a mixture of experts with random weights."""
+def make_layer(num_experts: int, used: int) -> SparseMLP:
+    """Return a mixture of experts whose router has random weights."""
     torch.manual_seed(0)
-    experts = Experts(num_experts, used, size, normalized=True, layers=frozenset())
-    layer = SparseMLP(hidden_size, experts, Backend(torch.device("cpu"), torch.float32))
-    for weight in (layer.router, layer.gate_up_proj.weight, layer.down_proj.weight):
-        weight.normal_(std=weight.shape[1] ** -0.5)
+    experts = Experts(num_experts, used, size=1, normalized=True, layers=frozenset())
+    layer = SparseMLP(HIDDEN, experts, Backend(torch.device("cpu"), torch.float32))
+    layer.router.normal_(std=HIDDEN**-0.5)
     return layer
 
 
-def draw_hits(layer: SparseMLP) -> None:
-    """Draw which experts steps of TOKENS tokens use, each a cell."""
-    lanes = []
-    for num in TOKENS:
-        used = layer.route(torch.randn(num, HIDDEN))[1].flatten().tolist()
-        cells = [(expert, 1, "", int(expert in used)) for expert in range(NUMBER)]
-        lanes.append((f"{num} token{'s' * (num > 1)}: {len(set(used))} experts", cells))
+def draw_hits() -> list[int]:
+    """Draw which of 64 experts steps of 1, 4 and 16 tokens use, if a token uses 8 -> how many."""
+    layer, lanes, counts = make_layer(64, 8), [], []
+    for num in (1, 4, 16):
+        used = set(layer.route(torch.randn(num, HIDDEN))[1].flatten().tolist())
+        cells = [(expert, 1, "", int(expert in used)) for expert in range(64)]
+        lanes.append((f"{num} token{'s' * (num > 1)}: {len(used)} experts", cells))
+        counts.append(len(used))
     show_lanes("The experts that a step reads", lanes, not_read=0, read=1)
-
-
-def by_token(layer: SparseMLP, x: Tensor) -> Tensor:
-    """Compute the same as `layer`, token by token: the weighted sum of its experts' results."""
-    inner = layer.gate_up_proj.weight.split(2 * layer.config.size)
-    outer = layer.down_proj.weight.split(x.shape[1])
-    result = torch.zeros_like(x)
-    for token, (weights, choices) in enumerate(zip(*layer.route(x), strict=True)):
-        for weight, expert in zip(weights, choices.tolist(), strict=True):
-            row = layer.backend.silu_and_mul(x[token : token + 1] @ inner[expert].T)
-            result[token] += weight * (row @ outer[expert].T)[0]
-    return result
-
-
-def route_four() -> tuple[list[tuple[object, ...]], float]:
-    """Route four tokens to 2 of 4 experts -> a table, and the difference to `by_token`."""
-    layer, x, rows = make_layer(4, 16, 8, used=2), torch.randn(4, 16), list[tuple[object, ...]]()
-    probs = (x @ layer.router.T).softmax(dim=-1)
-    for token, (weights, choices) in enumerate(zip(*layer.route(x), strict=True)):
-        uses = [f"{w:.2f} of {e}" for w, e in zip(weights, choices.tolist(), strict=True)]
-        rows.append((token, *(f"{p:.2f}" for p in probs[token]), " + ".join(uses)))
-    return rows, (layer(x) - by_token(layer, x)).abs().max().item()
-
-
-def reads() -> list[tuple[object, ...]]:
-    """Return what a decode step of Qwen3-30B-A3B reads, in billions of weights and in GB."""
-    config = shape_of("qwen3-30b-a3b")
-    assert isinstance(config, MoeConfig)
-    assert config.experts is not None
-    total, rows = num_weights(config.model_class().on_meta(config)), list[tuple[object, ...]]()
-    for num in ROWS:
-        read = total - config.experts.unused_weights(config.hidden_size, num)
-        used, each = f"{config.experts.expected_hits(num):.1f}", f"{2e-9 * read / num:.2f}"
-        rows.append((num, used, f"{read / 1e9:.1f}", f"{2e-9 * read:.1f}", each))
-    return rows
+    return counts
 
 
 @torch.inference_mode()
 def run() -> None:
-    rows, difference = route_four()
+    layer, x, rows = make_layer(4, 2), torch.randn(4, HIDDEN), list[tuple[object, ...]]()
+    probs = (x @ layer.router.T).softmax(dim=-1)
+    for token, (weights, choices) in enumerate(zip(*layer.route(x), strict=True)):
+        uses = [f"{w:.2f} of {e}" for w, e in zip(weights, choices.tolist(), strict=True)]
+        rows.append((token, *(f"{p:.2f}" for p in probs[token]), " + ".join(uses)))
     say("""A router with random weights, four tokens, and four experts of which a token uses two.
         The probabilities are the softmax of the scores. The weights of the two experts are divided
-        by their sum, as `norm_topk_prob` says:""")
+        by their sum, so that they add up to 1:""")
     show_table(("token", "expert 0", "1", "2", "3", "result"), rows)
-    say(f"""The engine sorts these eight rows by expert and computes one product for each expert
-        that has rows. The largest difference to a loop over tokens and their experts is
-        {difference:.0e}.""")
     QUESTIONS.show(1)
-    say(f"""Which of {NUMBER} experts the tokens of a step use, if each uses {USED}, in steps of 1,
-        4 and 16 tokens:""")
-    draw_hits(make_layer(NUMBER, HIDDEN))
+    one, four, sixteen = draw_hits()
+    say(f"""With 64 experts, of which a token uses 8, a step of one token reads {one} experts, a
+        step of 4 tokens {four}, and a step of 16 tokens {sixteen}.""")
     QUESTIONS.show(2)
-    say(f"""How many experts a step uses depends on the router. If each token used any {USED} of X
-        experts with equal probability, an expert would be left out by one token with the
-        probability 1 - {USED}/X, and by T tokens with (1 - {USED}/X)^T. A step of T tokens would
-        use X (1 - (1 - {USED}/X)^T). Similar inputs have similar scores, so several requests may
-        choose the same experts, and a batch then uses fewer. No trained router was measured
-        here.""")
-    say("""What a decode step of Qwen3-30B-A3B reads by the formula, in bfloat16 and without KV. The
-        last column is the GB for each token. A model without experts would read the same GB at
-        every number of requests:""")
-    rows = reads()
-    show_table(("requests", "experts used", "billion weights", "GB", "GB / token"), rows)
-    read = {float(str(row[0])): float(str(row[3])) for row in rows}
-    lines = {"mixture": [*read.items()], "one MLP": [(num, read[1]) for num in read]}
-    show_plot("What a decode step reads", "requests", "GB", lines, log=True)
-    say(f"""A batch therefore gains less than with one MLP (lesson 6a): a step of {BATCH} requests
-        reads {read[BATCH] / read[1]:.1f} times as much as a step of one. Attention, the head and
-        the embeddings are read once in both, so it is less than the ratio of the experts. The more
-        tokens a step has, the more of them share an expert.""")
+    config = shape_of("qwen3-30b-a3b")
+    assert isinstance(config, MoeConfig)
+    assert config.experts is not None
+    total, rows = num_weights(config.model_class().on_meta(config)), []
+    for num in REQUESTS:
+        gb = 2e-9 * (total - config.experts.unused_weights(config.hidden_size, num))
+        used = config.experts.expected_hits(num)
+        rows.append((num, f"{used:.1f}", f"{gb:.1f}", f"{gb / num:.2f}"))
+    say(f"""If each token uses any 8 of 128 experts with equal probability, an expert is not used by
+        one token with the probability 1 - 8/128, and by T tokens with (1 - 8/128)^T. What a decode
+        step of Qwen3-30B-A3B then reads of its {2e-9 * total:.0f} GB in bfloat16, without KV:""")
+    show_table(("requests", "experts used", "GB", "GB / request"), rows)
+    say("""With one MLP, a step of 64 requests would read the same as a step of one. A batch
+        therefore gains less with a mixture (lesson 6a). A trained router may choose the same
+        experts for similar tokens, and then a batch reads less.""")
     show_source(
         link(SparseMLP.route, "topk"),
         link("features.models.moe.experts.Groups.of", "sort(stable"),
-        link("features.models.moe.experts.Groups.of", "searchsorted"),
-        link("features.models.moe.experts.expert_linear", "backend.linear"),
-        link("features.models.moe.experts.expert_mlp", "embedding_bag"),
         link(Experts.expected_hits),
     )
 
 
 QUESTIONS = Questions("""
-    A step has 16 tokens. Why does it read more weights with the mixture than with one MLP that has
-    as many weights as a token uses? (a) The router reads the weights of all experts to score them.
-    (b) Sorting the rows copies the weights of their experts. (c) The tokens use different experts,
-    and each expert that is used is read.
-    Answer: c. One MLP is read once for all tokens, and each expert once for its own tokens only.
+    If a layer has one MLP, a step of 16 tokens reads as many weights as a step of one token. What
+    if it has a mixture of experts? (a) It reads as many too: the rows of an expert are consecutive.
+    (b) It reads more: the tokens use different experts. (c) Both read the weights of all experts,
+    because the router has to score them.
+    Answer: b. One MLP is read once for all tokens, and each expert once for its own tokens only.
     Hint: How many experts does a step of one token read, and how many can a step of two?
 
     A layer has 128 experts, and a token uses 8. How many does a step of 2 tokens use on average, if

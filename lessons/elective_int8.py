@@ -1,9 +1,9 @@
 """Elective int8: weights in 8 bits, and what they lose.
 
-A decode takes as long as reading the weights (lesson 4): 1.2 GB for Qwen3-0.6B in bfloat16, and
-half of that if each weight takes 8 bits. With
-quantization="int8" each weight of a linear layer is stored in 8 bits. Each row of weights, which
-computes one output, has a scale (as in LLM.int8(), Dettmers et al. 2022, arXiv:2208.07339):
+A decode takes as long as reading the weights (lesson 4): 1.2 GB for Qwen3-0.6B in bfloat16. With
+quantization="int8" it reads half of that: each weight of a linear layer is stored in 8 bits. Each
+row of weights, which computes one output, has a scale (as in LLM.int8(), Dettmers et al. 2022,
+arXiv:2208.07339):
 
     weights        0.0314  -0.1270   0.0638   0.0019   scale = 0.127 / 127
     values             31     -127       64        2   weight / scale, rounded
@@ -15,16 +15,16 @@ layer, are rounded in the same way for each token, and the products are products
 
 from torch import Tensor
 
-from lessons.lesson import make_llm, mean_logprob, runner_of
+from lessons.lesson import make_llm, runner_of
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM
-from nanovllm.outputs import RequestOutput
 from tools.training.data import OPEN_TASKS, graded_samples
 from tools.training.grade import wrong_answers
 
 # Questions that were not in the training of the embedded model.
 SAMPLES = [sample for task in OPEN_TASKS for sample in graded_samples(task, 10)]
-ROUNDINGS = ((8, True), (8, False), (4, True), (3, True))  # bits, and a scale for each row or not
+# Bits, and whether each row has a scale.
+ROUNDINGS = ((8, True), (8, False), (4, True), (4, False), (3, True), (3, False))
 
 
 def rounded(weight: Tensor, bits: int, by_row: bool) -> Tensor:
@@ -35,56 +35,42 @@ def rounded(weight: Tensor, bits: int, by_row: bool) -> Tensor:
     return restored
 
 
-def grade(llm: LLM, said: list[RequestOutput]) -> tuple[str, str]:
-    """Return how many answers are right, and the mean log-probability of the tokens of `said`."""
+def right_answers(llm: LLM) -> str:
     llm.reset_prefix_cache()  # the keys and values are of other weights
-    right = len(SAMPLES) - len(wrong_answers(llm, SAMPLES))
-    prompts = [output.prompt_token_ids for output in said]
-    mean = mean_logprob(llm, prompts, [output["token_ids"] for output in said])
-    return f"{right} of {len(SAMPLES)}", f"{mean:.6f}"
+    return f"{len(SAMPLES) - len(wrong_answers(llm, SAMPLES))} of {len(SAMPLES)}"
 
 
-def show_losses(llm: LLM) -> None:
-    """Round the weights of the model in several ways, and print how well it still answers."""
+def run() -> None:
+    QUESTIONS.show(1, 2)
+    say(f"""The embedded model answers {len(SAMPLES)} questions that were not in its training, with
+        its weights rounded in several ways. The error is the length of the difference of all
+        weights, divided by their length:""")
+    options = dict(attention_backend="sdpa", num_kv_cache_blocks=256)
+    llm = make_llm(**options)
     layers = list(runner_of(llm).model.linears())
     originals = [layer.weight.clone() for layer in layers]
     size = sum(float(weight.square().sum()) for weight in originals)
-    chats = [[{"role": "user", "content": sample.question}] for sample in SAMPLES]
-    said = llm.chat(chats, use_tqdm=False)
-    rows = [("float32", "0.00%", *grade(llm, said))]
+    rows = [("float32", "0.00%", right_answers(llm))]
     for bits, by_row in ROUNDINGS:
         error = 0.0
         for layer, weight in zip(layers, originals, strict=True):
             layer.weight.copy_(rounded(weight, bits, by_row))
             error += float((layer.weight - weight).square().sum())
         name = f"{bits} bits, {'a scale for each row' if by_row else 'one scale for a weight'}"
-        rows.append((name, f"{(error / size) ** 0.5:.2%}", *grade(llm, said)))
-    engine = make_llm(attention_backend="sdpa", num_kv_cache_blocks=256, quantization="int8")
-    rows.insert(2, ("the same, and the activations too", rows[1][1], *grade(engine, said)))
-    show_table(("weights", "error", "right answers", "log-probability"), rows)
-
-
-def run() -> None:
-    llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=256)
-    QUESTIONS.show(1)
-    say(f"""Rounding loses accuracy: the embedded model answers {len(SAMPLES)} questions that were
-        not in its training, with its weights rounded in several ways. The third line is what the
-        engine does on a CPU with quantization="int8". The error is the length of the difference of
-        all weights, divided by their length. The log-probability is the mean of the tokens that the
-        float32 model said; 0 is certainty:""")
-    show_losses(llm)
-    say("""With fewer bits the steps between two integers are wider. With one scale for all rows of
-        a weight, its largest row sets the width of the steps for all rows. A small model that was
-        trained for few tasks may bear more rounding than others. docs/performance.md says what was
-        measured.""")
-    show_source(
-        link("backends.int8.quantize"),
-        link("backends.int8.Int8Weight.copy_"),
-        link("backends.int8.dynamic", "integer_product"),
-    )
+        rows.append((name, f"{(error / size) ** 0.5:.2%}", right_answers(llm)))
+    show_table(("weights", "error", "right answers"), rows)
+    right = right_answers(make_llm(**options, quantization="int8"))
+    say(f"""With quantization="int8", where the activations are rounded too, {right} answers are
+        right. A small model that was trained for few tasks may bear more rounding than others.
+        docs/performance.md says how fast it is.""")
+    show_source(link("backends.int8.quantize"), link("backends.int8.dynamic", "integer_product"))
 
 
 QUESTIONS = Questions("""
+    The weights of a row are -0.508, 0.028 and 0.002. Which integer is stored for 0.028?
+    Answer: 7. The largest weight becomes -127, so the scale is 0.508 / 127 = 0.004.
+    Hint: What is the scale of the row?
+
     Why does each row of a weight have a scale, and not the whole weight one? (a) The scales then
     take less memory. (b) The products of integers would overflow. (c) The row with the largest
     number would make the steps between two values wide for all rows.

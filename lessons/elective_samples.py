@@ -36,9 +36,7 @@ def run() -> None:
     rows = [(n, trace_samples(llm, n)[1]) for n in (1, 2, 4, 8)]
     show_table(("samples", "blocks copied"), rows)
     QUESTIONS.show(2)
-    say("Beams are forked in the same way, in every step: see the elective `beams`.")
     show_source(
-        link("engine.result_kinds.make_fork"),
         link("engine.result_kinds.fork", "block_manager.fork"),
         link("engine.block_manager.BlockManager.copy_on_write"),
     )
@@ -48,15 +46,12 @@ def run() -> None:
 QUESTIONS = Questions("""
     If two samples of a prompt are drawn, its last block, which is not full, is copied once. How
     many copies are made for four samples?
-    Answer: 3. Each of the four samples writes into this block, so each needs a separate block. One
-    sample keeps the original.
+    Answer: 3. Each of the four samples writes into this block, and one of them keeps the original.
     Hint: How many samples write into the block, and who may keep the original?
 
-    A prompt has 8 tokens, in two full blocks of 4 slots. For four samples the second block is
-    copied 3 times all the same. Why? (a) Full blocks cannot be shared. (b) Each fork computes the
-    last prompt token again, and stores its key and value. (c) The blocks of a prompt are copied for
-    each sample.
-    Answer: b. The fork needs the logits after the last prompt token to sample its own first token.
-    Their computation stores the same key and value again, in the last block of the prompt.
+    A prompt has 8 tokens, which fill two blocks of 4 slots. How many copies are made for four
+    samples?
+    Answer: 3. Each fork computes the last prompt token again, and stores its key and value in the
+    last block of the prompt. So each fork copies this block, although it is full.
     Hint: Which token does sequence 0.1 compute first in the trace, and where does it store it?
 """)

@@ -17,44 +17,14 @@ token do not depend on the mask. So the host computes the mask while the device 
     device   ... token 1   | layers of step 2 ............| mask, draw: token 2
 """
 
-import json
-
 from lessons.lesson import ask, make_llm, optional, timed
 from lessons.show import Questions, link, say, show_source, show_table
-from nanovllm import LLM
 from nanovllm.features.requests.structured import GrammarCompiler, Matcher
 from nanovllm.sampling_params import StructuredOutputsParams
 
 PROMPT = "What is 12 + 30?\n"
-SCHEMA = {
-    "type": "object",
-    "properties": {"answer": {"type": "integer"}},
-    "required": ["answer"],
-    "additionalProperties": False,
-}
-PARAMS = StructuredOutputsParams(json=SCHEMA)
-
-
-def make_matcher(llm: LLM) -> Matcher:
-    inputs = llm.engine.input_processor
-    compiler = GrammarCompiler(llm.get_tokenizer(), inputs.vocab_size, inputs.eos_token_ids)
-    return Matcher(compiler.compile(PARAMS, sorted(inputs.eos_token_ids)))
-
-
-def show_masks(llm: LLM, matcher: Matcher) -> str:
-    """Print the output, token by token, with the size of each mask. Returns the text."""
-    options = dict(max_tokens=40, logprobs=1, structured_outputs=PARAMS)
-    output = ask(llm, [PROMPT], **options)[0].outputs[0]
-    decode, rows = llm.get_tokenizer().decode, []
-    for i, (token, entry) in enumerate(zip(output.token_ids, output.logprobs or [], strict=True)):
-        mask = matcher.mask(output.token_ids[:i]) or b""
-        assert mask[token >> 3] >> (token & 7) & 1
-        best = min(entry, key=lambda candidate: entry[candidate].rank)
-        allowed = int.from_bytes(mask, "little").bit_count()
-        likely, drawn = (repr(decode([t])) for t in (best, token))
-        rows.append((i, allowed, likely, drawn, entry[token].rank))
-    show_table(("position", "allowed", "most likely", "drawn", "its rank"), rows)
-    return output.text
+SCHEMA = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
+PARAMS = StructuredOutputsParams(json=SCHEMA | {"additionalProperties": False})
 
 
 def run() -> None:
@@ -62,27 +32,33 @@ def run() -> None:
     if optional("llguidance") is None:
         say("llguidance is not installed: pip install -e '.[structured]'")
         return
-    vocab_size = llm.engine.input_processor.vocab_size
     QUESTIONS.show(1)
+    inputs = llm.engine.input_processor
     say(f"""The embedded model was not trained to write JSON. It is asked {PROMPT!r} with a schema
-        of an integer `answer`. "allowed" counts tokens, of {vocab_size:,}, and "most likely" is the
-        model's own choice, before the mask:""")
-    matcher = make_matcher(llm)
-    text = show_masks(llm, matcher)
-    assert list(json.loads(text)) == SCHEMA["required"]
-    say(f"""The output is {text!r}: valid, which does not mean right. A mask cannot make a model
-        better; it can make it worse, if the format keeps it from what it has learned to write.""")
+        of an integer `answer`. "allowed" counts tokens, of {inputs.vocab_size:,}, and "most likely"
+        is the model's own choice, before the mask:""")
+    options = dict(max_tokens=40, logprobs=1, structured_outputs=PARAMS)
+    output = ask(llm, [PROMPT], **options)[0].outputs[0]
+    compiler = GrammarCompiler(llm.get_tokenizer(), inputs.vocab_size, inputs.eos_token_ids)
+    matcher = Matcher(compiler.compile(PARAMS, sorted(inputs.eos_token_ids)))
+    decode, rows = llm.get_tokenizer().decode, []
+    for i, (token, entry) in enumerate(zip(output.token_ids, output.logprobs or [], strict=True)):
+        allowed = int.from_bytes(matcher.mask(output.token_ids[:i]) or b"").bit_count()
+        best = min(entry, key=lambda candidate: entry[candidate].rank)
+        rows.append((i, allowed, *(repr(decode([t])) for t in (best, token))))
+    show_table(("position", "allowed", "most likely", "drawn"), rows)
+    say(f"""The output is {output.text!r}: valid, which does not mean right. A mask cannot make a
+        model better; it can make it worse, if the format keeps it from what it has learned to
+        write.""")
     QUESTIONS.show(2)
-    prompt = [llm.get_tokenizer().encode(PROMPT)]
     _, mask = timed(lambda: matcher.mask([]), repeats=21)
-    _, step = timed(lambda: ask(llm, prompt, max_tokens=1), repeats=9)
+    _, step = timed(lambda: ask(llm, [PROMPT], max_tokens=1), repeats=9)
     say(f"""A mask takes the host {mask * 1e6:,.0f} us here, and a request for one token of the
         small model {step * 1e3:.1f} ms. On a GPU a mask costs nothing while it takes less time than
         the layers do. On a CPU both take turns.""")
     show_source(
         link(Matcher.mask, "compute_bitmask"),
         link("features.requests.logit_rules.row_rules.RulesBatch.sample", "self.apply"),
-        link("features.requests.logit_rules.row_rules.RulesBatch._apply_on_host", "row.mask()"),
     )
 
 
@@ -94,9 +70,9 @@ QUESTIONS = Questions("""
     this engine does not.
     Hint: What is -inf divided by a temperature?
 
-    Why can the host not compute the masks of the next three steps at once? (a) Masks are too large.
-    (b) A mask depends on the tokens that are sampled before it. (c) The GPU is busy.
-    Answer: b. After an opening quote other tokens are valid than after a digit. The layers of the
-    next step, however, need only the token, which the device has already.
-    Hint: What does Matcher.mask take as its argument?
+    The layers of a step take 10 milliseconds on a GPU, and the host needs 12 for the mask of the
+    step. By how many milliseconds does the mask make the step longer?
+    Answer: 2. The host begins with the mask when the device begins with the layers. The draw has to
+    wait for both.
+    Hint: What does the device do in the second picture while the host computes the mask?
 """)

@@ -7,31 +7,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.config import EMBEDDED
 from nanovllm.engine.observer import Observer
 from nanovllm.engine.scheduler import InFlightStep
-from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
+from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan import Chunk, NewRow, ResultKind, RowSampling, StepOutput, StepPlan
-from nanovllm.runner.model_runner import ModelRunner
 from tools.benchmarks.workloads import write_shape
 
-T = TypeVar("T")
 GREEDY = RowSampling(temperature=0, seed=0)  # always the most likely token
 
 
-def timed(function: Callable[[], T], repeats: int = 3) -> tuple[T, float]:
-    """Call a function several times. Returns the last result and the seconds of the fastest call.
-
-    Other programs only make a call slower.
-    """
-    seconds = []
+def timed(function: Callable[[], Any], repeats: int = 3) -> tuple[Any, float]:
+    """Call a function several times. Returns its last result, and the seconds of the fastest."""
+    seconds = []  # other programs only make a call slower
     for _ in range(repeats):
         start = time.perf_counter()
         result = function()
@@ -41,8 +35,7 @@ def timed(function: Callable[[], T], repeats: int = 3) -> tuple[T, float]:
 
 def make_llm(**options: Any) -> LLM:
     """Load the embedded model on the CPU in float32, where near-ties do not change tokens."""
-    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_logprobs": -1}
-    return LLM(**(settings | options))
+    return LLM(**{"dtype": "float32", "device": "cpu", "max_logprobs": -1, **options})
 
 
 def ask(llm: LLM, prompts: Sequence[Any], **params: Any) -> list[RequestOutput]:
@@ -54,12 +47,6 @@ def next_logprobs(llm: LLM, prompt: str) -> torch.Tensor:
     """Return the log-probabilities of all tokens after a prompt [V]."""
     positions: Any = ask(llm, [prompt], max_tokens=1, logprobs=-1)[0].outputs[0].logprobs
     return torch.tensor([positions[0][token].logprob for token in range(len(positions[0]))])
-
-
-def mean_logprob(llm: LLM, prompts: list[list[int]], outputs: list[list[int]]) -> float:
-    """Return the mean log-probability of the tokens `outputs` after `prompts`."""
-    scores = llm.loglikelihood(prompts, outputs, use_tqdm=False)
-    return sum(s.logprob for s in scores) / sum(len(s.token_ids) for s in scores)
 
 
 @dataclass
@@ -82,15 +69,9 @@ class Counters(Observer):
         self.results.append([seq.request_id for seq in updated])
 
 
-def runner_of(llm: LLM) -> ModelRunner:
-    runner: Any = llm.engine.runner
-    runner = getattr(runner, "runner", runner)  # with several ranks it is in an AgreeingRunner
-    assert isinstance(runner, ModelRunner)
-    return runner
-
-
-def embedded_config() -> ModelConfig:
-    return Checkpoint(find_checkpoint(EMBEDDED)).model_config
+def runner_of(llm: LLM) -> Any:
+    """Return the ModelRunner. With several ranks it is in an AgreeingRunner."""
+    return getattr(llm.engine.runner, "runner", llm.engine.runner)
 
 
 def shape_of(name: str, **sizes: Any) -> ModelConfig:
@@ -101,10 +82,7 @@ def shape_of(name: str, **sizes: Any) -> ModelConfig:
 
 
 def prompt_plan(prompts: Sequence[list[int]], tables: Sequence[list[int]]) -> StepPlan:
-    """Return the plan of a step that computes complete prompts, each in the blocks of its table.
-
-    Prompt i takes row i and samples greedily.
-    """
+    """Return the plan of a step that computes prompt i in row i, in the blocks of table i."""
     rows = range(len(prompts))
     return StepPlan(
         new_rows=[NewRow(row, tables[row], GREEDY) for row in rows],
@@ -119,11 +97,8 @@ def decode_plan(num_rows: int) -> StepPlan:
 
 
 def optional(module: str) -> Any:
-    """Import a module. Returns None if it needs Triton or Numba, which is not installed.
-
-    Without a GPU, Triton's kernels run in its interpreter. Triton reads TRITON_INTERPRET when it is
-    imported and when a kernel is defined, so it is set first.
-    """
+    """Import a module. Returns None if it needs a package that is not installed."""
+    # Without a GPU, kernels run in Triton's interpreter. Triton reads this when it is imported.
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
     try:

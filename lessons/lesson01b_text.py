@@ -1,12 +1,11 @@
 """Lesson 1b: from tokens to text.
 
 Lesson 1a ended with a text, as if each token were a piece of it. It is not so simple. A stream that
-shows text while tokens are generated must sometimes wait, although it has a token. And the end of
-a request has several kinds, which different parts of the engine find:
+shows text while tokens are generated must sometimes wait, although it has a token:
 
     token --> Detokenizer --> text --> stop strings --> text to show
-              waits for               waits for
-              whole characters        longer text
+              waits for                wait for
+              whole characters         longer text
 """
 
 from typing import Any
@@ -19,14 +18,6 @@ from nanovllm.engine.detokenizer import Detokenizer
 PROMPT, STOPS = "What is 12 + 30?\n", ["= 43", "42"]
 CHARACTERS = "5 € für 2"
 ENDS: tuple[dict[str, Any], ...] = ({}, {"stop_token_ids": [15]}, {"max_tokens": 3}, {"stop": "42"})
-
-
-def detokenize(llm: LLM, text: str) -> list[tuple[int, str, str]]:
-    """Return each token of a text, decoded alone, and the text that the Detokenizer adds."""
-    tokenizer = llm.get_tokenizer()
-    detokenizer = Detokenizer(tokenizer, [])
-    tokens = tokenizer.encode(text)
-    return [(t, repr(tokenizer.decode([t])), repr(detokenizer.add([t]))) for t in tokens]
 
 
 def stream(llm: LLM, stops: list[str]) -> list[tuple[str, str, str]]:
@@ -43,26 +34,26 @@ def stream(llm: LLM, stops: list[str]) -> list[tuple[str, str, str]]:
 def run() -> None:
     llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=64)
     QUESTIONS.show(1)
-    say(f"""Characters: the tokens of {CHARACTERS!r}. The vocabulary has no token for some of the
-        characters, so their bytes are tokens. Decoded alone such a token gives the sign for
-        invalid text. The Detokenizer remembers the bytes and returns the character with the last
-        of them:""")
-    show_table(("token", "alone", "new text"), detokenize(llm, CHARACTERS))
+    say(f"""Characters: the tokens of {CHARACTERS!r}. Some characters have a token for each of their
+        bytes. Decoded alone it gives the sign for invalid text. The Detokenizer remembers the bytes
+        and returns the character with the last of them:""")
+    tokenizer, rows = llm.get_tokenizer(), []
+    detokenizer = Detokenizer(tokenizer, [])
+    for token in tokenizer.encode(CHARACTERS):
+        rows.append((token, repr(tokenizer.decode([token])), repr(detokenizer.add([token]))))
+    show_table(("token", "alone", "new text"), rows)
     QUESTIONS.show(2)
     say(f"""Stop strings: the answer to {PROMPT!r} is streamed with stop={STOPS}. The engine holds
         back the last {max(map(len, STOPS)) - 1} characters, because they may begin the longest stop
         string. When the request ends, the rest is shown, or a stop string is cut off:""")
     show_table(("token", "shown so far", "held back"), stream(llm, STOPS))
-    QUESTIONS.show(3)
-    say("""The end: a token that is in a set of ids, and the number of tokens, can be seen without
-        any text, so the scheduler finds these ends. A stop string needs the text, which only the
-        Sampling object of the request has: the scheduler sees ids alone. The same request with four
-        parameters (15 is the token of "0"). An end of text is a stop token that every request has,
-        so its stop_reason is None:""")
+    say("""The end: the scheduler sees token ids, so it finds stop tokens and counts tokens. A stop
+        string needs the text, which the Sampling object of the request has. The same request with
+        four parameters (15 is the token of "0"):""")
     ends = [ask(llm, [PROMPT], **params)[0].outputs[0] for params in ENDS]
-    rows = zip([str(params) for params in ENDS], ends, strict=True)
+    cells = [(str(end.finish_reason), str(end.stop_reason), repr(end.text)) for end in ends]
     head = ("parameters", "finish_reason", "stop_reason", "text")
-    show_table(head, [(p, end.finish_reason, end.stop_reason, repr(end.text)) for p, end in rows])
+    show_table(head, [(str(params), *row) for params, row in zip(ENDS, cells, strict=True)])
     show_source(
         link("engine.detokenizer.Detokenizer._add_token", "self.stream.step"),
         link("engine.sampling.Sampling.read_sample", "max(map(len, stops))"),
@@ -87,11 +78,4 @@ QUESTIONS = Questions("""
     Answer: a. What has been shown cannot be taken back. If the next token is "nd", the "E" is shown
     one token late.
     Hint: What should a user have seen if the next two tokens are "N" and "D"?
-
-    A later lesson plans the next step before the last token is known. Which end of a request can
-    the scheduler take into account in that plan? (a) A stop token. (b) max_tokens. (c) A stop
-    string.
-    Answer: b. Tokens can be counted before they are known. The other ends are found one step later,
-    and the token of the step in between is dropped (lesson 11a).
-    Hint: Which of them can be checked without knowing the token?
 """)

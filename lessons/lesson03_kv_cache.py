@@ -4,7 +4,7 @@ The model of lesson 2 reads a text and gives the probability of each next token.
 and not an answer. The simplest way to an answer is a loop: run the model, choose a token, append it
 to the text, and run the model over the whole text again (Vaswani et al. 2017, arXiv:1706.03762).
 For a prompt of 4 tokens and an output of 3 it computes 4 + 5 + 6 = 15 tokens. With a KV cache it
-computes 6 (Pope et al. 2022, arXiv:2211.05102):
+computes 6, in a step of the prompt, called prefill, and two decodes (Pope et al. 2022):
 
              without a cache    with a cache
     step 1   x x x x            x x x x        x: computed in this step
@@ -14,37 +14,26 @@ computes 6 (Pope et al. 2022, arXiv:2211.05102):
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
-from lessons.lesson import (
-    decode_plan,
-    make_llm,
-    prompt_plan,
-    runner_of,
-    shape_of,
-    timed,
-)
+from lessons.lesson import decode_plan, make_llm, prompt_plan, runner_of, shape_of, timed
 from lessons.show import Questions, faster, link, say, show_source, show_table
 from nanovllm import LLM
 
 # A way to generate: (llm, prompt, number of output tokens) -> each token, and how many tokens the
 # model computed for it.
-Way: TypeAlias = Callable[[LLM, list[int], int], Iterator[tuple[int, int]]]
+Way = Callable[[LLM, list[int], int], Iterator[tuple[int, int]]]
 PROMPT = "What is 12 + 30?\n"
 LENGTHS = (20, 40, 80, 160)
-
-
-def block_table(llm: LLM) -> list[int]:
-    """Return blocks for the longest text that the model can read. Lesson 5 explains blocks."""
-    size = llm.engine.scheduler.block_manager.block_size
-    return list(range(1, 1 - (-llm.engine.input_processor.max_model_len // size)))
+# Blocks of 16 tokens for the longest text that the model can read; lesson 5 explains them.
+BLOCK_TABLE = list(range(1, 65))
 
 
 def without_cache(llm: LLM, prompt: list[int], num_output: int) -> Iterator[tuple[int, int]]:
     """Generate by plans that begin at position 0, so nothing is read that is in the cache."""
     ids = list(prompt)
     for _ in range(num_output):
-        plan = prompt_plan([list(ids)], [block_table(llm)])
+        plan = prompt_plan([list(ids)], [BLOCK_TABLE])
         [token] = llm.engine.runner.run(plan)().token_ids
         ids.append(token)
         yield token, plan.num_tokens
@@ -52,7 +41,7 @@ def without_cache(llm: LLM, prompt: list[int], num_output: int) -> Iterator[tupl
 
 def with_cache(llm: LLM, prompt: list[int], num_output: int) -> Iterator[tuple[int, int]]:
     """Compute the prompt once. Each later step computes the token that row 0 sampled last."""
-    plan = prompt_plan([prompt], [block_table(llm)])
+    plan = prompt_plan([prompt], [BLOCK_TABLE])
     for _ in range(num_output):
         [token] = llm.engine.runner.run(plan)().token_ids
         yield token, plan.num_tokens
@@ -62,44 +51,34 @@ def with_cache(llm: LLM, prompt: list[int], num_output: int) -> Iterator[tuple[i
 def third_key(llm: LLM, ids: list[int]) -> Any:
     """Run the model over `ids` -> 4 numbers of the third token's key, in the last layer."""
     next(without_cache(llm, ids, 1))
-    attention = runner_of(llm).attention
-    return attention.cache[-1, 0, 1, 0, 2, :4].tolist()  # of block 1 and head 0
+    layer, key, block, head, slot = -1, 0, 1, 0, 2
+    return runner_of(llm).attention.cache[layer, key, block, head, slot, :4].tolist()
 
 
 def run() -> None:
     llm = make_llm(attention_backend="sdpa")
     prompt = llm.get_tokenizer().encode(PROMPT)
-    QUESTIONS.show(1)
-    say(f"""Without a cache, a prompt of p = {len(prompt)} tokens and an output of n tokens make the
-        model compute p + (p + 1) + ... + (p + n - 1) = n * p + n * (n - 1) / 2 tokens. The last
-        token of the output is sampled and not computed. Which of all these results are new?""")
-    QUESTIONS.show(2)
-    say("""The key of the third token in the last layer, its first 4 numbers, when the model reads
-        the first 3, 6 and 10 tokens of the prompt:""")
+    QUESTIONS.show(1, 2)
+    say("""The first numbers of the third token's key in the last layer, when the model reads 3, 6
+        and 10 tokens of a prompt:""")
     rows = [(n, *(f"{x:.4f}" for x in third_key(llm, prompt[:n]))) for n in (3, 6, 10)]
     show_table(("tokens read", "1", "2", "3", "4"), rows)
-    say("""So the key and value (KV) of a token can be kept, and of earlier tokens attention reads
-        nothing else (lesson 2). Both ways give the same tokens:""")
+    say("""So keys and values (KV) can be kept, and attention reads nothing else of earlier tokens
+        (lesson 2). Both ways give the same output. The tokens that they compute, and the time:""")
     rows = []
     for n in LENGTHS:
-        old, slow = timed(partial(list[tuple[int, int]], without_cache(llm, prompt, n)), repeats=1)
-        new, fast = timed(partial(list[tuple[int, int]], with_cache(llm, prompt, n)), repeats=1)
+        runs = [way(llm, prompt, n) for way in (without_cache, with_cache)]
+        (old, slow), (new, fast) = (timed(partial(list[tuple[int, int]], run), 1) for run in runs)
         assert [token for token, _ in old] == [token for token, _ in new]
         counts = [f"{sum(computed for _, computed in steps):,}" for steps in (old, new)]
         rows.append((n, *counts, f"{slow:.2f}", f"{fast:.2f}", faster(slow, fast)))
     head = ("output tokens", "without", "with", "seconds without", "seconds with", "it is")
     show_table(head, rows)
-    say("""A step that computes a prompt is often called prefill, and a step that computes one token
-        of each sequence decode. The engine has no such phases: a sequence has known tokens and
-        computed tokens, and a step computes some of the difference.""")
-    QUESTIONS.show(3)
     c = shape_of("qwen3-0.6b")
-    say(f"""The price is memory, a key and a value for each layer and KV head. In bfloat16 a token
-        of Qwen3-0.6B takes 2 * {c.num_layers} layers * {c.num_kv_heads} KV heads * {c.head_dim}
-        numbers * 2 bytes = {c.block_bytes(1, 2):,} bytes. The length of an answer is not known in
-        advance. This lesson reserved memory for each of the
-        {llm.engine.input_processor.max_model_len:,} positions that the model can read, and used few
-        of them. Lessons 5 to 9 are about this memory.""")
+    say(f"""The price is memory. In bfloat16 a token of Qwen3-0.6B takes 2 (a key and a value) *
+        {c.num_layers} layers * {c.num_kv_heads} KV heads * {c.head_dim} numbers * 2 bytes =
+        {c.block_bytes(1, 2):,} bytes. This lesson reserved memory for the longest text that the
+        model can read, and used little of it. Lessons 5 to 9 are about this memory.""")
     show_source(
         link("runner.model_runner.ModelRunner.run"),
         link("models.attention.PlainAttention.store"),
@@ -112,8 +91,8 @@ def run() -> None:
 QUESTIONS = Questions("""
     A prompt of 4 tokens and an output of 3 made 15 without a cache. How many tokens does the model
     compute for the same prompt and an output of 6?
-    Answer: 39. 4 + 5 + 6 + 7 + 8 + 9. For twice as long an output there are twice as many steps,
-    and a step computes more: long outputs take four times as many tokens.
+    Answer: 39. 4 + 5 + 6 + 7 + 8 + 9. Long outputs that are twice as long take four times as many
+    tokens: there are twice as many steps, and a step computes more.
     Hint: How many steps are there, and how many tokens does the last one compute?
 
     The model runs over the first 3 tokens of a prompt, and then over the first 6. Does the key of
@@ -122,11 +101,4 @@ QUESTIONS = Questions("""
     to the tokens before it.
     Answer: c. What a layer computes for a token depends on nothing that follows it.
     Hint: Which tokens does the third token attend to, in any layer?
-
-    Qwen3-0.6B has 16 query heads but 8 KV heads: two query heads share one. What is gained? (a) A
-    token takes half of the memory in the cache, and a decode reads half as much of it. (b)
-    Attention computes half as many scores. (c) The first token comes sooner.
-    Answer: a. Each query head still has its own scores. With 16 KV heads a token would take 229,376
-    bytes and not 114,688. This is grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245).
-    Hint: Does a cache hold query heads or KV heads?
 """)

@@ -13,60 +13,45 @@ is in the logical block 9 // 4 = 2, at the offset 9 % 4 = 1:
     block            0       1      2       3      4       5  t9: slot 5 * 4 + 1
 """
 
-from lessons.lesson import GREEDY, Counters, ask, decode_plan, make_llm, prompt_plan
+from lessons.lesson import GREEDY, Counters, ask, make_llm
 from lessons.show import Questions, link, say, show_source, show_table
-from nanovllm import LLM
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
 
 PROMPT, SIZE = "What is 12 + 30?\n", 4
 
 
-def slots_of_a_sequence(llm: LLM) -> list[int]:
+def slots_of_a_sequence() -> list[int]:
     """Give a sequence blocks, print where its tokens are, and return the slots."""
-    ids: list[int] = llm.get_tokenizer().encode(PROMPT)
-    texts = [repr(llm.get_tokenizer().decode([token])) for token in ids]
-    blocks = BlockManager(num_blocks=8, block_size=SIZE)
+    tokenizer = make_llm().get_tokenizer()
+    ids: list[int] = tokenizer.encode(PROMPT)
+    blocks, rows = BlockManager(num_blocks=8, block_size=SIZE), []
     other = Sequence("other", 0, [1, 2], 2, 8, frozenset(), GREEDY)
     seq = Sequence("this", 1, ids, len(ids), 32, frozenset(), GREEDY)
     for _ in range(blocks.num_needed(seq, len(ids))):
         blocks.append_block(seq)
         blocks.append_block(other)
-    table, rows = seq.block_table, []
-    for p, text in enumerate(texts):
-        block, offset = table[p // SIZE], p % SIZE
-        rows.append((text, p, p // SIZE, block, offset, block * SIZE + offset))
-    print(f"block_table = {table}; of another sequence: {other.block_table}\n")
+    for p, token in enumerate(ids):
+        block, offset = seq.block_table[p // SIZE], p % SIZE
+        text, slot = repr(tokenizer.decode([token])), block * SIZE + offset
+        rows.append((text, p, p // SIZE, block, offset, slot))
+    print(f"block_table = {seq.block_table}; of another sequence: {other.block_table}\n")
     head = ("token", "position", "logical block: // 4", "physical block", "offset: % 4", "slot")
     show_table(head, rows)
     return [slot for *_, slot in rows]
 
 
-def answer_with(llm: LLM, block_table: list[int], num_tokens: int) -> str:
-    """Run the model on plans written by hand, like the plans of the scheduler."""
-    ids = llm.get_tokenizer().encode(PROMPT)
-    plans = [prompt_plan([ids], [block_table]), *[decode_plan(1)] * (num_tokens - 1)]
-    tokens = [token for plan in plans for token in llm.engine.runner.run(plan)().token_ids]
-    return str(llm.get_tokenizer().decode(tokens))
-
-
 def run() -> None:
-    llm = make_llm(block_size=SIZE, num_kv_cache_blocks=16)
     say("""A sequence takes all blocks of its prompt at once. Later it takes one more block when its
         last block is full. Here two sequences take blocks of 4 slots in turn. Block 0 is the
         null block, which no sequence owns. A batch may be padded with unused rows (lesson 11b),
         which must write somewhere: they write there.""")
     QUESTIONS.show(1)
-    slots_of_a_sequence(llm)
-    say("""Attention reads keys and values through the block table, so the order of the blocks in
-        memory does not matter. To show this, the same prompt runs in two places of the cache, by
-        plans that are written by hand:""")
-    tables = ([1, 2, 3, 4, 5, 6], [13, 2, 7, 16, 1, 9])
-    rows = [(str(table), repr(answer_with(llm, table, 10))) for table in tables]
-    show_table(("block table", "answer"), rows)
+    slots_of_a_sequence()
     QUESTIONS.show(2)
-    say("""Paging saves memory. Contiguous memory for the 256 tokens that a request may need here is
-        the same as one block of 256 slots. 24 requests of about 20 tokens and 1,024 slots:""")
+    say("""Attention reads through the block table (lesson 10b), so any free block will do. Paging
+        saves memory. Contiguous memory for the 256 tokens that a request may need here is the same
+        as one block of 256 slots. 24 requests of about 20 tokens and 1,024 slots:""")
     counts = []
     for size in (256, 16):
         options = dict(num_kv_cache_blocks=1024 // size, max_model_len=256)
@@ -78,10 +63,9 @@ def run() -> None:
         running = counters.running
         counts.append((f"{1024 // size} blocks of {size}", max(map(len, running)), len(running)))
     show_table(("cache", "requests at once", "steps"), counts)
-    say(f"""With small blocks, at admission each request takes one block for its prompt, and one
-        more must stay available for each that runs (Scheduler.reserve): {2 * counts[1][1]} of 64
-        blocks. A sequence of any length wastes less than one block. Large blocks make block tables
-        short and reads contiguous, so a block is not a single slot either.""")
+    say(f"""With blocks of 16, each request takes one block for its prompt, and one more must stay
+        available for each that runs (Scheduler.reserve): {2 * counts[1][1]} of 64 blocks. A
+        sequence of any length wastes less than one block.""")
     show_source(
         link("engine.block_manager.BlockManager.append_block"),
         link("runner.rows.Rows.slots"),

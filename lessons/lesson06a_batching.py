@@ -13,15 +13,12 @@ in every step, so the paper calls it iteration-level scheduling (Orca, Yu et al.
 """
 
 from collections.abc import Sequence
-from functools import partial
 
-from lessons.lesson import Counters, make_llm, timed
-from lessons.show import Questions, faster, link, say, show_source, show_table
+from lessons.lesson import Counters, make_llm
+from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM, SamplingParams
 
 ROWS = 4  # max_num_seqs
-# Plain torch: compiled kernels would change the figures.
-OPTIONS = dict(attention_backend="sdpa", num_kv_cache_blocks=64, enable_prefix_caching=False)
 LENGTHS = (2, 9, 3, 2, 8, 2, 3, 3)  # output tokens of the requests
 
 
@@ -33,11 +30,9 @@ def serve(llm: LLM, lengths: Sequence[int], size: int) -> tuple[list[list[int]],
     llm.engine.observer = counters = Counters(llm)
     tokens = []
     for first in range(0, len(lengths), size):
-        numbers = range(first, min(first + size, len(lengths)))
-        prompts = [f"What is 12 + {i}?\n" for i in numbers]
-        params = [
-            SamplingParams(temperature=0, ignore_eos=True, max_tokens=lengths[i]) for i in numbers
-        ]
+        group = lengths[first : first + size]
+        prompts = [f"What is 12 + {first + i}?\n" for i in range(len(group))]
+        params = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=n) for n in group]
         tokens += [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
     names = dict.fromkeys(name for step in counters.running for name in step)
     signs = [["x" if name in step else "." for step in counters.running] for name in names]
@@ -45,36 +40,28 @@ def serve(llm: LLM, lengths: Sequence[int], size: int) -> tuple[list[list[int]],
 
 
 def run() -> None:
-    llm = make_llm(**OPTIONS, max_num_seqs=ROWS)
+    llm = make_llm(num_kv_cache_blocks=64, max_num_seqs=ROWS)
     QUESTIONS.show(1, 2)
     say(f"""Eight requests and {ROWS} rows. An x is a step in which the request computes: the first
         computes its prompt, and each samples a token.""")
     rows, runs = [], []
     for name, size in (("static batches", ROWS), ("continuous batching", len(LENGTHS))):
-        (tokens, lines), seconds = timed(partial(serve, llm, LENGTHS, size))
-        print(
-            name, *(f"  request {i}  {line}" for i, line in enumerate(lines)), sep="\n", end="\n\n"
-        )
-        steps = len(lines[0])
-        idle, speed = ROWS * steps - sum(LENGTHS), f"{sum(LENGTHS) / seconds:.0f}"
-        rows.append((name, steps, idle, speed))
-        runs.append((tokens, seconds))
-    assert runs[0][0] == runs[1][0]
+        tokens, lines = serve(llm, LENGTHS, size)
+        print(name, *(f"  request {i}  {line}" for i, line in enumerate(lines)), "", sep="\n")
+        rows.append((name, len(lines[0]), ROWS * len(lines[0]) - sum(LENGTHS)))
+        runs.append(tokens)
+    assert runs[0] == runs[1]
     say(f"""Both compute the same tokens. With continuous batching request 4 computes its prompt in
-        the step after requests 0 and 3 end. {rows[0][1]} steps become {rows[1][1]}, and all
-        requests together are {faster(runs[0][1], runs[1][1])}. Fewer steps do the same work, so
-        each has more rows and takes a little longer: time shrinks less than the number of steps, as
-        far as the timing of {len(LENGTHS)} short requests can show that.""")
-    show_table(("", "steps", "idle row-steps", "tokens/s"), rows)
+        the step after requests 0 and 3 end, and {rows[0][1]} steps become {rows[1][1]}. Fewer steps
+        do the same work, so each has more rows and takes a little longer.""")
+    show_table(("", "steps", "idle rows, summed over the steps"), rows)
     show_source(
         link("engine.scheduler.Scheduler._admit", "self.max_num_seqs"),
         link("engine.scheduler.Scheduler.leave", "free_rows.append"),
     )
-    say("""What to do: find a list of eight lengths for which both ways take the same number of
-        steps, and one for which continuous batching takes little more than half (why not half?).
-        LENGTHS is in this file. Lesson 6b adds what the plan of a step still needs for long
-        prompts, and then you build it. On the ladder these are two rungs:
-        `python -m lessons ladder 6`.""")
+    say("""What to do: find a list of eight lengths (LENGTHS in this file) for which both ways take
+        the same number of steps, and one for which continuous batching takes little more than half.
+        On the ladder these are two rungs: `python -m lessons ladder 6`.""")
 
 
 QUESTIONS = Questions("""

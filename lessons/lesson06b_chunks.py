@@ -20,11 +20,8 @@ from lessons.lesson import Counters, make_llm, timed
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM, SamplingParams
 
-# Plain torch: compiled kernels would change the figures.
-OPTIONS = dict(attention_backend="sdpa", num_kv_cache_blocks=256, enable_prefix_caching=False)
 LONG = 600  # tokens of the prompt that is computed in chunks
 DECODING = 4  # requests that decode when it arrives
-BUDGETS = (1024, 128, 64)
 
 
 def prompt(num_tokens: int) -> dict[str, list[int]]:
@@ -33,18 +30,15 @@ def prompt(num_tokens: int) -> dict[str, list[int]]:
 
 def chunk_steps(llm: LLM) -> tuple[list[int], list[float]]:
     """Let a prompt of LONG tokens arrive while others decode -> tokens and ms of its steps."""
-    engine, ms = llm.engine, list[float]()
+    engine, outputs, ms = llm.engine, list[object](), list[float]()
     for _ in range(DECODING):
         engine.add_request(prompt(9), SamplingParams(temperature=0, ignore_eos=True, max_tokens=64))
     engine.step()
-    engine.step()
     engine.add_request(prompt(LONG), SamplingParams(temperature=0, max_tokens=1))
     engine.observer = counters = Counters(llm)
-    finished = False
-    while not finished:
+    while not outputs:
         outputs, seconds = timed(engine.step, repeats=1)
         ms.append(1e3 * seconds)
-        finished = bool(outputs)
     llm.shutdown()  # aborts the others
     return list(counters.tokens), ms
 
@@ -52,30 +46,26 @@ def chunk_steps(llm: LLM) -> tuple[list[int], list[float]]:
 def run() -> None:
     QUESTIONS.show(1)
     say(f"""{DECODING} requests decode when a prompt of {LONG} tokens arrives. The time between two
-        tokens of the others is at most the longest step, and the prompt has its first token after
-        all of its steps:""")
-    rows = []
-    for budget in BUDGETS:
-        llm = make_llm(**OPTIONS, max_num_batched_tokens=budget)
-        runs = [chunk_steps(llm) for _ in range(4)][1:]  # the first prepares buffers
-        tokens = runs[0][0]
+        of their tokens is at most the longest step. The prompt has its first token after all of
+        its steps:""")
+    rows, options = [], dict(num_kv_cache_blocks=256, enable_prefix_caching=False)
+    for budget in (1024, 128, 64):
+        llm = make_llm(attention_backend="sdpa", max_num_batched_tokens=budget, **options)
+        runs = [chunk_steps(llm) for _ in range(3)]
         longest, total = (min(f(ms) for _, ms in runs) for f in (max, sum))
-        rows.append((budget, " ".join(map(str, tokens)), f"{longest:.1f}", f"{total:.0f}"))
+        tokens = " ".join(map(str, runs[0][0]))
+        rows.append((budget, tokens, f"{longest:.1f}", f"{total:.0f}"))
     show_table(("budget", "tokens of each step", "longest step, ms", "first token, ms"), rows)
     say("""A small budget keeps the steps short for the requests that decode. The prompt then gets
-        its first token later, because each step has a fixed cost. The default is 8,192 tokens on a
-        GPU, where a step of that size is limited by computing (lesson 4), so larger ones would gain
-        nothing.""")
+        its first token later, because each step has a fixed cost. Only its last chunk yields a
+        token: the logits of the others are not even computed.""")
     QUESTIONS.show(2)
-    say("""A chunk that does not end the prompt yields no token. Its logits are not even
-        computed: only the last chunk has a result.""")
     show_source(
         link("engine.scheduler.Scheduler.schedule", "decode_rows.append"),
         link("engine.scheduler.Scheduler.plan_chunk", "tokens = min("),
         link("engine.scheduler.Scheduler.plan_chunk", "kind = seq.result_kind"),
     )
-    say("""Build it: `python -m lessons build step` asks for the plan of one step, and compares your
-        plans with the scheduler's on random requests. The budget is a rung of the ladder that makes
+    say("""Build it: `python -m lessons build step`. The budget is a rung of the ladder that makes
         the longest step shorter: `python -m lessons ladder 6`.""")
 
 

@@ -20,9 +20,6 @@ from nanovllm.models import sampler
 from nanovllm.models.batch import SamplingBatch
 
 PROMPT = "What is "  # many tokens can follow
-SHOWN = 8  # of the most likely tokens
-TEMPERATURES = (0.5, 1.0, 2.0)
-SETTINGS: dict[str, float] = {"top_k": 3, "top_p": 0.8, "min_p": 0.1}
 
 
 def probabilities(logits: Tensor, temperature: float = 1.0, **values: float) -> Tensor:
@@ -33,17 +30,6 @@ def probabilities(logits: Tensor, temperature: float = 1.0, **values: float) -> 
     return sampler.filtered_logits(logits[None], batch)[0].softmax(-1)
 
 
-def show_bars(texts: list[str], best: Tensor, columns: dict[str, Tensor]) -> None:
-    """Print columns of probabilities [V] of the tokens `best`, which have these texts."""
-    rows = []
-    for text, token in zip(texts, best, strict=True):
-        cells = [float(column[token]) for column in columns.values()]
-        bars = [f"{('#' * round(10 * p)):.<10} {p:5.1%}" if p else "hidden" for p in cells]
-        rows.append((text, *bars))
-    rows.append(("tokens left", *(str(int((p > 0).sum())) for p in columns.values())))
-    show_table(("token", *columns), rows)
-
-
 def run() -> None:
     llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=64)
     show_formula(
@@ -51,34 +37,35 @@ def run() -> None:
         r"p_i = \frac{\exp(z_i / T)}{\sum_j \exp(z_j / T)}",
     )
     tokenizer, logits = llm.get_tokenizer(), next_logprobs(llm, PROMPT)
-    best = logits.topk(SHOWN).indices
-    texts = [repr(tokenizer.decode([token])) for token in best]
-    say(f"""What may follow {PROMPT!r}: the {SHOWN} most likely of {len(logits):,} tokens. A
-        temperature below 1 makes likely tokens more likely, one above 1 less likely:""")
-    temperatures = {f"temperature {t:g}": probabilities(logits, t) for t in TEMPERATURES}
-    show_bars(texts, best, temperatures)
-    say("""Filters hide tokens, and the probabilities of the rest are divided by their sum. top_k
-        keeps the k most likely tokens. top_p keeps the most likely tokens until their sum reaches
-        p. min_p keeps tokens that are at least p times as likely as the most likely token.""")
+    say("""A temperature below 1 makes likely tokens more likely, one above 1 less likely. Filters
+        hide tokens, and the probabilities of the rest are divided by their sum. top_k keeps the k
+        most likely tokens. top_p keeps the most likely tokens until their sum reaches p. min_p
+        keeps tokens that are at least p times as likely as the most likely token.""")
     QUESTIONS.show(1)
-    columns = {"no filter": probabilities(logits)}
-    columns |= {f"{n}={v:g}": probabilities(logits, **{n: v}) for n, v in SETTINGS.items()}
-    show_bars(texts, best, columns)
+    columns = {f"temperature {t:g}": probabilities(logits, t) for t in (0.5, 1, 2)}
+    for name, value in (("top_k", 3), ("top_p", 0.8), ("min_p", 0.1)):
+        columns[f"{name}={value:g}"] = probabilities(logits, **{name: value})
+    rows: list[tuple[object, ...]] = []
+    for token in logits.topk(8).indices.tolist():
+        cells = (f"{p[token]:.1%}" if p[token] else "hidden" for p in columns.values())
+        rows.append((repr(tokenizer.decode([token])), *cells))
+    rows.append(("tokens left", *(int((p > 0).sum()) for p in columns.values())))
+    say(f"""What may follow {PROMPT!r}: the 8 most likely of {len(logits):,} tokens. The filters are
+        used at temperature 1:""")
+    show_table(("token", *columns), rows)
     QUESTIONS.show(2)
     position = len(tokenizer.encode(PROMPT))
     say(f"""A draw at temperature 1. Each token has a part of the interval from 0 to 1, in the order
         of the vocabulary. u is a function of the request's seed and of the position of the token,
         {position} here, and of nothing else. The same request therefore draws the same tokens in
-        any batch, and again after a preemption. A draw by hand and the engine give the same
-        token:""")
-    rows = []
+        any batch, and again after a preemption (lesson 9a):""")
+    rows, whole = [], columns["temperature 1"]
     for seed in range(1, 6):
         u = sampler.uniform(torch.tensor([seed]), torch.tensor([position]))
-        token = int(sampler.draw(logits[None], u))
-        assert ask(llm, [PROMPT], temperature=1, seed=seed, max_tokens=1)[0]["token_ids"] == [token]
-        p, end = columns["no filter"][token], columns["no filter"].cumsum(0)[token]
-        text = repr(tokenizer.decode([token]))
-        rows.append((seed, f"{float(u):.4f}", f"{end - p:.4f} to {end:.4f}", text))
+        [token] = ask(llm, [PROMPT], temperature=1, seed=seed, max_tokens=1)[0]["token_ids"]
+        assert token == int(sampler.draw(logits[None], u))
+        part = f"{whole[:token].sum():.4f} to {whole[: token + 1].sum():.4f}"
+        rows.append((seed, f"{float(u):.4f}", part, repr(tokenizer.decode([token]))))
     show_table(("seed", "u", "the token's part of [0, 1)", "token"), rows)
     show_source(
         link("models.sampler.filtered_logits", "batch.temperature"),

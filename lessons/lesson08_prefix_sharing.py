@@ -26,16 +26,15 @@ def run_prompts(llm: LLM, prompts: list[list[int]]) -> list[int]:
     return [output.num_cached_tokens for output in ask(llm, prompts, max_tokens=1)]
 
 
-def evict() -> list[tuple[str, int, int, int]]:
+def evict() -> list[tuple[object, ...]]:
     """Run prompts in a pool of 6 blocks. Returns how many tokens of each are cached after each."""
     llm = make_llm(block_size=4, num_kv_cache_blocks=6)
     ids = {name: llm.get_tokenizer().encode(text) for name, text in PROMPTS.items()}
-    blocks, rows = llm.engine.scheduler.block_manager, []
+    blocks, rows = llm.engine.scheduler.block_manager, list[tuple[object, ...]]()
     for name in "ACAD":
         run_prompts(llm, [ids[name]])
         seqs = (Sequence("", 0, ids[n], len(ids[n]), 1024) for n in "ACD")
-        a, c, d = (4 * len(blocks.match(seq)) for seq in seqs)
-        rows.append((name, a, c, d))
+        rows.append((name, *(4 * len(blocks.match(seq)) for seq in seqs)))
     return rows
 
 
@@ -43,24 +42,22 @@ def run() -> None:
     llm = make_llm(block_size=4, num_kv_cache_blocks=32)
     encode, decode = llm.get_tokenizer().encode, llm.get_tokenizer().decode
     a, b = encode(PROMPTS["A"]), encode(PROMPTS["B"])
-    same = next(i for i in range(len(b)) if a[i] != b[i])
-    show_table(("prompt", "text"), [(name, repr(text)) for name, text in PROMPTS.items()])
-    say(f"""Prompts A and B begin with the same {same} tokens. Blocks have 4 slots. Below is the
-        trace of their first step. Its columns free, cached and shared count blocks. The column
-        cached counts only those blocks of the prefix cache that no sequence owns now. docs/trace.md
-        explains the others.""")
+    say(f"""Prompts A, {PROMPTS["A"]!r}, and B, {PROMPTS["B"]!r}, begin with the same 6 tokens.
+        Blocks have 4 slots. Below is the trace of their first step. Its columns free, cached and
+        shared count blocks; cached are the blocks of the prefix cache that no sequence owns now.
+        docs/trace.md explains the others.""")
     with Trace(llm) as trace:
         run_prompts(llm, [a, b])
     print(trace, end="\n\n")
-    say(f"""A (request 0) and B share block 1: it is in both block tables, so its reference count is
+    say("""A (request 0) and B share block 1: it is in both block tables, so its reference count is
         2. They can share it in the same step, because each layer stores all keys and values of a
-        step before any query attends. B computes the other {same - 4} of the same tokens itself,
-        because only full blocks are shared: the owner of another block will write into it.""")
+        step before any query attends. B computes the other 2 of the same tokens itself, because
+        only full blocks are shared: the owner of another block will write into it.""")
     QUESTIONS.show(1)
     say("""So each full block has a hash of its tokens and of all before them: block_hash =
-        xxh3_128(parent_block_hash, token ids), where the parent is the block before it. Below are
-        the first six digits of the hashes. The same tokens after another beginning have another
-        hash:""")
+        xxh3_128(parent_block_hash, token ids), where the parent is the block before it. The cache
+        is a dictionary from hashes to blocks. A match compares the tokens too, as two hashes could
+        be equal. Below are the first six digits of the hashes:""")
     manager, rows = llm.engine.scheduler.block_manager, []
     for name, ids in (("A", a), ("B", b), ("A with another first token", [b[-1], *a[1:]])):
         parent = b""
@@ -69,30 +66,22 @@ def run() -> None:
             rows.append((name, str([*texts]), parent.hex()[:6] or "none", digest.hex()[:6]))
             parent = digest
     show_table(("prompt", "tokens of a block", "parent_block_hash", "block_hash"), rows)
-    say("""The cache is a dictionary from hashes to blocks. Two blocks with different tokens could
-        have the same hash. With 128 bits this is very unlikely, but a match compares the tokens
-        too.""")
     QUESTIONS.show(2)
     llm.reset_prefix_cache()
-    runs = [run_prompts(llm, [a, b, a[:8]]) for _ in range(2)]
+    _, [*found, part] = (run_prompts(llm, [a, b, a[:8]]) for _ in range(2))
     say(f"""The full blocks of a finished request stay in the cache, and a last block that is not
-        full is free at once. At least one token of a prompt is computed, because its logits give
-        the first output token. When A, B and the first 8 tokens of A are run twice, the second run
-        finds {runs[1][0]} tokens of A, {runs[1][1]} of B, and of the prompt of 8 tokens only
-        {runs[1][2]}.""")
-    say("""Cached blocks without an owner are kept until no block is free. Then the least recently
-        used one is evicted. A pool of 6 blocks runs A, C, A again, and D. D needs 3 blocks, and 2
-        are free. The last block of C is evicted. The beginning of C stays, because a sequence
-        releases its last block first. The table shows how many tokens of each prompt the next
-        request would find in the cache:""")
+        full is free at once. When A, B and the first 8 tokens of A are run twice, the second run
+        finds {found[0]} tokens of A, {found[1]} of B, and of the prompt of 8 tokens only {part}.
+
+        Cached blocks without an owner are kept until no block is free. Then the least recently used
+        one is evicted. A pool of 6 blocks runs A, C, {PROMPTS["C"]!r}, A again, and D,
+        {PROMPTS["D"]!r}. D needs 3 blocks, and 2 are free. The last block of C is evicted. The
+        beginning of C stays, because a sequence releases its last block first. The table shows how
+        many tokens of each prompt the next request would find in the cache:""")
     show_table(("after", "of A", "of C", "of D"), evict())
-    say("""A hash depends on tokens and not on the process. So save_prefix_cache can write the
-        blocks to a file, and another process finds them. The file is refused if the weights, the
-        dtype or the block size differ.""")
     show_source(
         link("engine.block_manager.BlockManager.match"),
         link("engine.block_manager.BlockManager.choose_victim"),
-        link("features.memory.disk_cache.restore", "yield (block"),
     )
     say("""Build it: `python -m lessons build prefix`, and then `python -m lessons build eviction`,
         whose rule has to find more tokens than the engine's own. On the ladder, prefix sharing

@@ -17,15 +17,12 @@ from lessons.lesson import ask, make_llm
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import Trace
 
-POOLS = ((32, True), (8, True), (8, False))  # blocks, and whether they are cached
-
 
 def preempt(num_blocks: int, enable_prefix_caching: bool) -> tuple[Trace, list[list[int]], int]:
     """Run two requests -> the trace, their tokens, and how many tokens were computed again."""
-    options = dict(num_kv_cache_blocks=num_blocks, enable_prefix_caching=enable_prefix_caching)
-    llm = make_llm(block_size=4, **options)
-    prompts = ["What is 12 + 30?\n", "Sort 42, 7, 99\n"]
-    with Trace(llm) as trace:
+    pool = dict(num_kv_cache_blocks=num_blocks, enable_prefix_caching=enable_prefix_caching)
+    with Trace(llm := make_llm(block_size=4, **pool)) as trace:
+        prompts = ["What is 12 + 30?\n", "Sort 42, 7, 99\n"]
         outputs = ask(llm, prompts, ignore_eos=True, max_tokens=9)
     tokens = [output["token_ids"] for output in outputs]
     return trace, tokens, int(llm.stats()["recomputed_tokens"])
@@ -33,29 +30,25 @@ def preempt(num_blocks: int, enable_prefix_caching: bool) -> tuple[Trace, list[l
 
 def run() -> None:
     QUESTIONS.show(1)
-    runs = [preempt(*pool) for pool in POOLS]
-    trace = runs[1][0]
-    event = next(event for event in trace.events if "preempted" in event)
-    step, (lost,) = event["plan"], event["preempted"]
-    say(f"""Two requests in a pool of {POOLS[1][0]} blocks of 4 slots. In step {step} request
-        {1 - lost} needs another block and none is free. Request {lost}, which was admitted last,
-        loses its blocks and returns to the head of the queue with its tokens. (Requests go on after
-        <|endoftext|>, because ignore_eos is set.)""")
-    print(trace, end="\n\n")
+    runs = {pool: preempt(*pool) for pool in ((32, True), (8, True), (8, False))}
+    say("""Two requests in a pool of 8 blocks of 4 slots. In step 8 request 0 needs another block
+        and none is free. Request 1, which was admitted last, loses its blocks and returns to the
+        head of the queue with its tokens. (Requests go on after <|endoftext|>, because ignore_eos
+        is set.)""")
+    print(runs[8, True][0], end="\n\n")
     QUESTIONS.show(2)
     say("""The tokens are the same as in a large pool: to compute known tokens is what a step does
         with every prompt. With prefix caching, the blocks that request 1 lost stay in the cache
         until they are evicted, so fewer tokens are computed again:""")
-    assert runs[0][1] == runs[1][1] == runs[2][1]
-    rows = [(*pool, t.num_steps, n) for pool, (t, _, n) in zip(POOLS, runs, strict=True)]
+    assert len({str(tokens) for _, tokens, _ in runs.values()}) == 1
+    rows = [(*pool, trace.num_steps, again) for pool, (trace, _, again) in runs.items()]
     show_table(("blocks", "prefix caching", "steps", "tokens computed again"), rows)
-    say("""Preemption is the exception. Admission leaves a block available for each sequence that
-        runs (lesson 5), so that it is rare. A step that has preempted a sequence admits none, and
-        preempted sequences come before new ones, whatever the policy is.""")
+    say("""Preemption is the exception, because admission leaves a block available for each sequence
+        that runs (lesson 5). A step that has preempted a sequence admits none, and preempted
+        sequences come before new ones.""")
     show_source(
         link("engine.scheduler.Scheduler._make_room", "self.preempt("),
         link("engine.scheduler.Scheduler.preempt"),
-        link("engine.scheduler.Scheduler.reserve"),
     )
     say("""Build it: `python -m lessons build preempt`. Then find two faults:
         `python -m lessons break 16` and `python -m lessons break 12`.""")

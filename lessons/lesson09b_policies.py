@@ -10,52 +10,44 @@ key, which here is the number of uncached prompt tokens:
     SJF       [  9   9   9   9 150]
 
 SJF alone has a fault: the long prompt waits forever if short ones keep arriving. So the key grows
-with the number of requests that came before, which is called aging.
+by 16 with each request that came before, which is called aging.
 """
 
 from statistics import mean
 
 from lessons.lesson import Counters, ask, make_llm
-from lessons.lesson06b_chunks import OPTIONS, prompt
+from lessons.lesson06b_chunks import prompt
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.engine.policies import AGING
 
 LENGTHS = [150, *[9] * 12]  # tokens of the prompts: a long one, and short ones after it
-BUDGET = 32  # tokens of a step
 
 
-def run_policy(policy: str, lengths: list[int]) -> tuple[dict[int, int], dict[int, int]]:
-    """Run prompts in this order -> the steps that admit each, and the steps of its first token.
-
-    The first dict has the order of admission.
-    """
-    llm = make_llm(**OPTIONS, scheduling_policy=policy, max_num_batched_tokens=BUDGET)
+def first_tokens(policy: str) -> dict[int, int]:
+    """Run the prompts with a budget of 32 tokens -> the step of the first token of each."""
+    options = dict(scheduling_policy=policy, max_num_batched_tokens=32, num_kv_cache_blocks=256)
+    llm = make_llm(enable_prefix_caching=False, **options)
     llm.engine.observer = counters = Counters(llm)
-    ask(llm, [prompt(length) for length in lengths], ignore_eos=True, max_tokens=2)
-    admitted, first = dict[int, int](), dict[int, int]()
-    for seen, steps in ((admitted, counters.running), (first, counters.results)):
-        for number, names in enumerate(steps, 1):
-            for name in names:
-                seen.setdefault(int(name), number)
-    return admitted, first
+    ask(llm, [prompt(length) for length in LENGTHS], ignore_eos=True, max_tokens=2)
+    steps = dict[int, int]()
+    for number, names in enumerate(counters.results, 1):
+        for name in names:
+            steps.setdefault(int(name), number)
+    return steps
 
 
 def run() -> None:
     QUESTIONS.show(1, 2)
-    say(f"""A prompt of {LENGTHS[0]} tokens arrives just before {len(LENGTHS) - 1} short ones, and a
-        step has at most {BUDGET} tokens. FCFS admits the long prompt first, and the long prompt
-        uses up the budget of the first steps. SJF admits the smallest key first: the number of
-        uncached prompt tokens + {AGING} * the number of the request. The steps in which each
-        request gets its first token:""")
-    fcfs, sjf = run_policy("fcfs", LENGTHS), run_policy("sjf", LENGTHS)
-    rows: list[tuple[object, ...]] = [
-        (i, n, fcfs[1][i], n + AGING * i, sjf[1][i]) for i, n in enumerate(LENGTHS)
-    ]
-    means = [f"{mean(first.values()):.1f}" for _, first in (fcfs, sjf)]
-    rows.append(("mean", "", means[0], "", means[1]))
+    say("""A prompt of 150 tokens arrives just before 12 short ones, and a step has at most 32
+        tokens. With FCFS the long prompt uses up the budget of the first steps. The steps in which
+        each request gets its first token:""")
+    fcfs, sjf = first_tokens("fcfs"), first_tokens("sjf")
+    rows = [(str(i), n, fcfs[i], n + AGING * i, sjf[i]) for i, n in enumerate(LENGTHS)]
+    means = [f"{mean(first.values()):.1f}" for first in (fcfs, sjf)]
     show_table(("request", "tokens", "FCFS first token", "SJF key", "SJF first token"), rows)
-    say(f"""The long prompt has the key {LENGTHS[0]}, and request 9 has {LENGTHS[9] + 9 * AGING}. So
-        the long prompt is admitted before request 9, although it is longer.""")
+    say(f"""On average a request waits {means[0]} steps with FCFS, and {means[1]} with SJF. The long
+        prompt has the key 150, and request 9 has 9 + 16 * 9 = 153. So the long prompt is admitted
+        before request 9, although it is longer.""")
     show_source(
         link("engine.policies.shortest_job_first", "AGING * seq.arrival"),
         link("engine.scheduler.Scheduler.add", "self.policy_key"),
@@ -66,7 +58,7 @@ def run() -> None:
 QUESTIONS = Questions("""
     A long prompt arrives just before twelve short ones. With SJF, the short ones are computed
     first. Why is the mean time to the first token smaller than with FCFS, although the same tokens
-    are computed? (a) One request waits a little longer, and twelve wait less. (b) Short prompts
+    are computed? (a) One request waits a little longer, and several wait less. (b) Short prompts
     take less time for each token. (c) The long prompt is computed in fewer steps.
     Answer: a. The long prompt delays all that come after it with FCFS.
     Hint: Who waits for whom with FCFS, and who with SJF?

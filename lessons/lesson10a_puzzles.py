@@ -13,31 +13,11 @@ environment variable TRITON_INTERPRET is 1 when Triton is imported. The lessons 
 """
 
 import inspect
-from typing import Any
 
 import torch
 
 from lessons.lesson import optional
 from lessons.show import Questions, link, say, show_source, show_table
-
-
-def show_kernel(kernels: Any) -> None:
-    """Print the lines of a kernel, and the tile of each in two programs, computed by torch."""
-    rows = [[line.strip()] for line in inspect.getsource(kernels.double.fn).splitlines()[2:]]
-    for program in (1, 2):
-        i = program * 4 + torch.arange(4)
-        a = torch.where(i < 10, 10 * i, 0)
-        tiles = (torch.tensor([program]), i, (i < 10).int(), a, 2 * a, torch.tensor([]))
-        for row, tile in zip(rows, tiles, strict=True):
-            row.append(" ".join(map(str, tile.tolist())))
-    say("""A kernel, `@triton.jit def double(x, out, n, SIZE: tl.constexpr)`, which doubles the
-        numbers 0, 10, ..., 90 in the three programs of the picture above: x and out are pointers to
-        the first number, n is 10. SIZE is 4, a constant that is known when the kernel is compiled.
-        Each line, and its tile in programs 1 and 2:""")
-    show_table(("line", "in program 1", "in program 2"), rows)
-    say("""x + i is a tile of pointers, one for each number. A masked load reads nothing and gives
-        `other`, and a masked store writes nothing. The launch double[(3,)](x, out, 10, 4) starts
-        three programs, and each knows its number.""")
 
 
 def run() -> None:
@@ -46,24 +26,30 @@ def run() -> None:
     if kernels is None:
         say("Triton is not installed (it exists for Linux only), so no kernel runs here.")
         return
-    show_kernel(kernels)
-    columns = 8
-    say(f"""A tile of a matrix has two dimensions. The matrix below has 4 rows of {columns} numbers,
-        each equal to its offset in memory. With i = [2, 3] and j = [4, 5, 6, 7] the expression i[:,
-        None] * {columns} + j[None, :] gives the offsets of the tile in brackets:""")
-    for i in range(4):
-        numbers = range(i * columns, (i + 1) * columns)
-        cells = [f"[{n:2}]" if i >= 2 and n % columns >= 4 else f" {n:2} " for n in numbers]
-        print("  " + "".join(cells))
-    print()
+    say("""A kernel, `@triton.jit def double(x, out, n, SIZE: tl.constexpr)`, which doubles the
+        numbers 0, 10, ..., 90 in the three programs of the picture above: x and out are pointers to
+        the first number, n is 10. SIZE is 4, a constant that is known when the kernel is compiled.
+        Each line, and its tile in programs 1 and 2:""")
+    rows = [[line.strip()] for line in inspect.getsource(kernels.double.fn).splitlines()[2:]]
+    for program in (1, 2):
+        i = program * 4 + torch.arange(4)
+        a = torch.where(i < 10, 10 * i, 0)
+        for row, tile in zip(rows, (i, (i < 10).int(), a, 2 * a), strict=True):
+            row.append(" ".join(map(str, tile.tolist())))
+    show_table(("line", "in program 1", "in program 2"), rows)
+    tile = torch.tensor([2, 3])[:, None] * 8 + torch.tensor([4, 5, 6, 7])[None, :]
+    say(f"""x + i is a tile of pointers, one for each number. A masked load reads nothing and gives
+        `other`, and a masked store writes nothing. The launch double[(3,)](x, out, 10, 4) starts
+        three programs, and each knows its number.
+
+        A tile of a matrix has two dimensions. The number in row r and column c of a matrix of 8
+        columns is r * 8 + c numbers behind the first one. With i = [2, 3] and j = [4, 5, 6, 7] the
+        expression i[:, None] * 8 + j[None, :] is {tile.tolist()}, a tile of two rows.""")
     say("""Five kernels lead from a sum to the attention of lesson 10b. The puzzles leave out a line
         of the first two, the loop of the next two, and all of the last. tl.exp, tl.maximum,
         tl.where and tl.sum(tile, axis) are as in torch, tl.max(tile, axis) is torch.amax, and
         tl.dot is the product of two tiles.""")
-    show_source(
-        link("backends.gpu.kernels.attention._load_blocks.fn", "tl.load"),
-        link("backends.gpu.kernels.attention._attend_tile.fn", "correction ="),
-    )
+    show_source(link("backends.gpu.kernels.attention._load_blocks.fn", "tl.load"))
     say("""Build it: `python -m lessons puzzle 1` shows the first puzzle. On the ladder the kernels
         of the CPU have a rung: `python -m lessons ladder 10`.""")
 

@@ -15,27 +15,20 @@ The score of a key is its product with the query, divided by the square root of 
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lessons.lesson import decode_plan, make_llm, optional, prompt_plan, runner_of
+from lessons.lesson import make_llm, optional, prompt_plan, runner_of
 from lessons.show import Questions, link, say, show_lines, show_source, show_table
-from nanovllm.backends.gpu.kernels.configs import Tile
-from nanovllm.models.attention import PlainAttention
-from nanovllm.models.batch import ForwardBatch
 
-KERNELS = "nanovllm.backends.gpu.kernels.attention"
 BLOCK, TILE = 16, 128  # slots of a block, keys of a tile
-SPLIT = 256  # keys of a split here; the engine's kernel splits into 64 and more
-CONTEXT = 600  # tokens of the sequence that is attended to tile by tile
-# After some keys: m [], their largest score, and the sums of exp(score - m): l [], and times v [D].
-Partial: TypeAlias = tuple[Tensor, Tensor, Tensor]
+CONTEXT, SPLIT = 600, 200  # tokens that are attended to, and keys of a split
 
 
-def attend_tiles(q: Tensor, tiles: Iterable[Any]) -> tuple[Partial, list[list[str]]]:
-    """Return the state of q [D] after tiles of k and v [L, D], and a table of the tiles."""
+def attend_tiles(q: Tensor, tiles: Iterable[Any]) -> tuple[list[Tensor], list[list[str]]]:
+    """Return m [], l [] and acc [D] of q [D] after tiles of k and v [L, D], a row for each tile."""
     m, total, acc, rows = torch.tensor(-torch.inf), torch.tensor(0.0), torch.zeros(len(q)), []
     for k, v in tiles:
         scores = k @ q / len(q) ** 0.5
@@ -47,14 +40,7 @@ def attend_tiles(q: Tensor, tiles: Iterable[Any]) -> tuple[Partial, list[list[st
         m = new_m
         numbers = (scores.max(), m, factor, total, *acc[:2])
         rows.append([str(len(k)), *(f"{x:.3f}" for x in numbers)])
-    return (m, total, acc), rows
-
-
-def merge(parts: list[Partial]) -> Tensor:
-    """Return the attention over the keys of all parts, rescaled to the largest m."""
-    m, total, acc = (torch.stack(values) for values in zip(*parts, strict=True))
-    factors = torch.exp(m - m.max())
-    return factors @ acc / (factors @ total)
+    return [m, total, acc], rows
 
 
 def paged_tiles(kv: Tensor, block_table: Tensor, start: int, end: int) -> Iterator[Tensor]:
@@ -64,81 +50,53 @@ def paged_tiles(kv: Tensor, block_table: Tensor, start: int, end: int) -> Iterat
         yield kv[:, block_table[position // BLOCK], position % BLOCK]  # [2, TILE, D]
 
 
-def make_step(contexts: list[int]) -> tuple[Tensor, Tensor, ForwardBatch, Tensor]:
-    """Return a decode of random queries, with the KV of texts in blocks anywhere in the cache.
-
-    These are q [S, H, D], the cache of a layer [2, blocks, K, B, D], the batch, and what the
-    engine's plain attention computes [S, H, D].
-    """
-    torch.manual_seed(0)
-    runner = runner_of(make_llm(attention_backend="sdpa", num_kv_cache_blocks=100))
-    attention: Any = runner.attention
-    attention.cache.fill_(torch.nan)  # What is not stored must not be read.
-    counts = [-(-context // BLOCK) for context in contexts]
-    tables = [table.tolist() for table in torch.split(torch.randperm(sum(counts)) + 1, counts)]
-    prompts = [[5 + i % 90 for i in range(context - 1)] for context in contexts]
-    for plan in (prompt_plan(prompts, tables), decode_plan(len(contexts))):
-        runner.run(plan)()
-    step = runner.rows.build(plan).forward_batch
-    attention.prepare(step)
-    q = torch.randn(len(contexts), runner.model.config.num_heads, runner.model.config.head_dim)
-    return q, attention.cache[0], step, attention.attend(0, q, step).view_as(q)
-
-
-def attend_by_kernel(q: Tensor, kv: Tensor, step: ForwardBatch, max_splits: int) -> Tensor:
-    """Attend with the engine's kernel, on a GPU or in Triton's interpreter."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    order = step.context_lens.argsort(descending=True)
-    tensors = [x.to(device) for x in (q, *kv, order, step.context_lens, step.block_tables)]
-    out = torch.empty_like(tensors[0])
-    tile = Tile(num_rows=16, num_keys=TILE, num_warps=4, num_stages=1)
-    optional(KERNELS).attend_decode(*tensors, tile, max_splits, out)
-    return out.cpu()
+def make_cache() -> tuple[Tensor, Tensor]:
+    """Run the model over a text -> the KV of a head [2, blocks, B, D], and the block table."""
+    runner: Any = runner_of(make_llm(attention_backend="sdpa", num_kv_cache_blocks=100))
+    table = torch.randperm(100)[: -(-CONTEXT // BLOCK)] + 1
+    prompt = [5 + i % 90 for i in range(CONTEXT)]
+    runner.run(prompt_plan([prompt], [table.tolist()]))()
+    return runner.attention.cache[0][:, :, 0], table
 
 
 def run() -> None:
-    q, kv, step, expected = make_step([CONTEXT])
-    first_q, first_kv, first_expected = q[0, 0], kv[:, :, 0], expected[0, 0]  # of the first head
-    table = step.block_tables[0].long()
+    torch.manual_seed(0)
+    kv, table = make_cache()
+    q = torch.randn(kv.shape[-1])
     QUESTIONS.show(1)
-    say(f"""One query attends to the keys of {CONTEXT} tokens in the first layer of the
-        embedded model. They are in a paged cache with the block table {table[:6].tolist()} and so
-        on. A tile gathers the slots of {TILE} positions. Each tile multiplies l and acc by the
-        factor exp(old m - new m), then adds its sums of exp(score - m) and exp(score - m) v:""")
-    (_, total, acc), rows = attend_tiles(first_q, paged_tiles(first_kv, table, 0, CONTEXT))
+    say(f"""A query attends to the keys of {CONTEXT} tokens in the first layer of the embedded
+        model. They are in a paged cache with the block table {table[:6].tolist()} and so on. A tile
+        gathers the slots of {TILE} positions. Each tile multiplies l and acc by the factor exp(old
+        m - new m), then adds its sums of exp(score - m) and exp(score - m) v:""")
+    (_, total, acc), rows = attend_tiles(q, paged_tiles(kv, table, 0, CONTEXT))
     show_table(("keys", "largest score", "m", "factor", "l", "acc[0]", "acc[1]"), rows)
-    torch.testing.assert_close(acc / total, first_expected)
-    say("acc / l is the attention that all scores at once give.")
+    k, v = torch.cat([*paged_tiles(kv, table, 0, CONTEXT)], dim=1)
+    expected = (k @ q / len(q) ** 0.5).softmax(0) @ v
+    torch.testing.assert_close(acc / total, expected)
+    say(f"""acc / l begins with {acc[0]:.3f} / {total:.3f} = {acc[0] / total:.3f}. The softmax of
+        all scores at once gives {expected[0]:.3f}.""")
     QUESTIONS.show(2)
     say("""On a GPU one program would do this while others are idle. Instead, a program computes
         each split of the context, which is flash decoding (Dao et al. 2023). Then the l and acc of
-        all splits are rescaled to the largest m and added:""")
-    splits = [(start, min(start + SPLIT, CONTEXT)) for start in range(0, CONTEXT, SPLIT)]
-    parts = [attend_tiles(first_q, paged_tiles(first_kv, table, *split))[0] for split in splits]
-    torch.testing.assert_close(merge(parts), first_expected)
-    rows = []
-    for (start, end), (m, total, acc) in zip(splits, parts, strict=True):
-        numbers = (m, total, acc[0], torch.exp(m - max(m for m, *_ in parts)))
-        rows.append([f"{start} to {end - 1}", *(f"{x:.3f}" for x in numbers)])
-    show_table(("positions", "m", "l", "acc[0]", "factor in the merge"), rows)
-    kernels = optional(KERNELS)
+        all splits are multiplied by exp(m - the largest m) and added:""")
+    splits = [(start, start + SPLIT) for start in range(0, CONTEXT, SPLIT)]
+    states = [attend_tiles(q, paged_tiles(kv, table, *split))[0] for split in splits]
+    largest, totals, accs = map(torch.stack, zip(*states, strict=True))
+    factors = torch.exp(largest - largest.max())
+    torch.testing.assert_close(factors @ accs / (factors @ totals), expected)
+    columns = zip(splits, largest, totals, accs[:, 0], factors, strict=True)
+    rows = [[f"{a} to {b - 1}", *(f"{x:.3f}" for x in numbers)] for (a, b), *numbers in columns]
+    show_table(("positions", "m", "l", "acc[0]", "factor"), rows)
+    kernels = optional("nanovllm.backends.gpu.kernels.attention")
     if kernels is None:
-        say("Triton is not installed (it exists for Linux only), so its kernel does not run.")
+        say("Triton is not installed (it exists for Linux only), so its kernel is not shown.")
         return
-    for max_splits in (1, -(-CONTEXT // SPLIT)):
-        torch.testing.assert_close(attend_by_kernel(q, kv, step, max_splits), expected)
-    say("""The engine's Triton kernel does all this for all heads, here in Triton's interpreter if
-        there is no GPU. It gives the same attention, in one split and in three. Its lines that do
-        what the first table shows: row_max is m, row_sum is l, correction is the factor. Its scores
-        are multiplied by log2(e), so that exp2, one instruction, takes the place of exp:""")
+    say("""The lines of the engine's Triton kernel that do what the first table shows: row_max is m,
+        row_sum is l, correction is the factor. Its scores are multiplied by log2(e), so that exp2,
+        one instruction, takes the place of exp:""")
     show_lines(kernels._attend_tile.fn, "scores = tl.dot", "return acc")
-    show_source(
-        link(kernels._load_blocks.fn, "tl.load"),
-        link(kernels._merge_splits.fn, "weights ="),
-        link(PlainAttention.read_blocks, "index_select"),
-    )
-    say("""Build it: `python -m lessons build softmax`. On the ladder the kernels of the CPU have a
-        rung: `python -m lessons ladder 10`.""")
+    show_source(link(kernels._merge_splits.fn, "weights ="))
+    say("Build it: `python -m lessons build softmax`.")
 
 
 QUESTIONS = Questions("""

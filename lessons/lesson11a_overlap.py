@@ -21,102 +21,70 @@ from nanovllm import SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.observer import Observer
-from nanovllm.engine.scheduler import InFlightStep
-from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import StepOutput, StepPlan
 from tools.benchmarks.modes import NoModel
 
-DEVICE_SECONDS, HOST_SECONDS = 0.005, 0.003  # of one step
+DEVICE_MS, HOST_MS = 5, 3  # of one step
 
 
 class SlowDevice(NoModel):
-    """A runner without a model, whose device takes DEVICE_SECONDS a step, asynchronously.
-
-    The n-th step samples token n for each sequence.
-    """
+    """A runner whose n-th step samples token n in each row. It records plans and commits."""
 
     def __init__(self) -> None:
         self.queue = ThreadPoolExecutor(1)  # one step at a time, in the order of the launches
-        self.steps = 0
+        self.events: list[str] = []
+        self.steps = self.sampled = 0
 
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
+        time.sleep(HOST_MS / 1e3)  # as if the plan had taken so long
         self.steps += 1
+        self.events.append(f"plan {self.steps}")
         tokens = [self.steps] * len(super().run(plan)().token_ids)
-        done = self.queue.submit(time.sleep, DEVICE_SECONDS)
-        return lambda: done.result() or StepOutput(tokens)
+        self.sampled += len(tokens)
+        done = self.queue.submit(time.sleep, DEVICE_MS / 1e3)
+
+        def read() -> StepOutput:
+            done.result()
+            self.events.append(f"commit {tokens[0]}")
+            return StepOutput(tokens)
+
+        return read
 
 
-class Host(Observer):
-    """An Observer that records the order of events. It takes HOST_SECONDS for each plan."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-        self.plans = self.commits = self.sampled = self.dropped = 0
-
-    def scheduled(self, step: InFlightStep | None) -> None:
-        if step is not None:
-            time.sleep(HOST_SECONDS)
-            self.plans += 1
-            self.events.append(f"plan {self.plans}")
-
-    def committed(self, step: InFlightStep, updated: list[Sequence], output: StepOutput) -> None:
-        self.commits += 1
-        self.events.append(f"commit {self.commits}")
-        self.sampled += len(output.token_ids)
-        self.dropped += len(output.token_ids) - len(updated)
-
-
-def serve(overlap: bool, params: list[SamplingParams]) -> tuple[Host, float]:
-    """Run a request for each of `params` -> (host, seconds a step)."""
-    config, host = EngineConfig(async_scheduling=overlap), Host()
+def serve(overlap: bool) -> tuple[SlowDevice, list[list[int]], float]:
+    """Run two requests -> device, outputs, milliseconds a step."""
+    device, outputs = SlowDevice(), list[list[int]]()
     inputs = InputProcessor(None, 100, 100, frozenset(), SamplingParams(), 0)
-    engine = LLMEngine(config, SlowDevice(), inputs)
-    engine.observer = host
-    for request_params in params:
-        engine.add_request([0, 0, 0], request_params)
+    engine = LLMEngine(EngineConfig(async_scheduling=overlap), device, inputs)
+    for params in (SamplingParams(stop_token_ids=[18]), SamplingParams(max_tokens=40)):
+        engine.add_request([0, 0, 0], params)
     start = time.perf_counter()
     while engine.has_unfinished_requests():
-        for output in engine.step():
-            ids = list(output.outputs[0].token_ids)
-            assert ids == list(range(1, 1 + len(ids)))  # The same with and without overlap.
-    return host, (time.perf_counter() - start) / host.commits
+        outputs += [output.outputs[0].token_ids for output in engine.step()]
+    return device, outputs, 1e3 * (time.perf_counter() - start) / device.steps
 
 
 def run() -> None:
-    params = [SamplingParams(stop_token_ids=[18]), SamplingParams(max_tokens=40)]
     QUESTIONS.show(1)
     say(f"""The real LLMEngine runs two requests on a device without a model, which takes
-        {DEVICE_SECONDS * 1e3:g} ms for a step, and the host takes {HOST_SECONDS * 1e3:g} ms for
-        each plan. One request ends at a stop token, the other at max_tokens.""")
-    rows, steps = [], []
+        {DEVICE_MS} ms for a step, and the host takes {HOST_MS} ms for each plan. One request ends
+        at a stop token, the other at max_tokens.""")
+    rows = []
     for overlap in (False, True):
-        host, seconds = serve(overlap, params)
-        print(f"async_scheduling={overlap}: {', '.join(host.events[:7])} ...")
-        steps.append(seconds * 1e3)
-        returned = host.sampled - host.dropped
-        rows.append((overlap, f"{steps[-1]:.1f}", host.sampled, returned, host.dropped))
+        device, outputs, ms = serve(overlap)
+        print(f"async_scheduling={overlap}: {', '.join(device.events[:7])} ...")
+        rows.append((overlap, f"{ms:.1f}", device.sampled, sum(map(len, outputs))))
     print()
-    head = ("async_scheduling", "ms a step", "tokens sampled", "returned", "dropped")
-    show_table(head, rows)
-    alone, both = DEVICE_SECONDS * 1e3, (DEVICE_SECONDS + HOST_SECONDS) * 1e3
-    say(f"""A step takes {steps[0]:.1f} ms without overlap, when the device and the host work in
-        turn ({both:g} ms at least), and {steps[1]:.1f} ms with it, when the slower of the two
-        decides ({alone:g} ms at least). The price: step N+1 is planned when the tokens of step N
-        are counted but not known. A sequence that sampled a stop token is computed once more, and
-        the token is dropped.""")
-    say("""A token that the host does not know yet is a placeholder of the sequence: it is counted,
-        and its value is in the runner's row only. On a CPU the default is no overlap, because the
-        host computes the step itself.""")
-    show_source(
-        link("engine.llm_engine.LLMEngine.run_step", "self.async_scheduling"),
-        link("engine.scheduler.Scheduler.schedule", "num_output_placeholders += 1"),
-        link("runner.rows.Rows.record", "self.last_tokens"),
-        link("engine.scheduler.Scheduler.commit", "Status.FINISHED"),
-    )
-    say("""What to do: change HOST_SECONDS in this file to 0.005 and to 0.008, and say before each
-        run what both ways take. On the ladder async scheduling has a rung, where a CPU gains
-        nothing: `python -m lessons ladder 11`.""")
+    show_table(("async_scheduling", "ms a step", "tokens sampled", "returned"), rows)
+    say(f"""A step takes {rows[0][1]} ms without overlap, when the device and the host work in
+        turn ({DEVICE_MS + HOST_MS} ms at least), and {rows[1][1]} ms with it, when the slower of
+        the two decides ({DEVICE_MS} ms at least). The price: step N+1 is planned when the tokens of
+        step N are counted but not known. A sequence that sampled a stop token is computed once
+        more, and the token is dropped.""")
+    show_source(link("engine.llm_engine.LLMEngine.run_step", "self.async_scheduling"))
+    say("""What to do: change HOST_MS in this file to 5 and to 8, and say before each run what both
+        ways take. On the ladder async scheduling has a rung: `python -m lessons ladder 11`. A CPU
+        gains nothing, because the host computes the step itself.""")
 
 
 QUESTIONS = Questions("""

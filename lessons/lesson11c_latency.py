@@ -15,36 +15,20 @@ number of requests per second that keep both (DistServe, Zhong et al. 2024, arXi
 import random
 import time
 from itertools import accumulate
-from statistics import median, quantiles
-from typing import Any, NamedTuple
+from statistics import median
+from typing import Any
 
 from lessons.lesson import make_llm
-from lessons.pictures import show_plot
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM, SamplingParams
 
 REQUESTS, TOKENS = 64, 16
-LOADS = (0.3, 0.6, 0.9, 1.5, 3.0)  # arrivals, as parts of what the engine can serve
+LOADS = (0.3, 0.9, 3.0)  # arrivals, as parts of what the engine can serve
 
 
-class Latency(NamedTuple):
-    first: float  # seconds from the arrival to the first token
-    between: float  # mean seconds between tokens
-
-
-def latency(metrics: Any, arrival: float, tokens: int) -> Latency:
-    first = metrics.first_token_time
-    return Latency(first - arrival, (metrics.finished_time - first) / (tokens - 1))
-
-
-def goodput(latencies: list[Latency], limits: Latency, seconds: float) -> float:
-    """Return the requests per second that meet both limits."""
-    return sum(x.first <= limits.first and x.between <= limits.between for x in latencies) / seconds
-
-
-def serve(llm: LLM, arrivals: list[float]) -> tuple[list[Latency], float]:
-    """Run a request at each of `arrivals`, seconds after the start -> latencies, seconds."""
-    engine, latencies, due = llm.engine, list[Latency](), dict[str, float]()
+def serve(llm: LLM, arrivals: list[float]) -> tuple[list[Any], float]:
+    """Run requests that arrive at these seconds -> (first token, between tokens), all seconds."""
+    engine, waits, due = llm.engine, list[Any](), dict[str, float]()
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     start, waiting = time.monotonic(), list(arrivals)
     while waiting or engine.has_unfinished_requests():
@@ -52,12 +36,10 @@ def serve(llm: LLM, arrivals: list[float]) -> tuple[list[Latency], float]:
             # It may have arrived during a step, before the engine could take it.
             name = engine.add_request(f"Count from {len(due)} to {len(due) + 40}\n", params)
             due[name] = start + waiting.pop(0)
-        if not engine.has_unfinished_requests():
-            time.sleep(max(0.0, start + waiting[0] - time.monotonic()))
-            continue
         for output in engine.step():
-            latencies.append(latency(output.metrics, due[output.request_id], TOKENS))
-    return latencies, time.monotonic() - start
+            first, last = output.metrics.first_token_time, output.metrics.finished_time
+            waits.append((first - due[output.request_id], (last - first) / (TOKENS - 1)))
+    return waits, time.monotonic() - start
 
 
 def run() -> None:
@@ -65,41 +47,30 @@ def run() -> None:
     llm = make_llm(attention_backend="sdpa", **options)
     serve(llm, [0.0] * REQUESTS)  # prepares buffers
     alone = [serve(llm, [0.0])[0][0] for _ in range(5)]
-    one = Latency(median(x.first for x in alone), median(x.between for x in alone))
+    first, between = map(median, zip(*alone, strict=True))
     capacity = REQUESTS / serve(llm, [0.0] * REQUESTS)[1]
-    limits = Latency(5 * one.first, 3 * one.between)
+    limits = (5 * first, 3 * between)
     QUESTIONS.show(1)
-    say(f"""A request that is alone has its first token after {one.first * 1e3:.0f} ms and another
-        every {one.between * 1e3:.1f} ms. If all {REQUESTS} requests arrive at once, the engine
+    say(f"""A request that is alone has its first token after {first * 1e3:.0f} ms and another
+        every {between * 1e3:.1f} ms. If all {REQUESTS} requests arrive at once, the engine
         serves {capacity:.1f} requests per second, 8 at a time (max_num_seqs=8). Let the limits be
-        {limits.first * 1e3:.0f} ms to the first token, five times as long, and
-        {limits.between * 1e3:.1f} ms between tokens, three times as long. The same requests arrive
-        at random (a Poisson process). Load is the arrival rate divided by the capacity, and 5 % of
-        the requests wait longer than p95:""")
-    rows, served, good, rng = [], [], [], random.Random(0)
+        {limits[0] * 1e3:.0f} ms to the first token, five times as long, and
+        {limits[1] * 1e3:.1f} ms between tokens, three times as long. The same requests arrive
+        at random (a Poisson process). Load is the arrival rate divided by the capacity:""")
+    rows, rng = [], random.Random(0)
     arrivals = list(accumulate(rng.expovariate(1) for _ in range(REQUESTS)))
     for load in LOADS:
         scale = REQUESTS / (load * capacity * arrivals[-1])  # so that the mean rate is exact
-        latencies, seconds = serve(llm, [scale * arrival for arrival in arrivals])
-        first, between = ([1e3 * x for x in times] for times in zip(*latencies, strict=True))
-        served.append((load, REQUESTS / seconds))
-        good.append((load, goodput(latencies, limits, seconds)))
-        times = (median(first), quantiles(first, n=20)[-1], median(between))
-        rates = (f"{served[-1][1]:.1f}", f"{good[-1][1]:.1f}")
-        rows.append((f"{load:.1f}", *(f"{x:.0f}" for x in times), *rates))
-    head = ("median first ms", "p95 first ms", "median between ms", "requests/s", "goodput")
-    show_table(("load", *head), rows)
-    lines = {"served": served, "goodput": good}
-    show_plot("Throughput and goodput", "load", "requests/s", lines)
+        waits, seconds = serve(llm, [scale * arrival for arrival in arrivals])
+        good = sum(a <= limits[0] and b <= limits[1] for a, b in waits)
+        times = (f"{1e3 * median(x):.0f}" for x in zip(*waits, strict=True))
+        rows.append((load, *times, *(f"{n / seconds:.1f}" for n in (REQUESTS, good))))
+    head = ("load", "median first ms", "median between ms", "requests/s", "goodput")
+    show_table(head, rows)
+    say("""With a load above 1 the queue grows with each request, so its wait has no limit, and more
+        requests in a test make the table worse.""")
     QUESTIONS.show(2)
-    say("""Up to a load of about 1 the engine serves what arrives. Above, the queue grows with each
-        request, so its wait has no limit, and more requests in a test make the table worse.
-        A smaller token budget trades the time to the first token for the time between tokens
-        (lesson 6b), and fewer rows make steps shorter.""")
-    show_source(
-        link("outputs.RequestMetrics", "first_token_time"),
-        link("engine.scheduler.Scheduler._admit", "self.max_num_seqs"),
-    )
+    show_source(link("outputs.RequestMetrics", "first_token_time"))
     say("""What to do: say what 4 and 16 rows would do to both times of the table at a load of 0.9.
         Then change max_num_seqs in this file, and run it again.""")
 

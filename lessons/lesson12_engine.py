@@ -43,23 +43,19 @@ def run() -> None:
     say("""Three requests, ten blocks of 4 slots, and 12 tokens a step. Admission, chunks, a prefix
         hit, decodes, preemption, eviction and three ends are in 14 steps. Read it slowly:""")
     print(trace(), end="\n\n")
-    QUESTIONS.show(1, 2, 3)
+    QUESTIONS.show(1, 2)
     say("""The parts, where you have written them, where they are here, and who does this in vLLM
         (docs/vllm-map.md has all names, and the files):""")
     show_table(("part", "lesson", "build", "here, in nanovllm/", "in vLLM"), PARTS)
-    say("The loop that you write now:")
-    show_source(
-        link("engine.llm_engine.LLMEngine.run_step", "self._schedule()"),
-        link("engine.llm_engine.LLMEngine.run_step", "self.runner.run"),
-        link("engine.llm_engine.LLMEngine.run_step", "self._commit"),
-    )
+    show_source(link("engine.llm_engine.LLMEngine.run_step", "self.runner.run"))
     say("""Build it: `python -m lessons build engine`. It imports your files of the other tasks, and
         its loop has about 50 lines. The check compares its answers with transformers', and its
-        speed with transformers and with nanovllm.""")
-    say("""The ladder: `python -m lessons ladder` runs the same requests with one idea after
-        another, from lesson 3 to the defaults of LLM(). Say what each rung gains before you look.
-        Then read the engine in the order of README, which is the order of a request's life, or open
-        vLLM with docs/vllm-map.md: `EngineCore.step` is the loop that you have just written.""")
+        speed with transformers and with nanovllm.
+
+        The ladder: `python -m lessons ladder` runs the same requests with one idea after another,
+        from lesson 3 to the defaults of LLM(). Say what each rung gains before you look. Then read
+        the engine in the order of README, which is the order of a request's life, or open vLLM with
+        docs/vllm-map.md: `EngineCore.step` is the loop that you have just written.""")
 
 
 QUESTIONS = Questions("""
@@ -74,11 +70,4 @@ QUESTIONS = Questions("""
     Answer: 4. Steps 3 to 6 have each sampled one. Step 2 has not, because it did not end the
     prompt.
     Hint: In which steps is there something in the column "token" of request 2?
-
-    In step 10 request 2 computes the positions 4 to 12 again, and not 0 to 12. Why? (a) Its first
-    tokens are not needed any more. (b) Block 1 was still in the prefix cache, with the first four
-    positions. (c) The token budget is 12.
-    Answer: b. Request 0 and request 2 shared it, and it was not evicted. All other blocks of
-    request 2 were evicted for others.
-    Hint: What does the line about a prefix hit say?
 """)

@@ -1,12 +1,12 @@
-"""Formulas and pictures of lessons, which only a page draws (.ci/lesson_pages.py)."""
+"""Formulas and pictures of lessons, which only a page draws (.ci/page.py)."""
 
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 from lessons.show import shown
 
-# A part of a lane: where it starts, its length, its text, and the number of its color (0: gray).
-Cell: TypeAlias = tuple[float, float, str, int]
+# A name, and its cells: where each starts, its length, text and number of its color (0: gray).
+Lane = tuple[str, Sequence[tuple[float, float, str, int]]]
 
 
 @shown
@@ -16,21 +16,10 @@ def show_formula(plain: str, latex: str) -> None:
 
 
 @shown
-def show_lanes(
-    title: str, lanes: Sequence[tuple[str, Sequence[Cell]]], axis: str = "", **legend: int
-) -> None:
-    """Show lanes, each with a name and cells, on a page: a timeline, blocks, bars.
-
-    `axis` is the unit of starts and lengths. Without it there is no axis.
-    """
+def show_lanes(title: str, lanes: Sequence[Lane], axis: str = "", **legend: int) -> None:
+    """Show a timeline, blocks or bars. `axis` is the unit of starts and lengths, if it is shown."""
 
 
 @shown
-def show_plot(
-    title: str,
-    x: str,
-    y: str,
-    lines: Mapping[str, Sequence[tuple[float, float]]],
-    log: bool = False,
-) -> None:
-    """Show lines through points (x, y) on a page. A name that begins with "." has points only."""
+def show_plot(title: str, x: str, y: str, lines: Any) -> None:
+    """Show lines: the name of each, and its points (x, y)."""

@@ -1,37 +1,39 @@
 """The Triton kernels of lesson 10a, each with a check. From `# puzzle` to `# end` they are hidden.
 
-A check returns what the kernel computed and what torch computes. This module is imported by
-`lesson.optional` only.
+A check is the grid and the arguments of a launch, and what `out` should be then.
 """
 
-import math
-import textwrap
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-SIZE = 8  # numbers that a program of the first puzzle computes
+# Triton has no public hook for loads and stores, which are methods of this object.
+from triton.runtime.interpreter import interpreter_builder as builder
+
+from lessons.puzzle_it import describe
+
+Check = tuple[tuple[int, ...], tuple[Any, ...], Tensor]
 
 
 @triton.jit
 def double(x, out, n, SIZE: tl.constexpr):
-    program = tl.program_id(0)
-    i = program * SIZE + tl.arange(0, SIZE)
+    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     mask = i < n
     a = tl.load(x + i, mask=mask, other=0.0)
-    b = a * 2
-    tl.store(out + i, b, mask=mask)
+    tl.store(out + i, 2 * a, mask=mask)
 
 
 @triton.jit
 def add(x, y, out, n, SIZE: tl.constexpr):
-    # x, y and out point to n numbers. Each program adds SIZE of them; the last one may have fewer.
-    program = tl.program_id(0)
-    i = program * SIZE + tl.arange(0, SIZE)
+    # Vector add: out = x + y. All point to n numbers. Each program adds SIZE of them; the last one
+    # may have fewer. The missing line stores the sums, and must change nothing behind n numbers.
+    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     a = tl.load(x + i, mask=i < n)
     b = tl.load(y + i, mask=i < n)
     # puzzle
@@ -40,22 +42,23 @@ def add(x, y, out, n, SIZE: tl.constexpr):
 
 
 @triton.jit
-def softmax(x, out, stride, n, SIZE: tl.constexpr):
-    # Each program computes the softmax of one row of n numbers, SIZE >= n. The rows of x and out
-    # begin `stride` numbers apart. A masked load gives `other`, whose exp is 0.
-    row = tl.program_id(0)
-    i = tl.arange(0, SIZE)
-    scores = tl.load(x + row * stride + i, mask=i < n, other=float("-inf"))
+def softmax(x, out, n, SIZE: tl.constexpr):
+    # Softmax of each row of a matrix: a program computes one row of n numbers, SIZE >= n. The
+    # missing line computes `weights`. The check has a row of numbers near 1,000, and one of numbers
+    # near -1,000: exp of them is infinite, or 0, in float32. exp(-inf) is 0.
+    row, i = tl.program_id(0), tl.arange(0, SIZE)
+    scores = tl.load(x + row * n + i, mask=i < n, other=float("-inf"))
     # puzzle
     weights = tl.exp(scores - tl.max(scores, 0))
     # end
-    tl.store(out + row * stride + i, weights / tl.sum(weights, 0), mask=i < n)
+    tl.store(out + row * n + i, weights / tl.sum(weights, 0), mask=i < n)
 
 
 @triton.jit
 def product(x, y, out, inner, columns, SIZE: tl.constexpr):
-    # out = x @ y: x is [rows, inner], y is [inner, columns], all sizes are multiples of SIZE. Each
-    # program computes one tile [SIZE, SIZE] of out and walks over the inner dimension in tiles.
+    # Product of two matrices: out = x @ y. x is [rows, inner], y is [inner, columns], all sizes are
+    # multiples of SIZE. Each program computes one tile [SIZE, SIZE] of out. The missing loop adds
+    # products of tiles: tl.dot(a, b, input_precision="ieee") is the product of two.
     i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)  # rows of the tile
     j = tl.program_id(1) * SIZE + tl.arange(0, SIZE)  # its columns
     tile = tl.zeros([SIZE, SIZE], tl.float32)
@@ -71,9 +74,9 @@ def product(x, y, out, inner, columns, SIZE: tl.constexpr):
 
 @triton.jit
 def online_softmax(scores, values, out, n, SIZE: tl.constexpr, D: tl.constexpr):
-    # out [D] = softmax(scores [n]) @ values [n, D], SIZE scores at a time. m is the largest score
-    # so far, total (l in the papers) is the sum of exp(score - m), and acc is the sum of
-    # exp(score - m) * value. A larger m makes both earlier sums too large by the same factor.
+    # Online softmax: out [D] = softmax(scores [n]) @ values [n, D], SIZE scores at a time. m is the
+    # largest score so far, total the sum of exp(score - m), acc the sum of exp(score - m) * value.
+    # The missing loop updates them. When m rises, the sums so far are multiplied by a factor.
     d = tl.arange(0, D)
     m, total = float("-inf"), 0.0
     acc = tl.zeros([D], tl.float32)
@@ -95,11 +98,15 @@ def online_softmax(scores, values, out, n, SIZE: tl.constexpr, D: tl.constexpr):
 def paged(
     q, keys, values, tables, lengths, out, BLOCKS, HEADS, BLOCK: tl.constexpr, D: tl.constexpr
 ):
-    # Attention of one query q[s, h], D numbers, of each sequence s and query head h, in the program
-    # (s, h). The sequence has lengths[s] positions. Their keys and values are in keys[slot, g] and
-    # values[slot, g], D numbers each, where HEADS query heads share the KV head g = h // HEADS.
-    # tables[s, b], of BLOCKS columns, is the physical block of logical block b; it has BLOCK slots.
-    # Other slots contain NaN. out[s, h] = softmax(keys @ q) @ values.
+    # Paged attention: out[s, h] = softmax(keys @ q) @ values of one query q[s, h], D numbers, of
+    # sequence s and query head h, in the program (s, h), by the loop of puzzle 4. The sequence has
+    # lengths[s] positions. Their keys and values are keys[slot, g] and values[slot, g], D numbers
+    # each, where HEADS query heads share the KV head g = h // HEADS. tables[s, b], of BLOCKS
+    # columns, is the physical block of logical block b. It has BLOCK slots. Others contain NaN.
+    #
+    #     position    [  0  1  2  3 |  4  5  6  7 |  8  9  .  . ]   lengths[0] = 10
+    #     tables[0]         5             2             7           BLOCK = 4
+    #     slot          20 21 22 23    8  9 10 11   28 29
     # puzzle
     s, h = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(1)
@@ -125,71 +132,25 @@ def paged(
     # end
 
 
-class Observed:
-    """A kernel, and in the interpreter what each program of its first launch loads and stores."""
+def launch(kernel: Any, name: str, programs: dict[Any, list[str]]) -> tuple[Tensor, Tensor]:
+    """Run a kernel as its check says, and note what programs load and store -> `out`, torch's."""
+    grid, args, want = globals()[f"check_{name}"]()
+    named = zip(globals()[name].arg_names, args, strict=True)
+    tensors = {name: x for name, x in named if isinstance(x, Tensor)}
 
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-        self.programs: dict[tuple[int, ...], list[str]] = {}
+    def noted(method: Callable[..., Any], sign: str, mask: int) -> Callable[..., Any]:
+        def note(*parts: Any) -> Any:  # the pointers are first
+            part = sign + describe(tensors, parts[0].data[parts[mask].data])
+            programs.setdefault(builder.grid_idx[: len(grid)], []).append(part)
+            return method(*parts)
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*args: Any) -> None:
-            if self.programs or torch.cuda.is_available():
-                self.kernel[grid](*args)
-                return
-            # Triton has no public hook for loads and stores. Without these there is no picture.
-            from triton.runtime.interpreter import interpreter_builder as builder
+        return note
 
-            tensors = dict(zip(self.kernel.arg_names, args, strict=False))
-
-            def noted(method: Callable[..., Any], sign: str, mask: int) -> Callable[..., Any]:
-                def note(*parts: Any) -> Any:  # the pointers are first
-                    part = describe(tensors, parts[0].data[parts[mask].data])
-                    program = builder.grid_idx[: len(grid)]
-                    self.programs.setdefault(program, []).append(sign + part)
-                    return method(*parts)
-
-                return note
-
-            try:
-                builder.create_masked_load = noted(builder.create_masked_load, "", 1)
-                builder.create_masked_store = noted(builder.create_masked_store, "-> ", 2)
-                self.kernel[grid](*args)
-            finally:
-                del builder.create_masked_load, builder.create_masked_store
-
-        return launch
-
-    def picture(self) -> str:
-        """Return lines for the first and for the last program."""
-        ends, lines = [*self.programs][:1] + [*self.programs][1:][-1:], list[str]()
-        for program in ends:
-            name = f"    program {', '.join(map(str, program))}:  "
-            parts = ", ".join(part.replace(" ", "\0") for part in self.programs[program][:24])
-            wrapped = textwrap.wrap(parts, 100 - len(name))  # a part stays on one line
-            lines += [
-                (name if i == 0 else " " * len(name)) + text for i, text in enumerate(wrapped)
-            ]
-        return "\n".join(lines).replace("\0", " ")
-
-
-def describe(tensors: dict[str, Any], addresses: Any) -> str:
-    """Return the part of a tensor that is at these addresses, such as "x[0:8]", or "nothing"."""
-    if not addresses.size:
-        return "nothing"
-    for name, x in tensors.items():
-        if isinstance(x, Tensor):
-            offsets = torch.tensor(addresses.astype("int64") - x.data_ptr()) // x.element_size()
-            inside = offsets[(offsets >= 0) & (offsets < x.numel())]
-            if len(inside):
-                places = torch.unravel_index(inside, x.shape)
-                ends = [(int(i.min()), int(i.max()) + 1) for i in places]
-                is_whole = math.prod(b - a for a, b in ends) == len(inside.unique())
-                more = "" if is_whole else " (a part)"
-                more += " and beyond" if len(inside) < len(offsets) else ""
-                sides = (f"{a}:{b}" if b - a > 1 else f"{a}" for a, b in ends)
-                return f"{name}[{', '.join(sides)}]{more}"
-    return "memory of no tensor"
+    load = noted(builder.create_masked_load, "", 1)
+    store = noted(builder.create_masked_store, "-> ", 2)
+    with mock.patch.multiple(builder, create_masked_load=load, create_masked_store=store):
+        kernel[grid](*args)
+    return tensors["out"], want
 
 
 def place(x: Tensor) -> Tensor:
@@ -197,8 +158,7 @@ def place(x: Tensor) -> Tensor:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     filler = torch.nan if x.is_floating_point() else 0
     memory = torch.full((x.numel() + 2**19,), filler, dtype=x.dtype, device=device)
-    view = memory[2**18 : 2**18 + x.numel()].view(x.shape)
-    return view.copy_(x)
+    return memory[2**18 : 2**18 + x.numel()].view(x.shape).copy_(x)
 
 
 def random(*shape: int) -> Tensor:
@@ -206,54 +166,38 @@ def random(*shape: int) -> Tensor:
     return place(3 * torch.randn(shape, generator=torch.Generator().manual_seed(0)))
 
 
-def check_add(kernel: Any) -> tuple[Tensor, Tensor]:
-    got, want = [], []
-    for n in (19, 6):  # what follows the n numbers must not be changed
-        x, y, out = random(21), random(22), place(torch.full((21,), -1.0))
-        kernel[(triton.cdiv(n, SIZE),)](x, y, out, n, SIZE)
-        got.append(out)
-        want += [(random(21) + random(22)[:21])[:n], out.new_full((21 - n,), -1.0)]
-    return torch.cat(got), torch.cat(want)
+def check_add() -> Check:
+    x, y, out = random(19), random(20), place(torch.full((21,), -1.0))
+    # What follows the 19 numbers must not be changed.
+    return (3,), (x, y, out, 19, 8), torch.cat((x + y[:19], out[19:]))
 
 
-def check_softmax(kernel: Any) -> tuple[Tensor, Tensor]:
+def check_softmax() -> Check:
     shift = torch.tensor([[1000.0], [-1000.0], [0.0]])  # exp(1000) is infinite, exp(-1000) is 0
-    x, out = place(random(3, 6) + shift.to(random(1).device)), place(torch.zeros(3, 6))
-    kernel[(3,)](x, out, 6, 5, 8)
-    return out[:, :5], x[:, :5].softmax(1)
+    x, out = place(random(3, 5).cpu() + shift), place(torch.zeros(3, 5))
+    return (3,), (x, out, 5, 8), x.softmax(1)
 
 
-def check_product(kernel: Any) -> tuple[Tensor, Tensor]:
+def check_product() -> Check:
     x, y, out = random(32, 48), random(48, 64), place(torch.zeros(32, 64))
-    kernel[(2, 4)](x, y, out, 48, 64, 16)
-    return out, x @ y
+    return (2, 4), (x, y, out, 48, 64, 16), x @ y
 
 
-def check_online_softmax(kernel: Any) -> tuple[Tensor, Tensor]:
-    # m rises in the second tile and not in the third. All tiles have weights that matter.
-    # The second time the first tile has much larger scores than the others.
-    values, got, want = random(20, 4), [], []
-    for largest in (0, 200):
-        scores, out = place(torch.linspace(0, 4, 20).roll(-4)), place(torch.zeros(4))
-        scores[0] += largest
-        kernel[(1,)](scores, values, out, 20, 8, 4)
-        got.append(out)
-        want.append(scores.softmax(0) @ values)
-    return torch.cat(got), torch.cat(want)
+def check_online_softmax() -> Check:
+    # m rises in the third tile and not in the second, whose scores are much lower.
+    scores = torch.cat((torch.linspace(0, 2, 8), torch.full((8,), -200.0), torch.arange(2.0, 6)))
+    scores, values, out = place(scores), random(20, 4), place(torch.zeros(4))
+    return (1,), (scores, values, out, 20, 8, 4), scores.softmax(0) @ values
 
 
-def check_paged(kernel: Any) -> tuple[Tensor, Tensor]:
+def check_paged() -> Check:
     # Scores are small, so that a masked position would have a weight that matters.
-    q, cache, out = place(random(2, 4, 8) / 10), random(2, 32, 2, 8), place(torch.zeros(2, 4, 8))
-    tables, lengths = torch.tensor([[5, 2, 7], [1, 3, 0]]), torch.tensor([10, 8])
-    keys, values = (place(torch.full_like(x, torch.nan)) for x in cache)  # slots of nobody
-    want = torch.zeros(2, 4, 8)
-    for s, n in enumerate(lengths):
-        used = tables[s].repeat_interleave(4)[:n] * 4 + torch.arange(n) % 4
-        keys[used], values[used] = cache[0, used], cache[1, used]
-        k, v = (x[used].repeat_interleave(2, 1).cpu() for x in (keys, values))
-        weights = torch.einsum("hd,nhd->hn", q[s].cpu(), k).softmax(1)
-        want[s] = torch.einsum("hn,nhd->hd", weights, v)
-    tables, lengths = place(tables), place(lengths)
-    kernel[(2, 4)](q, keys, values, tables, lengths, out, 3, 2, 4, 8)
-    return out, want.to(out.device)
+    q, kv, out = place(random(2, 4, 8) / 10), random(2, 32, 2, 8), place(torch.zeros(2, 4, 8))
+    tables, lengths = place(torch.tensor([[5, 2, 7], [1, 3, 0]])), place(torch.tensor([10, 8]))
+    cache, want = torch.full_like(kv, torch.nan), torch.zeros_like(out)
+    for s, n in enumerate(lengths.tolist()):
+        slots = (4 * tables[s][:, None] + torch.arange(4).to(tables)).flatten()[:n]
+        cache[:, slots] = kv[:, slots]
+        k, v = kv[:, slots].transpose(1, 2).repeat_interleave(2, 1)  # [4, n, 8]
+        want[s] = scaled_dot_product_attention(q[s][:, None], k, v, scale=1)[:, 0]
+    return (2, 4), (q, place(cache[0]), place(cache[1]), tables, lengths, out, 3, 2, 4, 8), want

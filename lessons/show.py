@@ -10,18 +10,12 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec
-
-P = ParamSpec("P")
+from typing import Any, NamedTuple
 
 
 class Question(NamedTuple):
-    """A question, which a lesson shows before it shows what answers it."""
-
     text: str  # a line, and a line for each choice, such as "(a) Because ..."
-    # One letter, short word or number, which a reader's answer is compared with. Two that are both
-    # right are joined by " or ".
-    answer: str
+    answer: str  # a letter, short word or number; " or " joins two that are both right
     why: str
     hint: str  # is printed after a wrong answer
 
@@ -46,14 +40,11 @@ class Questions(list[Question]):
             show_question(self, number)
 
 
-def shown(function: Callable[P, None]) -> Callable[P, None]:
-    """Let a page (.ci/lesson_pages.py) that takes the place of sys.stdout show it in its own way.
-
-    The page has a method with the name of the function.
-    """
+def shown(function: Callable[..., None]) -> Callable[..., None]:
+    """Let a page (.ci/page.py) in place of sys.stdout show it by its method of the same name."""
 
     @functools.wraps(function)
-    def show(*args: P.args, **kwargs: P.kwargs) -> None:
+    def show(*args: Any, **kwargs: Any) -> None:
         getattr(sys.stdout, function.__name__, function)(*args, **kwargs)
 
     return show
@@ -66,9 +57,8 @@ def width() -> int:
 
 def fill(text: str, first: str = "", rest: str = "") -> str:
     """Wrap a paragraph. Its lines begin with `first` and `rest`."""
-    text = " ".join(text.split())
-    indents: Any = dict(initial_indent=first, subsequent_indent=rest)
-    return textwrap.fill(text, width(), **indents, break_on_hyphens=False)
+    text = first + " ".join(text.split())
+    return textwrap.fill(text, width(), subsequent_indent=rest, break_on_hyphens=False)
 
 
 @shown
@@ -80,17 +70,12 @@ def say(text: str) -> None:
 
 @shown
 def show_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print aligned columns: the first to the left, the others to the right.
-
-    If they do not fit, each row becomes a list of its cells.
-    """
+    """Print columns, the first to the left, the others to the right. If too wide, wrap each row."""
     cells = [[*head], *[[str(cell) for cell in row] for row in rows]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     if sum(widths) + 2 * len(widths) - 2 > width():
-        for first, *rest in cells[1:]:
-            print(fill(f"{head[0]} {first}".lstrip()))
-            for name, cell in zip(head[1:], rest, strict=True):
-                print(fill(f"{name}: {cell}", "  ", "    "))
+        for row in cells[1:]:
+            print(fill(", ".join(map(": ".join, zip(head, row, strict=True))), rest="    "))
     else:
         for first, *rest in cells:
             columns = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
@@ -141,14 +126,10 @@ def faster(before: float, after: float) -> str:
 @shown
 def show_question(questions: Sequence[Question], number: int) -> None:
     """Print question `number`, counted from 1. In a terminal, wait for an answer and compare it."""
-    print_question(questions[number - 1], number)
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return
-    try:
+    print_question(question := questions[number - 1], number)
+    if sys.stdin.isatty() and sys.stdout.isatty():
         given = input("  Your answer (Enter skips it): ").strip()
-    except EOFError:
-        given = ""
-    print(fill(compare(questions[number - 1], given), "  ", "  ") if given else "", end="\n\n")
+        print(fill(compare(question, given), "  ", "  ") if given else "", end="\n\n")
 
 
 def print_question(question: Question, number: int) -> None:
@@ -160,23 +141,15 @@ def print_question(question: Question, number: int) -> None:
 
 
 def compare(question: Question, given: str) -> str:
-    """Return whether an answer is right, with the reason, or a hint."""
-    if any(is_same(given, right) for right in question.answer.split(" or ")):
+    """Return whether an answer is right, except for case, "()" and commas, with the reason."""
+    if given.lower().strip("() ").replace(",", "") in question.answer.lower().split(" or "):
         return f"{given} is right. {question.why}"
     return f"{given} is not right. Hint: {question.hint}"
 
 
-def show_questions(questions: Sequence[Question], command: str) -> None:
-    """Print questions without their answers, and the command that shows the answers."""
-    for number, question in enumerate(questions, 1):
-        print_question(question, number)
-    show_command(questions, command)
-
-
 def show_command(questions: Sequence[Question], command: str) -> None:
     """Print the command that compares a reader's answers with the right ones."""
-    yours = " ".join("..." for _ in questions)
-    print(f"Compare your answers, or see these:\n{fill(f'{command} {yours}', '  ', '    ')}")
+    print(f"Compare your answers, or see these:\n  {command}{' ...' * len(questions)}")
 
 
 def show_answers(questions: Sequence[Question], answers: list[str]) -> None:
@@ -190,12 +163,3 @@ def show_answers(questions: Sequence[Question], answers: list[str]) -> None:
         print_question(question, i + 1)
         shown = compare(question, answers[i]) if answers else f"{question.answer}. {question.why}"
         print(fill(shown, "  ", "  "), end="\n\n")
-
-
-def is_same(given: str, answer: str) -> bool:
-    """Return whether answers are equal, except for case, "()" and the notation of a number."""
-    given, answer = (text.lower().strip("() ").replace(",", "") for text in (given, answer))
-    try:
-        return float(given) == float(answer)
-    except ValueError:
-        return given == answer

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any, Concatenate, ParamSpec, TypeAlias, get_args
 
-from nanovllm.utils.checks import Positive, Seed, check_scalars, located, unknown_name
+from nanovllm.utils.checks import Positive, Seed, check_scalars, from_dict, unknown_name
 
 EMBEDDED = "qwen3-nano"  # the model that ships with the package
 P = ParamSpec("P")
@@ -146,9 +146,8 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, Mapping | SpeculativeConfig | None):
                 raise TypeError(f"{name} must be a dict, not {value!r:.80}")
-        if isinstance(self.speculative_config, Mapping):
-            with located("speculative_config: "):
-                speculation = SpeculativeConfig(**self.speculative_config)
+        if isinstance(given := self.speculative_config, Mapping):
+            speculation = from_dict(SpeculativeConfig, "speculative_config", given)
             object.__setattr__(self, "speculative_config", speculation)
         if self.gpu_memory_utilization == 0:
             raise ValueError("gpu_memory_utilization must be more than 0, not 0")
@@ -205,11 +204,6 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
                     f"{name}={value!r:.80} is not supported; the engine works as with "
                     f"{' or '.join(f'{name}={other!r}' for other in accepted)}"
                 )
-        elif option in values and values[option] != value:
-            raise ValueError(
-                f"{name}={value!r} sets {option}, which is {values[option]!r} already; give one of "
-                "them"
-            )
         else:
             values[option] = value
     return EngineConfig(**values)

@@ -109,11 +109,15 @@ class LLM(OptionalCalls):
         return outputs
 
     def _run(
-        self, pairs: list[tuple[Prompt, Any]], use_tqdm: ShowProgress, what: str = "Generating"
+        self,
+        pairs: list[tuple[Prompt, Any]],
+        use_tqdm: ShowProgress,
+        what: str = "Generating",
+        names: Sequence[str] = (),
     ) -> list[Request]:
         """Check the prompts, queue their requests, and run steps until these have ended."""
         progress = Progress()
-        requests = self.engine.input_processor.check(pairs, progress)
+        requests = self.engine.input_processor.check(pairs, progress, names=names)
         try:
             self.engine.add(requests)
             # A program without a console has no stderr.

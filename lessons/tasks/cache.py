@@ -1,20 +1,18 @@
 """A KV cache: attention that computes each token once.
 
 The task. Write `KVCache`. `attend` stores the keys and values of n new tokens behind those that the
-cache holds, and returns the attention of the n new queries. Query i of n attends to all stored
-tokens, and to the new tokens 0 to i, but to none after it: attention is causal. The attention of a
-query q over keys K and values V is softmax(K q / sqrt(D)) V.
+cache holds. It returns the attention of the n queries: of a query q over keys K and values V it is
+softmax(K q / sqrt(D)) V. A query attends to the stored tokens, to the new tokens before its own,
+and to its own.
 
 Example: if the cache holds 3 tokens and 2 are new, query 0 attends to 4 tokens and query 1 to 5.
 
 What must stay true:
-  - Tokens computed in pieces of any size give what they give in one piece, also one by one.
+  - Tokens in pieces of any size give what they give in one piece.
   - A group of H / K query heads shares a KV head: query head h reads KV head h // (H // K).
 
-Where it goes. PlainAttention.store and attend in nanovllm/models/attention.py, with blocks. The
-check makes an engine's model attend through your cache, and asks it a question.
-
-Hints: torch.cat grows a tensor. Tensor.repeat_interleave repeats KV heads. exp(-inf) is 0.
+In the engine: PlainAttention in nanovllm/models/attention.py. Hints: torch.cat grows a tensor.
+Tensor.repeat_interleave repeats KV heads. exp(-inf) is 0.
 """
 
 from torch import Tensor

@@ -1,32 +1,24 @@
 """Your engine: the parts that you have built, in one loop that answers questions.
 
 The task. Write `step` and `attend`. This file imports eight of your solutions, which must be in its
-directory. `Model` is a Qwen3 in one page. self.blocks has the methods of a block manager
-(nanovllm/engine/block_manager.py).
-
-`step` computes one step of many requests:
-  1. The first waiting requests, as many as there are free rows, take their cached prefix before
-     the plan: attach_cached(seq, match(seq)), which also sets seq.num_computed. One that the budget
-     then does not reach keeps these blocks, and must not take them again. Others hold no blocks.
+directory. `step` computes one step of many requests:
+  1. The first waiting requests, as many as there are free rows, take their cached prefix, once
+     each, also if the budget does not reach them: attach_cached(seq, match(seq)) of self.blocks,
+     which sets seq.num_computed. The others hold no blocks.
   2. plan_step says which requests compute how many tokens. They get blocks: append_block(seq).
   3. self.model.logits(ids, positions, functools.partial(self.attend, plan)) computes the logits
-     [T, V] of the T tokens of all requests; ids and positions are lists of int, of T tokens. It
-     calls attend(layer, q, k, v) in each layer.
+     [T, V] of the T tokens of all requests, whose ids and positions are lists of int.
   4. cache_full_blocks(seq) caches what is computed. A request whose tokens are all computed gets
      the most likely token that keep_typical_p leaves. At an end token or at max_length it leaves
      `running`, and its blocks are released: release(seq).
 
-`attend` stores the keys and values of the step in the slots of their tokens. Then a request with
-several new tokens attends through a KVCache, to which all its keys are given, and a request with
-one new token through `update`, a tile of keys after the other, for each query head.
+The model calls `attend` in each layer. It stores the keys and values of the step in the slots of
+their tokens. Then a request with several new tokens attends through a KVCache, to which all its
+keys are given, and a request with one through `update`, tile by tile, for each query head. The
+answers must be transformers'.
 
-What must stay true: the answers are transformers'; no step computes more than `budget` tokens.
-
-Where it goes. This is LLMEngine in nanovllm/engine/llm_engine.py, with Scheduler, ModelRunner and
-Rows. The check compares your answers and speed with transformers and with nanovllm.
-
-Hints: for a chunk after a prefix, give KVCache zeros in place of the queries of earlier tokens, and
-leave out their results. The slots of tokens 0 to n - 1 are slots(block_table, size, 0, n).
+In the engine: run_step in nanovllm/engine/llm_engine.py. Hints: for a chunk after a prefix, give
+KVCache zeros in place of the queries of earlier tokens, and leave out their results.
 """
 
 import torch
@@ -49,13 +41,6 @@ class Blocks(Matching, FewestHits):
     """A block manager with your match and your eviction rule."""
 
 
-class Request(Sequence):
-    """A sequence of the engine, with the names of step.py."""
-
-    known = property(lambda self: len(self.token_ids))
-    computed = property(lambda self: self.num_computed)
-
-
 class Engine:
     def __init__(
         self, model: Model, num_blocks: int, size: int, max_num_seqs: int, budget: int
@@ -72,20 +57,20 @@ class Engine:
     ) -> list[list[int]]:
         """Return the output tokens of each prompt, including the end token, one of `ends`."""
         every = [
-            Request(str(i), i, list(ids), len(ids), len(ids) + n, frozenset(ends), GREEDY)
+            Sequence(str(i), i, list(ids), len(ids), len(ids) + n, frozenset(ends), GREEDY)
             for i, (ids, n) in enumerate(zip(prompts, max_tokens, strict=True))
         ]
-        running: list[Request] = []
+        running: list[Sequence] = []
         waiting = sorted(every, key=lambda seq: longest_output_first(seq, self.blocks))
         while running or waiting:
             self.step(running, waiting, typical_p)
         return [seq.output_ids for seq in every]
 
-    def step(self, running: list[Request], waiting: list[Request], typical_p: float) -> None:
+    def step(self, running: list[Sequence], waiting: list[Sequence], typical_p: float) -> None:
         raise NotImplementedError("step is to be written; see the top of this file")
 
     def attend(
-        self, plan: list[tuple[Request, int]], layer: int, q: Tensor, k: Tensor, v: Tensor
+        self, plan: list[tuple[Sequence, int]], layer: int, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
         """q [T, H, D], k and v [T, K, D] of the tokens in the order of the plan -> [T, H, D]."""
         raise NotImplementedError("attend is to be written; see the top of this file")

@@ -1,27 +1,20 @@
 """Preemption: when no block is available, the sequence that was admitted last waits again.
 
-The task. No blocks are reserved for tokens that may come, so running sequences can need more than
-there are. Write `_make_room`: while fewer blocks are available than the next `tokens` tokens of
-`seq` need, it preempts the running sequence that was admitted last. Write `preempt`: the sequence
-becomes the head of the waiting queue. It keeps its tokens and loses its row and its blocks.
+The task. Write `_make_room`: while fewer blocks are available than the next `tokens` tokens of
+`seq` need, it preempts the running sequence that was admitted last. It returns whether `seq` still
+runs. Write `preempt`: the sequence loses its row and blocks, and becomes the head of the waiting
+queue. self.preemptions and seq.preemptions count.
 
 Example: 4 blocks of 2 slots. Sequences 0, 1 and 2 run, with 2, 1 and 1 blocks, which are full. Each
 needs a block. For sequence 0, 2 is preempted, which makes one block available. Then 1 needs one. It
 is the one that was admitted last, so it is preempted itself, and `_make_room` returns False.
 
-What must stay true:
-  - `_make_room` returns whether `seq` still runs. It preempts nothing if the blocks suffice.
-  - A preempted sequence goes on with the same tokens when it is admitted again.
-  - self.preemptions and seq.preemptions count: a step that preempts admits nothing.
-
-Where it goes. Scheduler._make_room and preempt in nanovllm/engine/scheduler.py, which have a case
-more for beams. The check puts your class in its place, and random requests run on it.
-
-Hints: self.block_manager has num_available, release(seq) and num_needed(seq, n), which is how many
-more blocks the first n tokens need; here n is seq.num_computed + tokens. self.running is in the
-order of admission. A row is an index from self.free_rows; without one, seq.row is -1. A sequence
-without a row cannot decode, so seq.decoding must be False. self.queue(seq) sets its status
-(Status.WAITING in sequence.py) and makes it the head of the waiting queue.
+In the engine: _make_room and preempt in nanovllm/engine/scheduler.py. Hints: self.block_manager has
+num_available, release(seq) and num_needed(seq, n), which is how many more blocks the first n tokens
+need; here n is seq.num_computed + tokens. self.running is in the order of admission. A row is an
+index from self.free_rows; without one, seq.row is -1. A sequence without a row cannot decode, so
+seq.decoding must be False. self.queue(seq) sets its status (Status.WAITING in sequence.py) and
+makes it the head of the waiting queue.
 """
 
 from nanovllm.engine.scheduler import Scheduler

@@ -8,18 +8,14 @@ two blocks. [5, 6, 7, 8] matches one: at least one token is computed, because it
 [7, 8, 9] matches none, although there is a block with the tokens 7 and 8: it follows other tokens.
 
 What must stay true:
-  - A block is found by its hash, which depends on its tokens and on the hash of the block before
-    it, the parent. The parent hash of a first block is b"".
+  - A block is found by the hash of its tokens and of its parent's hash: that of the block before
+    it, b"" for a first block.
   - Blocks with different tokens can have the same hash, so their tokens have to be compared.
-  - `match` must not change any state.
+  - `match` changes nothing.
 
-Where it goes. BlockManager.match in nanovllm/engine/block_manager.py, which also leaves out tokens
-whose log-probabilities are requested. The check puts your class in its place, and random requests
-run on it.
-
-Hints: self.hash_block(parent_block_hash, token_ids) returns the hash of a block.
-self.hash_to_block[block_hash] is the Block with this hash, if it is cached. Block.token_ids are its
-tokens. A logical block has self.block_size tokens.
+In the engine: match in nanovllm/engine/block_manager.py. Hints: a block has self.block_size slots.
+self.hash_block(parent_block_hash, token_ids) returns its hash. self.hash_to_block[block_hash] is
+the Block with this hash, if it is cached, and Block.token_ids are its tokens.
 """
 
 from nanovllm.engine.block_manager import Block, BlockManager

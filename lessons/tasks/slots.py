@@ -1,19 +1,16 @@
 """Slot arithmetic: where the tokens of a sequence are in the KV cache.
 
-The task. Block b of B slots has the slots b * B to b * B + B - 1. The block table of a sequence has
-one entry for each logical block: the physical block that holds it. Write the slots of the positions
-start, start + 1, ..., start + count - 1, and the number of blocks that must be appended first.
+The task. Block b of B slots has the slots b * B to b * B + B - 1. Write `slots`: the slots of the
+positions start to start + count - 1 of a sequence. Write `blocks_to_append`: how many blocks its
+block table needs in addition before these positions have slots.
 
 Example: B = 4, block table [7, 2]. Positions 2 to 5 have the slots 30, 31, 8, 9. To hold positions
 6 to 8, one block must be appended, because two blocks have room for the positions 0 to 7.
 
 What must stay true: neither function changes its arguments; `count` may be 0.
 
-Where it goes. Rows.slots in nanovllm/runner/rows.py computes the slots of all tokens of the
-batch, and BlockManager.num_needed the blocks. The check puts yours into the test suite's runner and
-block manager, which then serve random requests.
-
-Hints: // and % split a position. -(-a // b) is a / b, rounded up.
+In the engine: Rows.slots in nanovllm/runner/rows.py, num_needed in engine/block_manager.py. Hints:
+// and % split a position. -(-a // b) is a / b, rounded up.
 """
 
 

@@ -1,9 +1,8 @@
 """Online softmax: attention in one pass over tiles of keys.
 
-The task. Attention is a mean of values, weighted by exp(score) / sum of all exp(score). Write
-`update`, which takes the scores and the values of one more tile, and `merge`, which joins what two
-programs have computed on different tiles. A state is (m, l, acc): the largest score so far, the sum
-of exp(score - m), the sum of exp(score - m) * value. The check divides acc by l at the end.
+The task. Write `update`, which takes the scores and the values of one more tile, and `merge`, which
+joins what two programs have computed on different tiles. A state is (m, l, acc): the largest score
+so far, the sum of exp(score - m), the sum of exp(score - m) * value. acc / l is the result.
 
 Example: scores 1 and 2 in one tile with the values 10 and 20, then the score 3 with the value 30.
 The first tile gives m = 2, l = e^-1 + 1 = 1.368, acc = 10 e^-1 + 20 = 23.68. The second raises m by
@@ -11,14 +10,12 @@ The first tile gives m = 2, l = e^-1 + 1 = 1.368, acc = 10 e^-1 + 20 = 23.68. Th
 
 What must stay true:
   - Scores of 1,000 and of -1,000 give no infinity and no NaN.
-  - A score of -inf has no weight, and a tile may have no other scores. The first state has m =
-    -inf. The arguments stay as they are.
+  - A score of -inf has no weight, and a tile may have no others. The first state has m = -inf.
+  - The arguments stay as they are.
 
-Where it goes. _attend_tile and _merge_splits in nanovllm/backends/gpu/kernels/attention.py. The
-check compares with torch, and reads the tiles through a block table, as lesson 10b does.
-
-Hints: what was summed with the old m is multiplied by exp(old m - new m). -inf - -inf is NaN, so
-subtract 0 in place of a maximum of -inf.
+In the engine: _attend_tile and _merge_splits in nanovllm/backends/gpu/kernels/attention.py. Hints:
+what was summed with the old m is multiplied by exp(old m - new m). -inf - -inf is NaN, so subtract
+0 in place of a maximum of -inf.
 """
 
 from torch import Tensor

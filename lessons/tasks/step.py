@@ -1,31 +1,23 @@
 """One schedule: which sequences compute how many tokens in the next step.
 
-The task. A sequence has known tokens and computed tokens. Write `plan_step`: it gives the tokens of
-one step to sequences, as (sequence, tokens) in this order: first the running ones, the oldest
-first, then the waiting ones, the first first. Each computes all tokens that are known and not
-computed, or what is left of the budget. `running` and `waiting` change as sequences are admitted.
+The task. Write `plan_step`. It gives the tokens of one step, as (sequence, tokens), first to the
+running sequences, the oldest first, then to the waiting ones, the first first. Each computes all
+tokens of seq.token_ids after the first seq.num_computed, or what is left of the budget. A waiting
+one that computes tokens is admitted: it moves from the list `waiting` to the end of `running`.
 
-Example: a budget of 8 and at most 3 running sequences. Two running sequences have 1 token to
-compute each, three waiting ones have 4, 5 and 2. The plan is 1, 1, 4, and the second waiting one
-waits: there are 3 running sequences. With at most 4, it is admitted and computes 2 of its 5 tokens.
+Example: a budget of 8 and max_num_seqs=3. Two running sequences have 1 token to compute each, three
+waiting ones have 4, 5 and 2. The plan is 1, 1, 4, and the second waiting one waits: 3 sequences
+run. With max_num_seqs=4, it is admitted and computes 2 of its 5 tokens.
 
-What must stay true: nobody gets 0 tokens; a waiting sequence is admitted only if budget is left and
-fewer than max_num_seqs run; no waiting sequence overtakes another; `known` and `computed` stay.
+What must stay true: nobody gets 0 tokens or is overtaken; the sequences stay as they are.
 
-Where it goes. Scheduler.schedule in nanovllm/engine/scheduler.py, which also finds blocks for them.
-The check compares each step of random requests with the engine's scheduler, with enough blocks.
+In the engine: schedule in nanovllm/engine/scheduler.py, which also finds blocks for the tokens.
 """
 
-from dataclasses import dataclass
-
-
-@dataclass(eq=False)
-class Seq:
-    known: int  # tokens
-    computed: int
+from nanovllm.engine.sequence import Sequence
 
 
 def plan_step(
-    running: list[Seq], waiting: list[Seq], budget: int, max_num_seqs: int
-) -> list[tuple[Seq, int]]:
+    running: list[Sequence], waiting: list[Sequence], budget: int, max_num_seqs: int
+) -> list[tuple[Sequence, int]]:
     raise NotImplementedError("plan_step is to be written; see the top of this file")

@@ -1,10 +1,8 @@
 """Stop strings: how much of the text may be shown after each token.
 
-The task. A stream shows text while tokens are generated. Two things make it wait. A character can
-have several tokens, and is not shown before its last one. And a stop string ends the output before
-it, but it can begin in one token and end in a later one: what may be its beginning is held back.
-Write `StopStream`: `add` takes the bytes of one token and returns the text to show now, and sets
-`ended` when a stop string is complete. `finish` returns what is held back when no token follows.
+The task. Write `StopStream`. `add` takes the bytes of one token and returns the text to show now.
+The output ends before the first stop string: `add` sets `ended` when it is complete, and what may
+be its beginning is held back. `finish` returns what is held back when no token follows.
 
 Example: the stop string is "END". The tokens "in E", "N", "g", "l" and "ENDs" give "in ", "",
 "ENg", "l" and "". Then `ended` is true, and nothing is shown any more. "€" has the bytes E2 82 AC:
@@ -15,13 +13,9 @@ What must stay true:
   - The output ends where the first stop string is complete, as if characters came one by one. If
     one character completes several, the one that is first in the list counts.
   - `finish` leaves out a character that is not complete. It returns "" after a stop string.
-  - All bytes together are valid UTF-8, except for an incomplete character at the end.
 
-Where it goes. Detokenizer in nanovllm/engine/detokenizer.py and Sampling in engine/sampling.py,
-whose streams hold back a fixed number of characters. The check also reads the model's answers.
-
-Hints: codecs.getincrementaldecoder("utf-8")() keeps the bytes of an incomplete character. Add the
-characters one by one to the text that is held back, and ask what may be shown after each.
+In the engine: Detokenizer in nanovllm/engine/detokenizer.py. Hints: add the characters to the text
+that is held back one by one. codecs.getincrementaldecoder("utf-8")() keeps incomplete ones.
 """
 
 

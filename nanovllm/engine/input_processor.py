@@ -41,9 +41,15 @@ class InputProcessor:
     )
 
     def check(
-        self, pairs: abc.Sequence[tuple[Prompt, Any]], progress: Progress, stream: bool = False
+        self,
+        pairs: abc.Sequence[tuple[Prompt, Any]],
+        progress: Progress,
+        stream: bool = False,
+        names: abc.Sequence[str] = (),
     ) -> list[Request]:
         """Check prompts and their parameters, tokenize the prompts, and make their requests.
+
+        names: of the prompts in error messages; by default prompts[0] and so on, if several.
 
         Raises ValueError or TypeError if a request can never run. Does not hold the engine's lock,
         because the compilation of a grammar can take seconds.
@@ -51,15 +57,16 @@ class InputProcessor:
         tasks: dict[int, Task] = {}  # by the id() of parameters, which `pairs` keeps alive
         parsed: list[tuple[Task, ParsedPrompt]] = []
         requests: list[Request] = []
-        are_many = len(pairs) > 1
-        for i, (prompt, params) in enumerate(pairs):
-            with located(f"prompts[{i}]: " * are_many):
+        numbered = [f"prompts[{i}]: " * (len(pairs) > 1) for i in range(len(pairs))]
+        places = [f"{name}: " for name in names] or numbered
+        for place, (prompt, params) in zip(places, pairs, strict=True):
+            with located(place):
                 if (task := tasks.get(id(params))) is None:
                     task = tasks[id(params)] = self.make_task(params)
                 parsed.append((task, task.prepare(parse_prompt(prompt))))
         encoded = self.encode_all([text or "" for _, (text, ids) in parsed if ids is None])
         for i, (task, (text, ids)) in enumerate(parsed):
-            with located(f"prompts[{i}]: " * are_many):
+            with located(places[i]):
                 token_ids = next(encoded) if ids is None else ids
                 if not token_ids:
                     raise ValueError("the prompt is empty; give at least one token")

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nanovllm.engine.policies import HEAD, WaitingQueue
+from nanovllm.engine.policies import HEAD
 from nanovllm.engine.request import Request, Sample
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
@@ -35,7 +35,7 @@ def revert_in_flight(scheduler: Scheduler, seqs: Iterable[Sequence]) -> None:
     scheduler.block_manager.revert([*ran, *scheduler.waiting, *unfinished])
     scheduler.in_flight.clear()
     scheduler.running = []
-    scheduler.waiting = WaitingQueue()
+    scheduler.waiting = []
     scheduler.free_rows = list(range(scheduler.max_num_seqs - 1, -1, -1))
     for seq in unfinished:
         seq.status, seq.row, seq.decoding, seq.lookup = Status.UNQUEUED, -1, False, None
@@ -53,9 +53,8 @@ def revert_in_flight(scheduler: Scheduler, seqs: Iterable[Sequence]) -> None:
 
 def rewind_samples(task: Sampling, request: Request) -> list[Sequence]:
     """`Task.rewind` for generated tokens."""
-    if request.is_watched:
-        for sample in request.samples:
-            remove_unreceived(task, sample)
+    for sample in request.samples if request.is_watched else ():
+        remove_unreceived(task, sample)
     first, *others = request.seqs
     if first.status is not Status.FINISHED:
         first.forks = [] if first.num_output else others

@@ -20,19 +20,23 @@ One step, with a budget of 8 tokens and blocks of 4:
              D   3 known,  0 cached     waits: the token budget is spent
 """
 
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from nanovllm.engine import result_kinds
 from nanovllm.engine.block_manager import Block, BlockManager
-from nanovllm.engine.policies import HEAD, POLICIES, WaitingQueue
+from nanovllm.engine.policies import HEAD, POLICIES
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.plan import COMPLETE, Chunk, NewRow, ResultKind, StepOutput, StepPlan
 
 if TYPE_CHECKING:
     from nanovllm.features.requests.ngram import NgramSpeculation
+
+QUEUE_KEY = attrgetter("queue_key")
 
 
 @dataclass(slots=True)
@@ -65,7 +69,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.token_budget = token_budget
         self.policy_key = POLICIES[policy]
-        self.waiting = WaitingQueue()
+        self.waiting: list[Sequence] = []  # sorted; the first is admitted first
         self.why_waiting = ""  # why the last plan did not admit the first of them
         self.running: list[Sequence] = []  # in order of admission
         self.num_unfinished = 0  # sequences, including forks that are not queued yet
@@ -87,8 +91,8 @@ class Scheduler:
 
     def queue(self, seq: Sequence, key: int = HEAD) -> None:
         """Insert a sequence into the queue by its key. By default, it becomes the head."""
-        seq.status = Status.WAITING
-        self.waiting.add(seq, key)
+        seq.status, seq.queue_key = Status.WAITING, (key, seq.arrival, seq.index)
+        insort(self.waiting, seq, key=QUEUE_KEY)
 
     # ---- planning ----
 

@@ -212,19 +212,9 @@ def are_equal(a: Tensor, b: Tensor) -> bool:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files, from the index if any. Raises ValueError if there are none."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        names = list(weight_map.values()) if isinstance(weight_map, dict) else []
-        if not names or not all(isinstance(n, str) and n == os.path.basename(n) for n in names):
-            raise ValueError(
-                f"{index} needs a 'weight_map' from tensors to files in its directory, not "
-                f"{weight_map!r:.200}"
-            )
-        return [directory / name for name in sorted(set(names))]
-    single = directory / "model.safetensors"
-    files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+    """Return the safetensors files. Raises ValueError if there are none."""
+    single, shards = directory / "model.safetensors", sorted(directory.glob("model*.safetensors"))
+    files = [single] if single.is_file() else shards or sorted(directory.glob("*.safetensors"))
     if not files:
         raise ValueError(
             f"{directory} has no *.safetensors. Pickled weights (*.bin, *.pt) can run code and are "

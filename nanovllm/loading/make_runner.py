@@ -28,7 +28,7 @@ from nanovllm.models.weights import load_weights
 from nanovllm.runner.device_runner import DeviceRunner
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.rows import Rows
-from nanovllm.utils.host import check_fork
+from nanovllm.utils.host import check_fork, explain_out_of_memory
 from nanovllm.utils.log import logger
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def make_runner(
         "out of memory; lower max_num_seqs, max_model_len or max_num_batched_tokens, or, if they "
         "are set, num_kv_cache_blocks, kv_cache_memory_bytes and swap_space"
     )
-    with on_device, explain_lost_device(device), memory.explain_out_of_memory(remedy):
+    with on_device, explain_lost_device(device), explain_out_of_memory(remedy):
         free = memory.free_memory(device, config.tensor_parallel_size)
         model_config = full_config if ranks is None else ranks.config_of_rank(full_config)
         on_meta = model_config.model_class().on_meta(model_config)
@@ -70,7 +70,8 @@ def make_runner(
         num_blocks = budget.num_kv_blocks(max_model_len, free - budget.weight_bytes)
         longest = budget.fitted_length(max_model_len, smallest(num_blocks, ranks))
         model = type(on_meta)(model_config, longest, backend)
-        load_model(config, model, full_config, files, ranks)
+        with backend.thread_limit():
+            load_model(config, model, full_config, files, ranks)
         runner = make_eager_runner(config, model, full_config.vocab_size, longest)
         scales = None
         if config.kv_cache_dtype != "auto":
@@ -89,6 +90,7 @@ def make_backend(
     config: EngineConfig, on_meta: Qwen3, device: torch.device, vocab_size: int
 ) -> Backend:
     """Make and check the backend for the model that `on_meta` describes."""
+    from nanovllm.backends.cpu.thread_limit import ThreadLimit
     from nanovllm.features.kernel_check.at_start import checked
 
     dtype = pick_dtype(config.dtype, device, on_meta.config.dtype)
@@ -100,7 +102,11 @@ def make_backend(
 
         quantized = (int8 if config.quantization == "int8" else int4).quantized
         backend, plain = quantized(backend), quantized(plain)
-    return checked(backend, plain, config, on_meta, vocab_size)
+    backend = checked(backend, plain, config, on_meta, vocab_size)
+    if device.type == "cpu":
+        backend.thread_limit = limit = ThreadLimit()
+        backend.before_layer = limit.adjust
+    return backend
 
 
 def load_model(
@@ -115,7 +121,7 @@ def load_model(
     if ranks is not None:
         tensors = ranks.tensors_of_rank(tensors, full_config)
     if files:
-        load_weights(tensors, files)
+        load_weights(tensors, files, model.backend.before_layer)
     else:
         from nanovllm.features.formats.dummy_weights import random_weights
 
@@ -130,7 +136,6 @@ def make_eager_runner(
     config: EngineConfig, model: Qwen3, vocab_size: int, max_model_len: int
 ) -> ModelRunner:
     """Return a runner without a KV cache, and without captured or fused steps."""
-    from nanovllm.backends.cpu.thread_limit import ThreadLimit
     from nanovllm.features.requests.chunk_results import add_chunk_results
     from nanovllm.features.requests.logit_rules.row_rules import RulesState
 
@@ -139,14 +144,8 @@ def make_eager_runner(
     rows = Rows(config.max_num_seqs, max_blocks, block_size, device)
     rows.rules = RulesState(config.max_num_seqs, max_blocks * block_size, vocab_size, device)
     rows.rules.processed_logprobs = config.logprobs_mode == "processed_logprobs"
-    if model.backend.captures:  # eager decodes then compute the same as captured decodes
-        runner: ModelRunner = DeviceRunner(model, model.backend, rows)
-    elif device.type == "cpu":
-        limit = ThreadLimit()
-        model.backend.before_layer = limit.adjust
-        runner = ModelRunner(model, model.backend, rows, limit)
-    else:
-        runner = ModelRunner(model, model.backend, rows)
+    captures = model.backend.captures  # eager decodes then compute the same as captured decodes
+    runner = (DeviceRunner if captures else ModelRunner)(model, model.backend, rows)
     runner.add_chunk_results = add_chunk_results
     return runner
 

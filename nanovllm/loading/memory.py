@@ -2,8 +2,6 @@
 
 import gc
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,8 +12,6 @@ from nanovllm.models.fp8 import FP8
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.utils.host import available_host_memory
 
-# Parts of the messages of the RuntimeError that torch raises if an allocation on a CPU fails.
-OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")
 # Device memory left for CUDA graphs, of which it limits the number, for fragmentation, penalties
 # and workspaces of libraries. cuBLAS takes up to 32 MiB for each thread that runs steps, and the
 # profile measures only one thread.
@@ -165,16 +161,3 @@ def free_memory(device: torch.device, ranks: int = 1) -> int:
     gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
-
-
-@contextmanager
-def explain_out_of_memory(message: str) -> Iterator[None]:
-    """Raise ValueError(message) if the `with` block runs out of memory."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise ValueError(message) from error
-    except RuntimeError as error:
-        if not any(words in str(error) for words in OUT_OF_MEMORY):
-            raise
-        raise ValueError(message) from error

@@ -8,7 +8,6 @@ number of tokens of the step, and H the number of query heads.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,16 +19,6 @@ from nanovllm.models.fp8 import FP8, Scales, to_fp8
 from nanovllm.models.layers import Norms, Rope, rms_norm, rotate
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.transfers import to_device
-
-
-class SequenceMetadata(NamedTuple):
-    """The queries of one sequence of the step, and the location of its keys and values."""
-
-    tokens: slice  # the indices of its Q tokens in the step
-    blocks: Tensor  # [n] int32, the blocks of its context
-    context_len: int  # L
-    # [Q, L] bool, true if a query attends to a key. None: query i attends to keys 0 to i.
-    mask: Tensor | None
 
 
 class PlainAttention:
@@ -61,32 +50,27 @@ class PlainAttention:
         return torch.empty(shape, dtype=dtype, device=device)
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Set the data that all layers share. The runner calls this once per step."""
-        sequences = range(len(batch.context_lens))
-        batch.attention_metadata = [self.sequence_metadata(batch, i) for i in sequences]
+        """Set the data that all layers share. The runner calls this once per step.
 
-    def sequence_metadata(self, batch: ForwardBatch, i: int) -> SequenceMetadata:
-        """Locate the tokens of sequence `i` in the batch, and its context in the cache."""
-        start, end = batch.query_start_loc[i : i + 2].tolist()
-        num_queries = end - start
-        context_len = int(batch.context_lens[i])
-        device = batch.block_tables.device
-        blocks = batch.block_tables[i, : -(-context_len // self.block_size)]
-        mask = None
-        if num_queries < context_len:  # the queries are the last tokens of the context
-            query_positions = torch.arange(context_len - num_queries, context_len, device=device)
-            mask = torch.arange(context_len, device=device) <= query_positions[:, None]
-        tokens = slice(start, end)
-        return SequenceMetadata(tokens, blocks, context_len, mask)
+        It has for each sequence the place of its Q tokens in the step, the blocks of its L tokens
+        of context, L, and a mask [Q, L], true if a query attends to a key. None means that query i
+        attends to keys 0 to i.
+        """
+        starts, batch.attention_metadata = batch.query_start_loc.tolist(), []
+        for i, length in enumerate(batch.context_lens.tolist()):
+            tokens, mask = slice(*starts[i : i + 2]), None
+            blocks = batch.block_tables[i, : -(-length // self.block_size)]
+            if batch.query_lens[i] < length:  # the queries are the last tokens of the context
+                keys = torch.arange(length, device=blocks.device)
+                mask = keys <= keys[-batch.query_lens[i] :, None]
+            batch.attention_metadata.append((tokens, blocks, length, mask))
 
     def read_blocks(self, layer: int, blocks: Tensor) -> Tensor:
         """Copy K and V of `blocks` [n], without the fp8 scales. Returns [2, K, n * B, D]."""
         kv = self.cache[layer].transpose(1, 2)  # [2, K, blocks, B, D]
         # `kv[:, :, blocks]` takes several times as long on a CPU.
-        if kv.dtype == FP8:  # a GPU may not select numbers in fp8
-            bits = kv.view(torch.uint8).index_select(2, blocks)
-            return bits.view(FP8).flatten(2, 3).to(self.dtype)
-        return kv.index_select(2, blocks).flatten(2, 3).to(self.dtype)
+        bits = kv.view(torch.uint8) if kv.dtype == FP8 else kv  # a GPU may not select fp8 numbers
+        return bits.index_select(2, blocks).view(kv.dtype).flatten(2, 3).to(self.dtype)
 
     def norm_rope_store(
         self, layer: int, qkv: Tensor, norms: Norms, rope: Rope, batch: ForwardBatch
@@ -116,15 +100,15 @@ class PlainAttention:
         """Return causal attention [T, H * D] of q [T, H, D] over each sequence's context."""
         k_scale, v_scale = self.scales[layer]
         q, out = q * k_scale, torch.empty_like(q)
-        for seq in batch.attention_metadata:
+        for tokens, blocks, length, mask in batch.attention_metadata:
             # The slots after the context may hold NaN, which would spread.
-            kv = self.read_blocks(layer, seq.blocks)[:, :, : seq.context_len]
+            kv = self.read_blocks(layer, blocks)[:, :, :length]
             k, v = kv.unsqueeze(1)  # [1, K, L, D] each
-            queries = q[seq.tokens].transpose(0, 1)[None]  # [1, H, Q, D]
+            queries = q[tokens].transpose(0, 1)[None]  # [1, H, Q, D]
             attended = F.scaled_dot_product_attention(
-                queries, k, v, seq.mask, is_causal=seq.mask is None, enable_gqa=True
+                queries, k, v, mask, is_causal=mask is None, enable_gqa=True
             )
-            out[seq.tokens] = attended[0].transpose(0, 1)
+            out[tokens] = attended[0].transpose(0, 1)
         return out.flatten(1) * v_scale
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:

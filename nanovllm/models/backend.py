@@ -49,13 +49,13 @@ class Backend:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         """`dtype` is the dtype of the model."""
         self.device, self.dtype = device, dtype
-        self.before_layer: Callable[[], None] = lambda: None  # called before each layer of a step
+        # Entered for each step and for loading weights. Before each layer and each tensor,
+        # `before_layer` is called.
+        self.thread_limit: Callable[[], AbstractContextManager[object]] = nullcontext
+        self.before_layer: Callable[[], None] = lambda: None
 
     def quantized(self, weights: str) -> Backend:
-        """Return this backend with the weights of linear layers in "int8" or "int4".
-
-        See backends/int8.py and backends/int4.py.
-        """
+        """Return this backend with linear layers in "int8" or "int4"; see backends/int8.py."""
         raise NotImplementedError
 
     def is_checked(self) -> bool:
@@ -140,12 +140,7 @@ class Backend:
         positions: np.ndarray,
         smallest: Callable[[int], int],
     ) -> DecodeGraphs:
-        """Capture a decode step for as many sizes as possible. See backends/gpu/graphs.py.
-
-        `decode` takes rows [S] and their order [S], and returns hidden states [S, E] and tokens
-        [S]. `positions` [N + 1] belong to N rows and padding, on the host. `smallest` returns the
-        minimum of a number over all ranks.
-        """
+        """Capture a decode step for as many sizes as possible; see DecodeGraphs."""
         raise NotImplementedError
 
     def capture_chunks(

@@ -8,13 +8,14 @@ All types but the first let a model read more positions than it was trained with
     yarn      as llama3, with a linear transition over i, and larger logits
               (Peng et al. 2023, arXiv:2309.00071)
 
-The results equal `ROPE_INIT_FUNCTIONS` of transformers, which is the reference of the tests.
+transformers computes all but the first.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,41 +51,14 @@ class RopeConfig:
 
     def frequencies(self, dim: int) -> tuple[Tensor, float]:
         """Return the frequencies [D / 2] in float32 on the CPU, and a factor for cos and sin."""
-        exponents = torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").float() / dim
-        powers = self.rope_theta**exponents
-        frequencies = 1.0 / powers
-        if self.rope_type == "linear":
-            return frequencies / self.factor, 1.0
-        if self.rope_type == "llama3":
-            return self._llama3(frequencies), 1.0
-        if self.rope_type == "yarn":
-            return self._yarn(powers, dim), self._attention_factor()
-        return frequencies, 1.0
+        if self.rope_type == "default":
+            exponents = torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").float() / dim
+            return 1.0 / self.rope_theta**exponents, 1.0
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    def _llama3(self, frequencies: Tensor) -> Tensor:
-        """Divide by `factor` the frequencies with few rotations in the original length."""
-        rotations = self.original_max_position_embeddings / (2 * math.pi / frequencies)
-        low, high = self.low_freq_factor, self.high_freq_factor
-        share = ((rotations - low) / (high - low)).clamp(0, 1)  # of the unchanged frequency
-        return (1 - share) * frequencies / self.factor + share * frequencies
-
-    def _yarn(self, powers: Tensor, dim: int) -> Tensor:
-        """Divide frequencies by `factor`: none above `beta_fast` rotations, all below `beta_slow`,
-        and in between a share that grows linearly."""
-
-        def index_of(rotations: float) -> float:
-            """Return the i whose frequency rotates this often in the original length."""
-            length = self.original_max_position_embeddings / (rotations * 2 * math.pi)
-            return dim * math.log(length) / (2 * math.log(self.rope_theta))
-
-        low = max(math.floor(index_of(self.beta_fast)), 0)
-        high: float = min(math.ceil(index_of(self.beta_slow)), dim - 1)
-        high += 0.001 if low == high else 0
-        ramp = (torch.arange(dim // 2, device="cpu").float() - low) / (high - low)
-        unchanged = 1 - ramp.clamp(0, 1)
-        return 1.0 / (self.factor * powers) * (1 - unchanged) + 1.0 / powers * unchanged
-
-    def _attention_factor(self) -> float:
-        if self.attention_factor is not None:
-            return self.attention_factor
-        return 0.1 * math.log(max(self.factor, 1.0)) + 1.0
+        # What these functions read of a config of transformers, which would warn of other fields.
+        config: Any = SimpleNamespace(head_dim=dim, hidden_size=dim, num_attention_heads=1)
+        config.rope_parameters = asdict(self)
+        config.max_position_embeddings = self.original_max_position_embeddings
+        config.standardize_rope_params = lambda: None
+        return ROPE_INIT_FUNCTIONS[self.rope_type](config, torch.device("cpu"))

@@ -47,8 +47,12 @@ class CheckpointTensor:
         self.store((file.get_tensor(self.name) if weight is None else weight)[self.slices])
 
 
-def load_weights(tensors: Iterable[CheckpointTensor], files: Mapping[Path, Any]) -> None:
-    """Store all tensors from open files.
+def load_weights(
+    tensors: Iterable[CheckpointTensor],
+    files: Mapping[Path, Any],
+    before_tensor: Callable[[], None] = lambda: None,
+) -> None:
+    """Store all tensors from open files. `before_tensor` is called before each.
 
     Raises ValueError with all differences, before anything is stored, if the files do not contain
     exactly `tensors`. The names in the files may all lack the prefix "model.".
@@ -60,6 +64,7 @@ def load_weights(tensors: Iterable[CheckpointTensor], files: Mapping[Path, Any])
     with progress_bar("Loading weights", "tensor", total=len(known)) as bar:
         for file in files.values():
             for name in filter(known.get, file.keys()):
+                before_tensor()
                 known[name].load(file)
                 bar.update()
 

@@ -77,10 +77,6 @@ class DeviceRows:
         # A token is sampled for the position after the context.
         return forward, sampling_batch(self.params[:, rows], self.seeds[rows], context_lens)
 
-    def sampling_batch(self, rows: Tensor) -> SamplingBatch:
-        """Return the sampling parameters of `rows` [R] for their next position."""
-        return sampling_batch(self.params[:, rows], self.seeds[rows], self.positions[rows])
-
 
 class DeviceRunner(ModelRunner):
     graphs: DecodeGraphs | None = None  # captured decode steps, if any
@@ -103,8 +99,9 @@ class DeviceRunner(ModelRunner):
         rules = self.rows.rules_of(decode_rows)
         if rules is None:
             return PendingOutput(start_copy(tokens))
-        rows = to_device(np.array(decode_rows), self.device)
-        return self.sample(hidden, self.device_rows.sampling_batch(rows), rows, rules)
+        rows, of = to_device(np.array(decode_rows), self.device), self.device_rows
+        sampling = sampling_batch(of.params[:, rows], of.seeds[rows], of.positions[rows])
+        return self.sample(hidden, sampling, rows, rules)
 
     def decode(self, rows: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
         """Decode `rows` [S]. Returns hidden states [S, E] and tokens [S].

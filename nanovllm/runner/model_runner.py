@@ -8,7 +8,6 @@ records them as the inputs of the next step (`sample`). It owns the model, the K
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -60,24 +59,16 @@ class ModelRunner:
     states: States | None = None
     make_fast_steps: Callable[[ModelRunner], None]  # for new_weights.py, sleep.py
 
-    def __init__(
-        self,
-        model: Qwen3,
-        backend: Backend,
-        rows: Rows,
-        thread_limit: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> None:
-        """Each step enters `thread_limit`."""
+    def __init__(self, model: Qwen3, backend: Backend, rows: Rows) -> None:
         self.model, self.backend, self.rows = model, backend, rows
         self.device, self.dtype = rows.device, model.embed_tokens.dtype
         self.async_scheduling = self.device.type == "cuda"  # the device works while the host plans
-        self.thread_limit = thread_limit
         self.fused_model: FusedModel = model  # or an object that computes the same in fewer calls
         self.fused_step: Callable[[StepPlan], np.ndarray | None] = lambda plan: None
 
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
         """Launch a step. Returns a function that waits for the device and returns the output."""
-        with torch.inference_mode(), self.thread_limit(), self.backend.step_context():
+        with torch.inference_mode(), self.backend.thread_limit(), self.backend.step_context():
             self.rows.apply(plan)
             self._copy(plan)
             output = self.run_step(plan)

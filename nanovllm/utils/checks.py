@@ -11,10 +11,11 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, TypeVar
 
+T = TypeVar("T")
 KINDS = {
     int: "an int",
     float: "a number",
@@ -89,6 +90,19 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     """Return an error message for an unknown name. It suggests the most similar known name."""
     known = list(known)
     return f"unknown {kind} {name!r}; {similar(name, known) or 'known: ' + ', '.join(known)}"
+
+
+def from_dict(kind: Callable[..., T], what: str, given: Mapping[str, Any]) -> T:
+    """Return `kind(**given)`, of a dataclass `kind`. Errors name the option `what`.
+
+    Raises ValueError for an unknown name or a wrong value, and TypeError for a wrong type.
+    """
+    known = kind.__dataclass_fields__  # type: ignore[attr-defined]
+    for name in given:
+        if name not in known:
+            raise ValueError(unknown_name(f"field of {what}", str(name), known))
+    with located(f"{what}: "):
+        return kind(**given)
 
 
 def similar(name: str, known: Iterable[str]) -> str:

@@ -3,10 +3,14 @@
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 # Linux shows the limits of a container here. No such files exist on other systems.
 CONTROL_GROUP = Path("/sys/fs/cgroup")
+# Parts of the messages of the RuntimeError that torch raises if an allocation fails.
+OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")
 TRIAL = 5  # seconds, in which a parallel region of OpenMP ends unless it waits forever
 
 
@@ -26,6 +30,17 @@ def available_host_memory() -> int:
         used -= int(dict(line.split() for line in lines)["inactive_file"])
         available = min(available, int(limit) - used)
     return max(0, available)
+
+
+@contextmanager
+def explain_out_of_memory(message: str) -> Iterator[None]:
+    """Raise ValueError(message) if the `with` block runs out of memory, also of a GPU."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(w in str(error) for w in OUT_OF_MEMORY):
+            raise
+        raise ValueError(message) from error
 
 
 def available_cores() -> list[int]:

@@ -40,7 +40,7 @@ class FakeRunner:
     ) -> None:
         self.model = SimpleNamespace(config=config)
         self.max_model_len = min(max_model_len, 4 * self.num_blocks)
-        self.oracle = OracleRunner(self.num_blocks, 4, 8, host_blocks=99)
+        self.oracle = OracleRunner(self.num_blocks, 4, 8)
         self.events: list[tuple[str, int]] = []
         self.steps = itertools.count()
         self.drawn: list[int] = []  # how many tokens each step drew

@@ -23,10 +23,8 @@ class HostCacheHistory(History):
     def make_blocks(self, _: ModuleType) -> HostCacheBlockManager:
         rng: random.Random = self.rng
         self.size, self.num_blocks = rng.choice((1, 1, 2, 3)), rng.randint(3, 8)
-        self.host_blocks = rng.choice((2, 4, 8, 30))
-        return self.block_managers.HostCacheBlockManager(
-            self.num_blocks, self.size, self.host_blocks
-        )
+        sizes = self.num_blocks, self.size, rng.choice((2, 4, 8, 30))
+        return self.block_managers.HostCacheBlockManager(*sizes)
 
     def check(self) -> None:
         """The host cache holds what its blocks say, and nothing else."""
@@ -36,5 +34,5 @@ class HostCacheHistory(History):
         everything = sorted([*held, *blocks.host_free])
         require(everything == list(range(blocks.num_host_blocks)), "host")
         for block_hash, block in blocks.hash_to_host_block.items():
-            tokens = [pair and pair[0] for pair in self.runner.host[block.block_id]]
+            tokens = [pair and pair[0] for pair in self.runner.host.get(block.block_id, [])]
             require(block.block_hash == block_hash and tokens == block.token_ids, "host")

@@ -49,7 +49,15 @@ def run_lesson(number: str) -> str:
     """Run a lesson -> what it prints. Its page must be up to date, except for what was measured."""
     page = Both(lesson_pages.STEMS[number])
     compare(lesson_pages.run(number, page), lesson_pages.files_of(page.stem))
-    return page.printed.getvalue()
+    printed = page.printed.getvalue()
+    assert max(map(len, printed.splitlines())) <= 100
+    return printed
+
+
+def row(printed: str, name: str) -> list[str]:
+    """Return the cells of the one printed line that begins with `name`."""
+    [line] = [line for line in printed.splitlines() if line.startswith(name + "  ")]
+    return line.removeprefix(name).split()
 
 
 def compare(new: Mapping[str, str], old: Mapping[str, str]) -> None:

@@ -3,8 +3,9 @@
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from oracle_engine import plain_sequence
 
-from lessons.oracle.oracle import ALPHABET, plain_sequence
+from lessons.oracle.oracle import ALPHABET
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import StepPlan

@@ -11,6 +11,10 @@ def sequence(prompt: list[int], new: int, arrival: int = 0, seed: int = 0, n: in
     return make_samples(prompt, len(prompt) + new, arrival, range(seed, seed + n))[0]
 
 
+def plain_sequence(token_ids: list[int]) -> Sequence:
+    return make_samples(token_ids, 99)[0]
+
+
 class Engine:
     """A scheduler and its oracle, in the engine's order of calls."""
 

@@ -22,11 +22,10 @@ from lessons.lesson import make_llm
 from lessons.show import (
     Question,
     faster,
-    is_same,
     link,
     say,
     show_answers,
-    show_questions,
+    show_question,
     show_table,
 )
 from nanovllm.engine.llm_engine import LLMEngine
@@ -49,12 +48,13 @@ def test_links_name_the_line() -> None:
 def test_answers_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     questions = [
         Question("One?", "1", "Why one.", "Look at one."),
-        Question("Two?", "two", "Why two.", "Look at two."),
+        Question("Two?", "2000 or two", "Why two.", "Look at two."),
     ]
-    show_answers(questions, ["2", "TWO"])
-    compared = capsys.readouterr().out
-    assert "2 is not right. Hint: Look at one.\n" in compared
-    assert "TWO is right. Why two." in compared
+    for given in ("2,000", "(TWO)"):
+        show_answers(questions, ["2", given])
+        compared = capsys.readouterr().out
+        assert "2 is not right. Hint: Look at one.\n" in compared
+        assert f"{given} is right. Why two." in compared
     assert "Why one" not in compared
     assert "Look at two" not in compared
     show_answers(questions, [])
@@ -63,22 +63,6 @@ def test_answers_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Two?" not in capsys.readouterr().out
     with pytest.raises(ValueError, match="there are 2 questions, and 3 answers"):
         show_answers(questions, ["1", "2", "3"])
-
-
-@pytest.mark.parametrize(
-    ("given", "answer"),
-    [
-        ("114,688", "114688"),
-        ("1.0", "1"),
-        (" Attach_Cached() ", "attach_cached"),
-        ("(B)", "b"),
-        ("YES", "yes"),
-        ("256e0", "256"),
-    ],
-)
-def test_answers_may_be_written_differently(given: str, answer: str) -> None:
-    assert is_same(given, answer)
-    assert not is_same(given + "1", answer)
 
 
 def test_a_ratio_of_noise_is_no_gain() -> None:
@@ -96,7 +80,7 @@ def test_nothing_is_wider_than_the_terminal(
     words = "many words in one paragraph " * 20
     say(f"{words}\n\n    a  picture\n    |\n\n{words}")
     show_table(("name", "first number", "second number"), [("a", "1 " * 22, "2 " * 20)])
-    show_questions([Question(f"{words}\n(a) {words}", "1", words, words)] * 2, "command")
+    show_question([Question(f"{words}\n(a) {words}", "1", words, words)], 1)
     show_answers([Question(words, "1", words, words)] * 2, ["1", "2"])
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= min(columns, 100)
@@ -133,28 +117,24 @@ def test_lesson_1a() -> None:
     printed = run_lesson("1a")
     lines = [line.split(None, 3) for line in printed.splitlines()]
     assert ["slot_mapping", *str([*range(16, 26)]).split(None, 2)] in lines
-    assert "[16]. With temperature=0" in " ".join(printed.split())
-    assert ["'1'", "16", "23.47"] in lines  # the largest logit
+    assert "The largest, 23.47, is of '1'." in " ".join(printed.split())
+    assert "[16], here with the largest logit." in " ".join(printed.split())
     assert ["1", "10", "16", "'1'"] in lines
     assert ["11", "1", "1033", "'12 + 30 = 42<|endoftext|>'"] in lines
     assert "Answer" not in printed
-    assert max(map(len, printed.splitlines())) <= 100
 
 
 def test_lesson_1b() -> None:
-    """A character waits for its last token, and a stream for what may begin a stop string."""
+    """A stream waits for what may begin a stop string."""
     llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=64)
-    texts = [new for _, _, new in lesson01b_text.detokenize(llm, "a€b")]
-    assert texts == ["'a'", "''", "''", "'€'", "'b'"]
-    assert texts.index("'€'") == int(lesson01b_text.QUESTIONS[0].answer)
     for stops, text in ((["never"], "12 + 30 = 42"), (["30 ="], "12 + "), (["42"], "12 + 30 = ")):
         rows = lesson01b_text.stream(llm, stops)
         assert rows[-1][1:] == (repr(text), "''")
         held = [ast.literal_eval(row[2]) for row in rows[:-1]]
         assert max(map(len, held)) == len(stops[0]) - 1
     printed = run_lesson("1b")
+    assert re.search(r"^224 +'\W' +''\n105 +'\W' +'€'$", printed, re.MULTILINE)
     assert re.search(r"^\{'max_tokens': 3\} +length +None +'12 \+ '$", printed, re.MULTILINE)
-    assert max(map(len, printed.splitlines())) <= 100
 
 
 def test_lesson_12() -> None:
@@ -177,18 +157,15 @@ def test_lesson_12() -> None:
 
 
 def test_lesson_5() -> None:
-    """The same answer from blocks anywhere, and small blocks let more requests run."""
-    llm = make_llm(block_size=4, num_kv_cache_blocks=16)
-    assert lesson05_blocks.slots_of_a_sequence(llm) == [4, 5, 6, 7, 12, 13, 14, 15, 20, 21]
-    for table in ([1, 2, 3, 4, 5], [16, 3, 9, 1, 7]):
-        assert lesson05_blocks.answer_with(llm, table, 10) == "12 + 30 = 42"
+    """Small blocks let more requests run."""
+    slots = lesson05_blocks.slots_of_a_sequence()
+    assert slots == [4, 5, 6, 7, 12, 13, 14, 15, 20, 21]
     printed = run_lesson("5")
     rows = [line.split() for line in printed.splitlines() if " blocks of " in line]
     (_, _, _, _, few, slow), (_, _, _, _, many, fast) = (row for row in rows if row[0].isdigit())
     assert few == lesson05_blocks.QUESTIONS[1].answer == "4"
     assert int(many) == 24
     assert int(fast) * 4 < int(slow)
-    assert max(map(len, printed.splitlines())) <= 100
 
 
 @pytest.mark.slow
@@ -212,29 +189,18 @@ def test_command(
     assert "block_table =" not in compared
 
 
-@pytest.mark.parametrize(
-    ("what", "begin"),
-    [
-        ("ladder", "The ladder: the same 16 requests"),
-        ("puzzle", "Puzzles: Triton kernels to complete"),
-        ("break", "Exercises that break the engine"),
-        ("build", "Build it: small parts"),
-        ("tensor_parallel", "Elective tensor_parallel: a model divided"),
-        ("state_cache", "Elective state_cache: a prefix cache without positions."),
-        (None, "usage: python -m lessons"),
-    ],
-)
-def test_help(
-    what: str | None,
-    begin: str,
+def test_the_list(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "nanovllm")
-    monkeypatch.setattr(sys, "argv", ["lessons", *([what] if what else []), "--help"])
+    monkeypatch.setattr(sys, "argv", ["lessons"])
     command.main()
-    assert capsys.readouterr().out.startswith(begin)
+    printed = capsys.readouterr().out
+    for name in command.LESSONS:
+        assert command.title(name) in " ".join(printed.split())
+    assert "python -m lessons ladder " in printed
 
 
 def test_every_lesson_has_a_title_and_a_place_in_the_docs() -> None:

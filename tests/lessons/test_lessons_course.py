@@ -1,10 +1,10 @@
 """Lessons 2 and 11c and electives: what they print is what they are meant to show."""
 
-import re
+import json
 
 import pytest
 import torch
-from lesson_runs import run_lesson
+from lesson_runs import row, run_lesson
 
 from lessons import elective_fp8_cache as fp8_cache
 from lessons import elective_structured_outputs as structured
@@ -12,26 +12,16 @@ from lessons import lesson02_model as page
 from lessons import lesson11c_latency as latency
 from lessons.lesson import make_llm
 from nanovllm import LLM
-from nanovllm.outputs import RequestMetrics
-
-OTHER = "another answer, greedy"
 
 
-def row(printed: str, name: str) -> list[str]:
-    [line] = [line for line in printed.splitlines() if line.startswith(name + "  ")]
-    return line.removeprefix(name).split()
-
-
-def test_structured_outputs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_structured_outputs() -> None:
     pytest.importorskip("llguidance")
-    structured.run()
-    printed = capsys.readouterr().out
-    *_, allowed, _, drawn, rank = next(
-        line.rsplit(None, 4) for line in printed.splitlines() if line.startswith("0  ")
-    )
-    assert drawn == "'{'"
-    assert int(allowed) < 10 < int(rank)  # the model would have written something else
-    assert max(map(len, printed.splitlines())) <= 100
+    printed = run_lesson("structured_outputs")
+    allowed, likely, drawn = row(printed, "0")
+    assert (int(allowed), drawn) == (1, "'{'")
+    assert likely != drawn  # the model would have written something else
+    text = printed.partition("The output is '")[2].partition("': valid")[0]
+    assert [*json.loads(text)] == structured.SCHEMA["required"]
 
 
 @pytest.mark.slow
@@ -39,20 +29,10 @@ def test_fp8_cache(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     monkeypatch.setattr(fp8_cache, "SAMPLES", fp8_cache.SAMPLES[:4])
     fp8_cache.run()
     printed = capsys.readouterr().out
-    assert row(printed, "1000") == ["448", "1024", "55.2%", "55.2%"]
-    assert row(printed, "1.07") == ["1.125", "1.125", "5.1%", "100.0%"]
-    scores = [float(row(printed, name)[-1]) for name in ("auto", "fp8")]
-    assert scores[0] != scores[1]  # the cache is rounded
-    assert scores[0] == pytest.approx(scores[1], abs=0.1)
-    assert fp8_cache.show_rounding() <= 1 / 16
+    assert row(printed, "1000") == ["448", "448", "55.2%", "55.2%"]
+    assert row(printed, "1.07") == ["1.125", "0", "5.1%", "100.0%"]
+    assert row(printed, "auto") == ["4", "of", "4"]
     assert max(map(len, printed.splitlines())) <= 100
-
-
-def test_latency_is_counted_from_the_arrival() -> None:
-    metrics = RequestMetrics(10.5, 10.7, 12.0, 16.5)  # arrived at 10, and was added at 10.5
-    assert latency.latency(metrics, 10.0, 10) == (2.0, 0.5)
-    limits, users = latency.Latency(1, 0.1), [(0.5, 0.05), (1.0, 0.1), (2, 0.05), (0.5, 0.2)]
-    assert latency.goodput([latency.Latency(*x) for x in users], limits, 4) == 0.5
 
 
 @pytest.mark.slow
@@ -61,18 +41,18 @@ def test_latency(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(latency, name, value)
     serve, calls = latency.serve, []
 
-    def recorded(llm: LLM, arrivals: list[float]) -> tuple[list[latency.Latency], float]:
-        result = serve(llm, arrivals)
-        calls.append((arrivals, result[1]))
-        return result
+    def recorded(llm: LLM, arrivals: list[float]) -> tuple[list[tuple[float, float]], float]:
+        calls.append((arrivals, *serve(llm, arrivals)))
+        return calls[-1][1:]
 
     monkeypatch.setattr(latency, "serve", recorded)
     latency.run()
-    (_, at_once), (arrivals, _) = calls[-2:]
+    (_, _, at_once), (arrivals, waits, seconds) = calls[-2:]
     assert arrivals[-1] == pytest.approx(at_once / 2.0)  # 6 requests at twice the capacity
+    assert all(0 < first + 3 * between < seconds for first, between in waits)
     printed = capsys.readouterr().out
-    first, p95, between, served, good = map(float, row(printed, "2.0"))
-    assert p95 >= first > 0
+    first, between, served, good = map(float, row(printed, "2.0"))
+    assert first > 0
     assert between > 0
     assert 0 <= good <= served
     assert max(map(len, printed.splitlines())) <= 100
@@ -81,22 +61,17 @@ def test_latency(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
 def test_the_page_is_the_model() -> None:
     """`run` compares its logits with the engine's. A part that is left out would show."""
     printed = run_lesson("2")
-    assert "gives '12 + 30 = 42'." in " ".join(printed.split())
-    scores = re.findall(r"^(?:3|10|100) +(?:0|7|97) +(-?[\d.]+)$", printed, re.MULTILINE)
-    assert len(scores) == 4
-    assert scores[0] == scores[1] == scores[2] != scores[3]
-    assert max(map(len, printed.splitlines())) <= 100
+    assert "is '1'." in printed
 
 
 def test_drafts() -> None:
     printed = run_lesson("drafts")
-    copies = [row(printed, name) for name in ("a copy, greedy", "a copy, temperature 0.8")]
-    for _, without, steps, drafted, accepted, equal in [*copies, row(printed, OTHER)]:
+    runs = [row(printed, name) for name in ("a copy", "another answer")]
+    for _, without, steps, drafted, accepted, equal in runs:
         assert int(without) - int(steps) == int(accepted)
         assert int(accepted) <= int(drafted)
         assert equal == "yes"
-    assert int(copies[0][2]) < int(copies[0][1]) / 2
-    assert max(map(len, printed.splitlines())) <= 100
+    assert int(runs[0][2]) < int(runs[0][1]) / 2
 
 
 @torch.inference_mode()

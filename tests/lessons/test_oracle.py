@@ -6,9 +6,10 @@ A failing history prints its seed: `run_history(seed)` repeats it.
 from types import ModuleType
 
 import pytest
+from oracle_engine import plain_sequence
 
 from lessons.oracle.mutants import MUTANTS, apply
-from lessons.oracle.oracle import OracleRunner, answer, plain_sequence, run_history
+from lessons.oracle.oracle import OracleRunner, answer, run_history
 from nanovllm.engine import block_manager, scheduler
 from nanovllm.plan import StepPlan
 

@@ -8,23 +8,23 @@ import torch
 
 from lessons import puzzle_it
 
+NAMES = [*puzzle_it.HINTS]
 LINES = (
-    "tl.store(out + program * SIZE + tl.arange(0, SIZE), b + a, i < n)",
+    "tl.store(out + tl.program_id(0) * SIZE + tl.arange(0, SIZE), b + a, i < n)",
     "weights = tl.exp(scores) / tl.exp(tl.max(scores, 0)) if False else "
     "tl.exp(scores - 99 - tl.max(scores - 99, 0))",
 )
 # Of the puzzles of one line, the first with its message.
 WRONG = (
     (
-        ("tl.store(out + i, a + b)", "4 of 42 numbers are wrong. The first is at [19]: "),
+        ("tl.store(out + i, a + b)", "2 of 21 numbers are wrong. The first is at [19]: "),
         "tl.store(out, a + b, mask=i < n)",
         "tl.store(out + i, a * b, mask=i < n)",
         "tl.store(x + i, a + b, mask=i < n)",
         "tl.store(out + tl.arange(0, SIZE), a + b, mask=i < n)",
         "tl.store(out + i, a + b, mask=i <= n)",
-        "tl.store(out + i, a + b, mask=i < 19)",
         "tl.store(out + i, a + b, mask=tl.arange(0, SIZE) < n)",
-        "tl.store(out + program + tl.arange(0, SIZE), a + b, mask=i < n)",
+        "tl.store(out + tl.program_id(0) + tl.arange(0, SIZE), a + b, mask=i < n)",
         "out = a + b",
     ),
     (
@@ -43,15 +43,15 @@ WRONG = (
 # Of the others: a piece of the right lines, what replaces it, and a part of the message.
 CHANGES = {
     3: (
-        ("columns + j", "inner + j", "y[0:12, 0:64] (a part)"),
+        ("columns + j", "inner + j", "y[0:12,0:64]"),
         ("tile +=", "tile =", "numbers are wrong"),
         ("range(0, inner, SIZE)", "range(0, columns, SIZE)", "x["),
-        ("range(0, inner, SIZE)", "range(0, SIZE, SIZE)", "y[0:16, 0:16], -> out"),
+        ("range(0, inner, SIZE)", "range(0, SIZE, SIZE)", "y[0:16,0:16], -> out"),
         ("range(0, inner, SIZE)", "range(SIZE, inner, SIZE)", "numbers are wrong"),
         ("range(0, inner, SIZE)", "range(0, inner - SIZE, SIZE)", "numbers are wrong"),
         ("k[:, None] * columns + j[None, :]", "k[None, :] * columns + j[:, None]", "wrong"),
-        ("inner + k[None", "columns + k[None", "(a part)"),
-        ("k = start +", "k =", "x[0:16, 0:16], y[0:16, 0:16], x[0:16, 0:16], y[0:16, 0:16]"),
+        ("inner + k[None", "columns + k[None", "numbers are wrong"),
+        ("k = start +", "k =", "x[0:16,0:16], y[0:16,0:16], x[0:16,0:16], y[0:16,0:16]"),
         ("range(0, inner, SIZE)", "range(0, inner)", "numbers are wrong"),
     ),
     4: (
@@ -63,47 +63,34 @@ CHANGES = {
         ('float("-inf")', "0.0", "numbers are wrong"),
         ("tl.maximum(m, tl.max(s, 0))", "tl.max(s, 0)", "nan came out"),
         ("tl.exp(s - new_m)", "tl.exp(s)", "numbers are wrong"),
-        (", mask=(i < n)[:, None], other=0.0", "", "values[16:20, 0:4] and beyond"),
-        ("range(0, n, SIZE)", "range(0, n - SIZE, SIZE)", "values[8:16, 0:4], -> out"),
-        ("i = start +", "i =", "scores[0:8], values[0:8, 0:4], scores[0:8], values[0:8, 0:4]"),
+        (", mask=(i < n)[:, None], other=0.0", "", "values[16:20,0:4] and beyond"),
+        ("range(0, n, SIZE)", "range(0, n - SIZE, SIZE)", "values[8:16,0:4], -> out"),
+        ("i = start +", "i =", "scores[0:8], values[0:8,0:4], scores[0:8], values[0:8,0:4]"),
     ),
     5: (
-        ("tables + s * BLOCKS", "tables", "program 1, 3: q[1, 3, 0:8], lengths[1], tables[0, 0]"),
-        ("h // HEADS) * D", "h) * D", "keys[5:9, 1, 0:8]"),
+        ("tables + s * BLOCKS", "tables", "program 1, 3: q[1,3,0:8], lengths[1], tables[0,0]"),
+        ("h // HEADS) * D", "h) * D", "keys[5:9,1,0:8]"),
         ("(heads // HEADS)", "heads", "wrong"),
-        ("* BLOCK + position % BLOCK", "* BLOCK + position", "keys[12:16, 0, 0:8]"),
+        ("* BLOCK + position % BLOCK", "* BLOCK + position", "keys[12:16,0,0:8]"),
         ("(s * heads + h)", "(h * 2 + s)", "-> out["),
-        ("tl.load(lengths + s)", "tl.load(lengths)", "lengths[0], tables[1, 0]"),
+        ("tl.load(lengths + s)", "tl.load(lengths)", "lengths[0], tables[1,0]"),
         ("tl.where(position < n,", "tl.where(position < n + 1,", "numbers are wrong"),
         ("mask = (position < n)", "mask = (position >= 0)", "nan came out"),
-        ("+ start // BLOCK", "+ start", "tables[0, 0], keys"),
-        ("BLOCKS + start // BLOCK) * BLOCK", "BLOCKS + start // BLOCK)", "keys[5:9, 0, 0:8]"),
-        ("range(0, n, BLOCK)", "range(0, n - BLOCK + 1, BLOCK)", "values[8:12, 0, 0:8], -> out"),
-        ("tl.load(lengths + s)", "8", "values[8:12, 0, 0:8], -> out"),
-        ("heads = tl.num_programs(1)", "heads = HEADS", "q[0, "),
+        ("+ start // BLOCK", "+ start", "tables[0,0], keys"),
+        ("BLOCKS + start // BLOCK) * BLOCK", "BLOCKS + start // BLOCK)", "keys[5:9,0,0:8]"),
+        ("range(0, n, BLOCK)", "range(0, n - BLOCK + 1, BLOCK)", "values[8:12,0,0:8], -> out"),
+        ("tl.load(lengths + s)", "8", "values[8:12,0,0:8], -> out"),
+        ("heads = tl.num_programs(1)", "heads = HEADS", "q[0,"),
     ),
 }
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_a_missing_line(number: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """The line is hidden, and --answers shows it."""
-    pytest.importorskip("triton")
-    puzzle_it.run(str(number), [])
-    line = capsys.readouterr().out.strip()
-    puzzle_it.run(str(number))
-    shown = capsys.readouterr().out
-    assert line not in shown
-    assert "...  # your code" in shown
-    assert max(map(len, shown.splitlines())) <= 100
-
-
 def refused(tmp_path: Path, number: int, lines: str) -> str:
     """The fault of a kernel with these lines, "" if it is right."""
-    kernels, puzzle = pytest.importorskip("lessons.puzzles"), puzzle_it.PUZZLES[number - 1]
+    kernels, name = pytest.importorskip("lessons.puzzles"), NAMES[number - 1]
     file = tmp_path / f"{abs(hash(lines))}.py"  # Triton reads the source of each from its file
-    file.write_text(puzzle_it.template(kernels, puzzle, lines))
-    return puzzle_it.compare(kernels, puzzle, file)
+    file.write_text(puzzle_it.template(kernels, name, lines))
+    return puzzle_it.compare(kernels, name, file)
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -113,7 +100,7 @@ def test_lines(number: int, tmp_path: Path, recwarn: pytest.WarningsRecorder) ->
     (wrong, message), *lines = WRONG[number - 1]
     said = refused(tmp_path, number, wrong)
     assert message in said
-    assert said.endswith(f"Hint: {puzzle_it.PUZZLES[number - 1].hint}")
+    assert said.endswith(f"Hint: {puzzle_it.HINTS[NAMES[number - 1]]}")
     assert "It raises NameError" in refused(tmp_path, number, "out = nonsense")
     assert len(lines) >= 8
     assert [line for line in lines if not refused(tmp_path, number, line)] == []
@@ -123,7 +110,7 @@ def test_lines(number: int, tmp_path: Path, recwarn: pytest.WarningsRecorder) ->
 @pytest.mark.parametrize("number", CHANGES)
 def test_wrong_loops_and_kernels_are_refused(number: int, tmp_path: Path) -> None:
     kernels = pytest.importorskip("lessons.puzzles")
-    right = textwrap.dedent(puzzle_it.parts(kernels, puzzle_it.PUZZLES[number - 1])[1])
+    right = textwrap.dedent(puzzle_it.parts(kernels, NAMES[number - 1])[1])
     assert not refused(tmp_path, number, right)
     for piece, replacement, message in CHANGES[number]:
         assert piece in right
@@ -136,25 +123,30 @@ def test_a_kernel_in_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It is written, is not overwritten, and shows what its programs load and store."""
-    kernels, puzzle = pytest.importorskip("lessons.puzzles"), puzzle_it.PUZZLES[4]
+    kernels = pytest.importorskip("lessons.puzzles")
     monkeypatch.chdir(tmp_path)
-    puzzle_it.run("5")
+    puzzle_it.run("1", [])
+    line = capfd.readouterr().out.strip()
+    puzzle_it.run("1")
     shown = capfd.readouterr().out
-    assert torch.cuda.is_available() or "-> out[1, 3, 0:8]" in shown
+    assert line not in shown
+    assert "...  # your code" in shown
+    assert max(map(len, shown.splitlines())) <= 100
+    assert torch.cuda.is_available() or "program 2: x[16:19], y[16:19], -> out[16:19]" in " ".join(
+        shown.split()
+    )
     (file,) = tmp_path.glob("*.py")
-    assert file.name == f"{puzzle.kernel}.py"
-    assert f"python -m lessons puzzle 5 --check {file}" in shown
+    assert f"python -m lessons puzzle 1 --check {file}" in shown
     with pytest.raises(SystemExit):
-        puzzle_it.run("5", check=str(file))
+        puzzle_it.run("1", check=str(file))
     assert "That is not right." in capfd.readouterr().out
-    lines = textwrap.dedent(puzzle_it.parts(kernels, puzzle)[1])
-    file.write_text(text := puzzle_it.template(kernels, puzzle, lines))
-    puzzle_it.run("5", check=str(file))
+    file.write_text(text := puzzle_it.template(kernels, "add", line))
+    puzzle_it.run("1", check=str(file))
     assert "That is right" in capfd.readouterr().out
-    puzzle_it.run("5")
+    puzzle_it.run("1")
     assert file.read_text() == text
-    outside = "tl.store(out + 10**12 + i, a + b)"
+    file.write_text(puzzle_it.template(kernels, "add", "tl.store(out + 10**12 + i, a + b)"))
     with pytest.raises(SystemExit):
-        puzzle_it.run("1", [outside])
+        puzzle_it.run("1", check=str(file))
     if not torch.cuda.is_available():
         assert "It reads or writes where no memory is (SIGSEGV)." in capfd.readouterr().out

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from wrong_values import GENERATION, POINTER, WRONG
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint, weight_files
+from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 
 
 @pytest.mark.parametrize("field", [*GENERATION, "eos_token_id"])
@@ -30,37 +30,7 @@ def test_wrong_values_in_generation_config(path: Path, tmp_path: Path, field: st
         Checkpoint(tmp_path).generation_defaults()
 
 
-@pytest.mark.parametrize(
-    "weight_map",
-    [
-        None,
-        {},
-        3,
-        ["model.safetensors"],
-        {"a": None},
-        {"a": 3},
-        {"a": ["model.safetensors"]},
-        {"a": "../x.safetensors"},
-        {"a": "sub/../../x.safetensors"},
-        {"a": "absolute path"},
-    ],
-    ids=str,
-)
-def test_wrong_index(tmp_path: Path, weight_map: object) -> None:
-    (tmp_path / "x.safetensors").write_text("a file outside the checkpoint")
-    (tmp_path / "model" / "sub").mkdir(parents=True)
-    text = json.dumps({"weight_map": weight_map}).replace(
-        "absolute path", str(tmp_path / "x.safetensors")
-    )
-    (tmp_path / "model" / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(ValueError, match=r"index\.json needs a 'weight_map'"):
-        weight_files(tmp_path / "model")
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"],
-)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors"])
 def test_git_lfs_pointer(path: Path, tmp_path: Path, name: str) -> None:
     edited(path, tmp_path)
     (tmp_path / name).write_text(POINTER)
@@ -146,9 +116,6 @@ def test_directories(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         random_llm(empty)
     (empty / "model.safetensors").write_bytes(b"not a safetensors file")
     with pytest.raises(ValueError, match="not a readable safetensors file"):
-        random_llm(empty)
-    (empty / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x.safetensors"}}')
-    with pytest.raises(ValueError, match=r"x\.safetensors cannot be read"):
         random_llm(empty)
 
 

@@ -133,14 +133,14 @@ def test_too_little_memory_for_penalties_ends_only_that_request(
 
     def fail(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         if x.dtype == torch.int32:
-            raise torch.OutOfMemoryError
+            raise torch.OutOfMemoryError("CUDA out of memory")
         return new_empty(x, *args, **options)
 
     llm = random_llm(path)
     params = SamplingParams(max_tokens=5)
     penalized = replace(params, presence_penalty=1.0)
     monkeypatch.setattr(torch.Tensor, "new_empty", fail)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(ValueError, match="out of memory for penalties; lower max_num_seqs or max"):
         llm.generate([[1, 2], [3]], [params, penalized], use_tqdm=False)
     monkeypatch.undo()
     outputs = llm.generate([[1, 2], [3]], [params, penalized], use_tqdm=False)

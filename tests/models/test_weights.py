@@ -23,12 +23,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 def shard(path: Path, into: Path) -> None:
     tensors = load_file(path / "model.safetensors")
     names = sorted(tensors)
-    weight_map = {}
     for i in range(3):
         part = f"model-{i + 1:05}-of-00003.safetensors"
         save_file({n: tensors[n] for n in names[i::3]}, into / part)
-        weight_map |= dict.fromkeys(names[i::3], part)
-    (into / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (into / "config.json").write_text((path / "config.json").read_text())
 
 

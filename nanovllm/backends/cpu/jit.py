@@ -84,7 +84,7 @@ class KernelCache(FunctionCache):
     """
 
     class _impl_class(CompileResultCacheImpl):
-        def __init__(self, function: Callable) -> None:
+        def __init__(self, function: Callable[..., Any]) -> None:
             super().__init__(function)
             self.locator.get_cache_path = lambda: str(kernel_files.DIRECTORY)
             self.locator.get_source_stamp = lambda: None
@@ -98,7 +98,7 @@ class KernelCache(FunctionCache):
 
 def compiled(
     parallel: bool = False, no_nan: bool = False, exact: bool = False
-) -> Callable[[Callable], Any]:
+) -> Callable[[Callable[..., Any]], Any]:
     """Return the decorator of all kernels. `parallel` makes prange parallel.
 
     LLVM vectorizes a maximum only with `no_nan`: the result for a NaN is then undefined. With
@@ -107,7 +107,7 @@ def compiled(
     fastmath = set() if exact else FASTMATH | {"nnan"} if no_nan else FASTMATH
     options: Any = dict(parallel=parallel, nogil=True, error_model="numpy", fastmath=fastmath)
 
-    def decorate(function: Callable) -> Any:
+    def decorate(function: Callable[..., Any]) -> Any:
         kernel: Any = njit(function, **options)
         if kernel_files.DIRECTORY:
             kernel._cache = KernelCache(function)

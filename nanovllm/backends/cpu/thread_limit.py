@@ -55,9 +55,10 @@ class ThreadLimit:
         library = ctypes.CDLL(None) if Path("/proc/self/schedstat").is_file() else None
         self.set_num_threads: Any = getattr(library, "omp_set_num_threads", None)
         self.most = quota(len(self.cores))
-        self.limit = self.max_threads = min(self.most, torch.get_num_threads())
+        self.max_threads = min(self.most, torch.get_num_threads())
+        self.limit = 1  # until the first measurement
         self.running = False
-        self.next_trial = -float("inf")  # time
+        self.next_trial = time.monotonic() + MIN_DELAY
         self.delay = MIN_DELAY  # before the trial after the next one
         self.last = self.read_clocks() if self.set_num_threads else Clocks(0, 0, 0, 0)
 

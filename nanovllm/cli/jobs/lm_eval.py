@@ -37,7 +37,7 @@ Pair = tuple[Any, list[int], list[int]]  # key of the cache, tokens of the promp
 
 
 @register_model("nanovllm")
-class NanoVLLM(TemplateLM):
+class NanoVLLM(TemplateLM):  # type: ignore[misc]
     def __init__(
         self,
         model: str = EMBEDDED,

@@ -68,7 +68,8 @@ class Job:
     def submit(self, llm: LLM) -> list[Request]:
         """Queue all prompts. If one raises ValueError or TypeError, none is queued."""
         pairs = [(prompt, self.params) for prompt in self.prompts]
-        requests = llm.engine.input_processor.check(pairs, Progress())
+        names = [] if self.scorer is None else self.scorer.names
+        requests = llm.engine.input_processor.check(pairs, Progress(), names=names)
         task: Any = requests[0].task  # of all
         if self.url == COMPLETIONS:
             task.separates = False  # as in vLLM, the text includes the thinking

@@ -79,9 +79,10 @@ def load(engine: Any, config: Any, path: Any) -> int:
 
 def file_in(path: Any) -> Path:
     """Return the file in the directory `path`. Raises ValueError if that cannot be a directory."""
-    if not isinstance(path, str | os.PathLike) or path == "" or Path(path).expanduser().is_file():
+    directory = os.path.expanduser(path) if isinstance(path, str | os.PathLike) else ""
+    if directory[:1] in ("", "~") or os.path.isfile(directory):  # "~" of an unknown user
         raise ValueError(f"path must be a directory, not {path!r:.200}")
-    return Path(path).expanduser() / NAME
+    return Path(directory, NAME)
 
 
 def cached_blocks(blocks: BlockManager) -> list[Block]:

@@ -49,7 +49,10 @@ NAMES = DTYPES | {torch.float64: "F64"}  # of dtypes in safetensors
 # Errors show the first part of this path in place of the directory of a checkpoint.
 IN_MEMORY = Path("the argument of load_weights", "tensors")
 # What DistributedDataParallel, torch.compile, FSDP and PEFT put into the names of parameters.
-WRAPPED = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|base_(model\.model|layer))\.")
+WRAPPED = re.compile(
+    r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|base_(model\.model|layer)|lora_[AB]\.default"
+    r"|modules_to_save\.default|original_module)\."
+)
 # Fields of a ModelConfig that may differ, because they do not change the computation.
 UNUSED = ("architecture", "dtype", "max_position_embeddings", "tie_word_embeddings")
 
@@ -182,7 +185,7 @@ def load_weights(engine: LLMEngine, config: EngineConfig, weights: Any, is_parti
         checkpoint, is_directory = engine.checkpoint, isinstance(weights, str | os.PathLike)
         is_whole = (is_directory or isinstance(weights, Sized)) and not is_partial
         if is_directory:
-            checkpoint = other_checkpoint(checkpoint, config, Path(weights).expanduser())
+            checkpoint = other_checkpoint(checkpoint, config, weights)
             batches: Iterable[Any] = [stack.enter_context(checkpoint.open_weights())]
         else:
             batches = in_memory(checkpoint, weights)
@@ -203,7 +206,7 @@ def load_weights(engine: LLMEngine, config: EngineConfig, weights: Any, is_parti
 
             return replace(tensor, store=store)
 
-        stack.enter_context(runner.thread_limit())
+        stack.enter_context(runner.backend.thread_limit())
         stack.enter_context(runner.backend.step_context())
         with stored_again(runner.model, ranks, stored) as tensors:
             if ranks is not None:
@@ -232,8 +235,9 @@ def load_weights(engine: LLMEngine, config: EngineConfig, weights: Any, is_parti
             engine.checkpoint = checkpoint
 
 
-def other_checkpoint(checkpoint: Any, config: EngineConfig, directory: Path) -> Any:
+def other_checkpoint(checkpoint: Any, config: EngineConfig, path: str | os.PathLike[str]) -> Any:
     """Return the checkpoint in a directory. Raises ValueError unless it is of the same model."""
+    directory = Path(os.path.expanduser(path))
     if not directory.is_dir():
         raise ValueError(f"there is no directory {str(directory)!r}; load_weights takes no hub id")
     other = type(checkpoint)(directory, config.hf_overrides)

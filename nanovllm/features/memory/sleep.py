@@ -77,7 +77,7 @@ def tensors_of(part: Any) -> Iterator[Tensor]:
 
 def wake_up(engine: LLMEngine, tags: Any = None) -> None:
     """See `LLM.wake_up`."""
-    if tags is not None and set(tags) != {"weights", "kv_cache"}:
+    if tags not in (None, ["weights", "kv_cache"], ["kv_cache", "weights"]):
         raise ValueError(f"tags={tags!r}: weights and KV cache wake up together; leave tags out")
     with engine.idle(), torch.no_grad():
         runner, ranks, refusal = runner_of(engine)

@@ -26,7 +26,11 @@ class OptionalCalls(ABC):
 
     @abstractmethod
     def _run(
-        self, pairs: list[tuple[Prompt, Any]], use_tqdm: ShowProgress, what: str
+        self,
+        pairs: list[tuple[Prompt, Any]],
+        use_tqdm: ShowProgress,
+        what: str,
+        names: Sequence[str] = (),
     ) -> list[Request]: ...
 
     def beam_search(
@@ -110,7 +114,7 @@ class OptionalCalls(ABC):
         """
         scorer = Scorer(self.engine, data_1, data_2, instruction)
         pairs = [(prompt, scorer.params) for prompt in scorer.prompts]
-        return scorer.outputs(unaborted(self._run(pairs, use_tqdm, "Scoring")))
+        return scorer.outputs(unaborted(self._run(pairs, use_tqdm, "Scoring", scorer.names)))
 
     def save_prefix_cache(self, path: str | os.PathLike[str]) -> int:
         """Save the blocks of the prefix cache to a file in the directory `path`, which is made.

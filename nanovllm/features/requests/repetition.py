@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.utils.checks import check_scalars, located
+from nanovllm.utils.checks import check_scalars, from_dict
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,7 @@ class RepetitionDetectionParams:
 def as_params(value: Any) -> RepetitionDetectionParams | None:
     """Return the field `repetition_detection`, which may be a dict, or None if it is disabled."""
     if isinstance(value, Mapping):
-        with located("repetition_detection: "):
-            value = RepetitionDetectionParams(**value)
+        value = from_dict(RepetitionDetectionParams, "repetition_detection", value)
     if not isinstance(value, RepetitionDetectionParams | None):
         kinds = "a RepetitionDetectionParams or a dict of its fields"
         raise TypeError(f"repetition_detection must be {kinds}, not {value!r:.80}")

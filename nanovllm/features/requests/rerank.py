@@ -73,6 +73,8 @@ class Scorer:
         self.documents, self.num_queries = documents, len(queries)
         self.params: SamplingParams | PoolingParams = PoolingParams()
         self.prompts: list[Prompt] = [*queries, *documents]  # of an embedding model
+        sizes = zip(names, (len(queries), len(documents)), strict=True)
+        self.names = [f"{name}[{i}]" for name, size in sizes for i in range(size)]
         modules = engine.checkpoint.directory / "modules.json"
         if modules.is_file() and ".Pooling" in modules.read_text(encoding="utf-8"):
             if instruction is not None:
@@ -99,6 +101,7 @@ class Scorer:
             for query, document in zip(itertools.cycle(queries), documents, strict=False)
         ]
         self.prompts = [[*start, *ids, *end] for ids in inputs.encode_all(pairs)]
+        self.names = self.names[len(queries) :]
 
     def outputs(self, outputs: list[Any]) -> list[ScoringRequestOutput]:
         """Return the score of each pair from the outputs of `prompts`.

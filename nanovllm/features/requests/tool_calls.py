@@ -23,7 +23,7 @@ from typing import Any
 from nanovllm.sampling_params import StructuredOutputsParams
 from nanovllm.utils.checks import check_scalar, unknown_name
 
-START, END = re.compile(r"<tool_call>\s*"), re.compile(r"(\s*</tool_call>)?")
+START, END = re.compile(r"<tool_call>\s*"), r"(\s*</tool_call>)?"
 FUNCTION = re.compile(r"<function=([^<>\n]+)>(.*?)</function>", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 DECODER = json.JSONDecoder(strict=False)  # models write newlines in strings
@@ -38,9 +38,9 @@ def parse_tool_calls(text: str, tools: list[Fields] | None = None) -> tuple[str,
     tools: in OpenAI's format. They give the types of parameters in the form of Qwen3-Coder. There a
         value is a string, unless its schema has another type and the value is JSON.
 
-    What is not a call, such as broken JSON, remains in the text. If there are calls, white space at
-    both ends of the text is removed. </tool_call> may be missing. Raises TypeError or ValueError
-    for tools in another format.
+    What is not a call, such as broken JSON, remains in the text. If there are calls, white space is
+    removed at both ends of the text, and after a call that follows white space. </tool_call> may be
+    missing. Raises TypeError or ValueError for tools in another format.
     """
     check_scalar("text", text, str)
     tools = [] if tools is None else tools
@@ -50,8 +50,11 @@ def parse_tool_calls(text: str, tools: list[Fields] | None = None) -> tuple[str,
     while start := START.search(text, position):
         found, after = read_calls(text, start.end(), tools)
         rest += text[position : start.start() if found else after]
-        end = END.match(text, after)
-        position = end.end() if found and end else after
+        position = after
+        # White space on one side of a call is enough.
+        end = END + r"\s*" * rest[-1:].isspace()
+        if found and (match := re.compile(end).match(text, after)):
+            position = match.end()
         for name, arguments in found:
             function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
             calls.append(Fields(id=f"call_{uuid.uuid4().hex}", type="function", function=function))

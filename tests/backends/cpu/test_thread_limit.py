@@ -11,6 +11,7 @@ from checkpoints import make_checkpoint, random_llm
 from nanovllm import SamplingParams
 from nanovllm.backends.cpu import thread_limit
 from nanovllm.backends.cpu.thread_limit import Clocks, ThreadLimit, idle_ticks, waited_seconds
+from nanovllm.models.weights import CheckpointTensor
 
 STAT = """cpu  300 0 60 900 40 0 0 0 0 0
 cpu0 100 2 30 400 20 1 2 3 0 0
@@ -72,6 +73,12 @@ class Cores:
         monkeypatch.setattr(thread_limit.time, "monotonic", self.monotonic)
         monkeypatch.setattr(ThreadLimit, "read_clocks", lambda limited: self.clocks)
 
+    def limit(self) -> ThreadLimit:
+        """A limit that is old enough for a measurement."""
+        limited = ThreadLimit()
+        self.pause(0.2)
+        return limited
+
     def monotonic(self) -> float:
         self.spend(0.001)
         return self.clocks.time
@@ -101,7 +108,7 @@ class Cores:
 def test_neighbours_before_a_call(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pause between two calls is measured too."""
     cores = Cores(monkeypatch)
-    limited = ThreadLimit()
+    limited = cores.limit()
     cores.who = who
     assert cores.steps(limited, 5)[-1] == best(who)
     cores.pause(10)
@@ -113,7 +120,7 @@ def test_neighbours_before_a_call(who: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("who", NEIGHBOURS)
 def test_neighbours_during_a_call(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cores = Cores(monkeypatch)
-    limited = ThreadLimit()
+    limited = cores.limit()
     assert set(cores.steps(limited, 1)) == {2}
     cores.who = who
     used = cores.steps(limited, 5)[3:]
@@ -126,7 +133,7 @@ def test_neighbours_during_a_call(who: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_most_steps_beside_neighbours(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trial of one more thread takes few steps, and there are few trials."""
     cores = Cores(monkeypatch)
-    limited = ThreadLimit()
+    limited = cores.limit()
     cores.who = who
     used = cores.steps(limited, 60)
     assert used.count(best(who)) > 0.95 * len(used)
@@ -135,7 +142,7 @@ def test_most_steps_beside_neighbours(who: str, monkeypatch: pytest.MonkeyPatch)
 def test_a_limit_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the cores are never idle, so that only a trial shows that a thread gets a core."""
     cores = Cores(monkeypatch)
-    limited = ThreadLimit()
+    limited = cores.limit()
     cores.who = "one"
     assert cores.steps(limited, 5)[-1] == 1
     cores.who = "one, nice 19"
@@ -146,7 +153,7 @@ def test_a_limit_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_long_step_changes_between_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = Cores(monkeypatch)
-    limited = ThreadLimit()
+    limited = cores.limit()
     limited.adjust()  # no step runs
     used = []
     with limited():
@@ -178,7 +185,7 @@ def test_many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_number_that_the_user_chose_is_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = Cores(monkeypatch)
-    limited = ThreadLimit()
+    limited = cores.limit()
     cores.who = "one"
     assert cores.steps(limited, 1)[-1] == 1
     cores.who = "none"
@@ -195,7 +202,7 @@ def test_the_environment_does_not_make_threads_wait(
     """OMP_NUM_THREADS, which torch has read, is no reason to spin next to a busy process."""
     monkeypatch.setenv("OMP_NUM_THREADS", value)
     cores = Cores(monkeypatch)
-    limited = ThreadLimit()
+    limited = cores.limit()
     cores.who = "one"
     assert cores.steps(limited, 5)[-1] == 1
 
@@ -227,3 +234,26 @@ def test_steps_of_an_engine_follow_it(tmp_path: Path, monkeypatch: pytest.Monkey
     llm.generate([[1, 2] * 70], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
     assert set(seen) == {(1, 1), (2, 2)}
     assert torch.get_num_threads() == numba.get_num_threads() == 2
+
+
+def test_loading_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight in int4 has many small operations, and each would wait for a busy core."""
+    make_checkpoint(tmp_path)
+    torch.set_num_threads(2)
+    running, used = [], []
+    load = CheckpointTensor.load
+
+    def adjust(self: ThreadLimit) -> None:
+        running.append(self.running)
+        self.set_num_threads(1)
+
+    def watched(tensor: CheckpointTensor, file: Any) -> None:
+        used.append(torch.get_num_threads())
+        load(tensor, file)
+
+    monkeypatch.setattr(ThreadLimit, "adjust", adjust)
+    monkeypatch.setattr(CheckpointTensor, "load", watched)
+    random_llm(tmp_path, quantization="int4")
+    assert set(used) == {1}
+    assert running.count(True) > len(used)
+    assert torch.get_num_threads() == 2

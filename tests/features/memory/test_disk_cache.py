@@ -14,15 +14,16 @@ import pytest
 import torch
 from adapters import lora, save_adapter
 from checkpoints import edited, make_checkpoint, random_llm
+from disk_history import DiskHistory
 from engines import is_idle, still_serves
 from host_cache_history import HostCacheHistory
 from hybrid_checkpoints import make_hybrid_checkpoint
+from oracle_engine import plain_sequence
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from lessons.oracle.disk import MUTANTS, DiskHistory
 from lessons.oracle.mutants import Mutant, apply
-from lessons.oracle.oracle import plain_sequence, run_history
+from lessons.oracle.oracle import run_history
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.block_manager import Block
 from nanovllm.features.memory import disk_cache
@@ -90,8 +91,13 @@ def test_random_histories_with_restarts(make: Any) -> None:
     assert sum(history.num_loaded for history in histories) > 500
 
 
-# Faults, besides the ones that are exercises.
-FAULTS = MUTANTS | {
+FAULTS = {
+    "a block is loaded with the KV of another one": Mutant(
+        disk_cache, "restore", "[-1]]), i", "[-1]]), max(0, i - 1)"
+    ),
+    "a loaded block is found after any beginning": Mutant(
+        disk_cache, "restore", "hash_block(parent_hash, token_ids)", "hash_block(b'', token_ids)"
+    ),
     "the block before a cached one is saved": Mutant(
         disk_cache, "cached_blocks", "blocks.blocks[block_id]", "blocks.blocks[block_id - 1]"
     ),
@@ -325,7 +331,7 @@ def test_nothing_to_save_or_load(path: Path, tmp_path: Path) -> None:
     assert llm.load_prefix_cache(tmp_path) > 0
     with pytest.raises(OSError, match="cannot be written: .*Not a directory"):
         llm.save_prefix_cache(tmp_path / disk_cache.NAME / "below")
-    for wrong in (tmp_path / disk_cache.NAME, "", None, 3):
+    for wrong in (tmp_path / disk_cache.NAME, "", None, 3, "~nobody-here/x"):
         for call in (llm.save_prefix_cache, llm.load_prefix_cache):
             with pytest.raises(ValueError, match="path must be a directory, not"):
                 call(wrong)

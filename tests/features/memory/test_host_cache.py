@@ -10,9 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 from machines import MACHINE, BlockManagerMachine
+from oracle_engine import plain_sequence
 
 from lessons.oracle.mutants import Mutant, apply
-from lessons.oracle.oracle import plain_sequence, run_history
+from lessons.oracle.oracle import run_history
 from nanovllm import LLM, SamplingParams, Trace
 from nanovllm.config import EngineConfig, engine_config
 from nanovllm.engine.sequence import Sequence

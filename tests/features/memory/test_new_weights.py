@@ -133,8 +133,9 @@ def test_other_directories(old_and_new: tuple[LLM, Any, Any], tmp_path: Path) ->
         ValueError, match="is another model than .*: they differ in num_layers; make"
     ):
         llm.load_weights(tmp_path)
-    with pytest.raises(ValueError, match="there is no directory '.*missing'"):
-        llm.load_weights(str(tmp_path / "missing"))
+    for missing in (str(tmp_path / "missing"), "~nobody-here/missing"):
+        with pytest.raises(ValueError, match="there is no directory '.*missing'"):
+            llm.load_weights(missing)
     (tmp_path / "model.safetensors").unlink()
     make_checkpoint(tmp_path, **WIDE)
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
@@ -229,7 +230,10 @@ def test_parts_that_are_complete_together(old_and_new: tuple[LLM, Any, Any]) -> 
         llm.load_weights(iter(part.items()), partial=True)
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "base_model.model.", "base_layer."])
+@pytest.mark.parametrize(
+    "prefix",
+    ["module.", "_orig_mod.", "base_model.model.", "base_layer.", "modules_to_save.default."],
+)
 def test_names_of_a_wrapper(old_and_new: tuple[LLM, Any, Any], prefix: str) -> None:
     llm, _, new = old_and_new
     wrapped = {prefix + name: tensor for name, tensor in new.items()}

@@ -100,8 +100,9 @@ def test_what_cannot_sleep(path: Path) -> None:
     for level, error in ((3, ValueError), (True, TypeError)):
         with pytest.raises(error, match=f"level must be .*, not {level}"):
             llm.sleep(level)
-    with pytest.raises(ValueError, match="weights and KV cache wake up together; leave tags out"):
-        llm.wake_up(tags=["weights"])
+    for tags in (["weights"], 3):
+        with pytest.raises(ValueError, match="weights and KV cache wake up together; leave tags"):
+            llm.wake_up(tags=tags)
     stream = llm.stream([[1, 2, 3]], PARAMS)
     next(stream)
     with pytest.raises(RuntimeError, match="while requests run"):

@@ -163,11 +163,10 @@ DRAFT_FAULTS = MUTANTS | {
     "name", [pytest.param(name, marks=[SLOW] * (i % 4 > 0)) for i, name in enumerate(DRAFT_FAULTS)]
 )
 def test_fault_is_caught(name: str) -> None:
-    key = "ngrams" if DRAFT_FAULTS[name].module is ngram else "schedulers"
     faulty = apply(DRAFT_FAULTS[name])
     with pytest.raises(AssertionError, match="fails"):
         for seed in range(200):
-            run_history(seed, make=DraftHistory, **{key: faulty})
+            run_history(seed, make=DraftHistory, ngrams=faulty)
 
 
 # ---- whole engines ----

@@ -111,6 +111,9 @@ def test_cosines_of_embeddings(tmp_path: Path) -> None:
     assert found[0].prompt_token_ids == one * 2
     with pytest.raises(ValueError, match="instruction='x' is for rerankers"):
         llm.score("a", texts, instruction="x", use_tqdm=False)
+    for first, second, name in (("", "a", "data_1"), ("a", "", "data_2")):
+        with pytest.raises(ValueError, match=rf"^{name}\[0\]: the prompt is empty"):
+            llm.score(first, second, use_tqdm=False)
 
 
 WRONG: list[tuple[Any, Any, type[Exception], str]] = [
@@ -121,7 +124,7 @@ WRONG: list[tuple[Any, Any, type[Exception], str]] = [
     ("a", [1], TypeError, "a text of data_2 must be a string"),
     ({"a": 1}, "b", TypeError, "a text of data_1 must be a string"),
     ("a", "\ud800", ValueError, "UTF-8"),
-    ("a", "word " * 2000, ValueError, "max_model_len"),
+    ("a", ["b", "word " * 2000], ValueError, r"^data_2\[1\]: the prompt has .* max_model_len"),
 ]
 
 

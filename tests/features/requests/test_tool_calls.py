@@ -59,7 +59,9 @@ ONE = ("add", {"a": 1})
 CASES = [
     (call("add", a=1), "", [ONE]),
     ("Let me see.\n" + call("add", a=1) + "\n" + call("stop"), "Let me see.", [ONE, ("stop", {})]),
-    ("a " + call("add", a=1) + " b", "a  b", [ONE]),
+    ("a " + call("add", a=1) + " b", "a b", [ONE]),
+    ("a\n" + call("add", a=1) + "\n" + call("stop") + "\nb", "a\nb", [ONE, ("stop", {})]),
+    ("a" + call("add", a=1) + " b", "a b", [ONE]),
     (
         call("say", text="</tool_call> <tool_call>"),
         "",

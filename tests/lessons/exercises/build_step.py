@@ -9,7 +9,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 
-plan_step, Seq = load("step.py", "plan_step", "Seq")
+plan_step = load("step.py", "plan_step")
 
 
 @pytest.mark.parametrize(
@@ -31,8 +31,10 @@ plan_step, Seq = load("step.py", "plan_step", "Seq")
 def test_the_plan(
     running: list[int], waiting: list[int], budget: int, most: int, want: list[int], left: int
 ) -> None:
-    first, second = ([Seq(n + 3, 3) for n in tokens] for tokens in (running, waiting))
-    every = [*first, *second]
+    every = [make_samples([0] * (n + 3), 99, i)[0] for i, n in enumerate(running + waiting)]
+    for seq in every:
+        seq.num_computed = 3
+    first, second = every[: len(running)], every[len(running) :]
     planned = plan_step(first, second, budget, most)
     order = [every.index(seq) for seq, _ in planned]
     expect(
@@ -41,7 +43,8 @@ def test_the_plan(
         "oldest of them before the others.",
     )
     expect(
-        [(s.known, s.computed) for s in every] == [(n + 3, 3) for n in running + waiting],
+        [(len(s.token_ids), s.num_computed) for s in every]
+        == [(n + 3, 3) for n in running + waiting],
         "A sequence has other numbers of known or computed tokens than before.",
     )
     what = f"A budget of {budget} and max_num_seqs={most}. Running sequences have {running} tokens "
@@ -56,14 +59,15 @@ def test_as_the_engine() -> None:
         rng = random.Random(seed)
         budget, most = rng.randint(1, 20), rng.randint(1, 5)
         scheduler = Scheduler(BlockManager(1000, 4), most, budget)
-        mine: dict[Sequence, object] = {}
+        mine: dict[Sequence, Sequence] = {}
         running, waiting, number = [], [], 0
         for arrival in range(8):
             size = rng.randint(1, 30)
-            seq = make_samples([arrival] * size, size + rng.randint(1, 6), arrival)[0]
+            most_tokens = size + rng.randint(1, 6)
+            seq, copy = (make_samples([arrival] * size, most_tokens, arrival)[0] for _ in "12")
             scheduler.add(seq)
-            mine[seq] = Seq(size, 0)
-            waiting.append(mine[seq])
+            mine[seq] = copy
+            waiting.append(copy)
         while scheduler.has_work():
             number += 1
             before = {seq: seq.num_computed for seq in mine}
@@ -79,8 +83,8 @@ def test_as_the_engine() -> None:
             )
             updated = scheduler.commit(planned, [1] * len(planned.sampling_seqs))
             for one, tokens in got:
-                one.computed += tokens
+                one.num_computed += tokens
             for seq in updated:
-                mine[seq].known += 1
+                mine[seq].token_ids.append(1)
                 if seq.finish_reason:
                     running.remove(mine[seq])

@@ -104,11 +104,11 @@ step
 +
 ? to compute, waiting ones [4, 5, 2]. The plan should be [1, 1, 4], but with your code it is [1, 1, 4, 2].
 - while waiting and budget > 0
-+ while waiting and budget >= waiting[0].known - waiting[0].computed
++ while waiting and budget >= len(waiting[0].token_ids) - waiting[0].num_computed
 ? to compute, waiting ones [4, 5, 2]. The plan should be [1, 1, 4, 2], but with your code it is [1, 1, 4].
-- tokens = min(seq.known - seq.computed, budget)
+- tokens = min(len(seq.token_ids) - seq.num_computed, budget)
 -         if
-+ tokens = seq.known - seq.computed
++ tokens = len(seq.token_ids) - seq.num_computed
 +         if
 ? have [12] tokens to compute, waiting ones [3]. The plan should be [8], but with your code it is [12].
 - len(running) < max_num_seqs
@@ -302,7 +302,7 @@ replay
 ? was captured. The rows that are computed should be [[4, 5, 1, 6]], but with your code it is [[4, 5, 1, 3]].
 -             step(self.rows[:size])
 +             pass
-? for the first time during a capture. It has to be compiled before: run the step once without a capture.
+? is not compiled: launch it before the capture
 - torch.full((max(sizes),), padding_row)
 + torch.arange(max(sizes))
 ? runs the step for the padding row, 6. Other rows should be [], but with your code it is [0, 1, 2, 3, 4, 5].
@@ -387,8 +387,9 @@ engine
 -  / len(query) ** 0.5
 +
 ? transformers answers '
-- sorted(every, key=lambda seq: longest_output_first(seq, self.blocks))
-+ list(every)
+- class Engine
++ stub.longest_output_first = lambda seq, blocks: seq.arrival
++ class Engine
 ? 2, 37, 2, 2] tokens. If the longest runs first, the steps of all should be 37, but with your code it is 39.
 - self.blocks.cache_full_blocks(seq)
 + pass
@@ -397,8 +398,9 @@ engine
 -                 self.blocks.attach_cached(seq, self.blocks.match(seq))
 +             self.blocks.attach_cached(seq, self.blocks.match(seq))
 ? steps after that. When all have ended, the available blocks should be 64, but with your code it is 62.
-- class Blocks(Matching, FewestHits)
-+ class Blocks(Matching)
+- class Engine
++ stub.Blocks = stub.Matching
++ class Engine
 ? are not evicted first. The tokens that the next chat computes should be 1, but with your code it is 33.
 - keep_typical_p(logits, torch.full((len(plan),), typical_p))
 + logits

@@ -88,9 +88,16 @@ class Ranks:
 
     def smallest(self, number: int) -> int:
         """Return the minimum of `number` over all ranks."""
-        smallest = torch.tensor(number, device="cpu")
-        self._call(dist.all_reduce, smallest, dist.ReduceOp.MIN, group=self.host)
-        return int(smallest)
+        return min(self._gather(number))
+
+    def _gather(self, number: int) -> list[int]:
+        """Return the numbers, of 64 bits, of all ranks."""
+        # Not an all-reduce: with so few numbers a rank may only send at first. If the receiver has
+        # just left, gloo (of torch 2.13) loses the error of a send, and waits for TIMEOUT.
+        numbers = torch.empty((self.size, 1), dtype=torch.int64, device="cpu")
+        own = torch.tensor([number], device="cpu")
+        self._call(dist.all_gather, [*numbers], own, group=self.host)
+        return numbers.flatten().tolist()
 
     def config_of_rank(self, full_config: ModelConfig) -> ModelConfig:
         """Return the config of this rank's part of the model."""
@@ -111,10 +118,7 @@ class Ranks:
         # The address in the representation of an object differs between processes.
         text = re.sub(r" at 0x[0-9a-f]+", "", text)
         digest = xxhash.xxh64_intdigest((what + text).encode()) >> 1
-        digests = torch.tensor([digest, -digest], device="cpu")
-        self._call(dist.all_reduce, digests, dist.ReduceOp.MAX, group=self.host)
-        highest, negative_lowest = digests.tolist()
-        if highest != -negative_lowest:
+        if len(set(self._gather(digest))) > 1:
             texts: list[Any] = [None] * self.size
             self._call(dist.all_gather_object, texts, f"{what} {text}", group=self.host)
             start = max(0, len(os.path.commonprefix(texts)) - 60)  # noqa: RUF071 (no paths)

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from nanovllm.models.transfers import to_device
 from nanovllm.plan import LogitRules
+from nanovllm.utils.host import explain_out_of_memory
 
 # This many known tokens are processed at a time, in 50 MB of memory. 256 rows of 40,960 tokens
 # would take 0.5 GB.
 TOKENS_AT_A_TIME = 2**20
+REMEDY = "out of memory for penalties; lower max_num_seqs or max_model_len"
 
 
 def has_penalties(rules: LogitRules) -> bool:
@@ -41,7 +43,8 @@ class PenaltyState:
     def add_row(self, row: int, prompt: list[int], output: list[int]) -> None:
         """Set the tokens and counts of a row."""
         if not len(self.tokens):
-            empty = self.tokens.new_empty(self.shape), self.counts.new_empty(self.shape)
+            with explain_out_of_memory(REMEDY):
+                empty = self.tokens.new_empty(self.shape), self.counts.new_empty(self.shape)
             self.tokens, self.counts = empty
         known = np.array([*prompt, *output], np.int32)
         ids, index = np.unique(known, return_inverse=True)

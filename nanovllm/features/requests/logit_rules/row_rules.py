@@ -35,6 +35,7 @@ from nanovllm.models.sampler import MASKED
 from nanovllm.models.transfers import start_copy, to_device
 from nanovllm.plan import COMPLETE, FILTERS, LogitRules, NewRow, StepOutput
 from nanovllm.runner.model_runner import PendingOutput
+from nanovllm.utils.host import explain_out_of_memory
 
 NO_END = 2**62  # above every position
 
@@ -206,7 +207,8 @@ class RulesBatch:
         self.logprobs = LogprobsBatch(reported, state) if reported else None
         self.changes_logits = bool(allowed or edits or penalized or self.host_rules)
         if self.changes_logits and state.logits is None:
-            state.logits = torch.empty(state.sizes[::2], dtype=torch.float32, device=device)
+            with explain_out_of_memory("out of memory for changed logits; lower max_num_seqs"):
+                state.logits = torch.empty(state.sizes[::2], dtype=torch.float32, device=device)
         self.logits = state.logits
 
     def apply(self, logits: Tensor, positions: Tensor) -> Tensor:

@@ -1,61 +1,22 @@
-"""A solution of `python -m lessons build engine`. It imports the others."""
+"""A solution of `python -m lessons build engine`, which completes the stub."""
 
 from functools import partial
 
 import torch
 from cache import KVCache
-from eviction import FewestHits
 from filter import keep_typical_p
-from policy import longest_output_first
-from prefix import Matching
 from slots import blocks_to_append, slots
 from softmax import update
 from step import plan_step
 from torch import Tensor
 from torch.nn import functional as F
 
-from lessons.lesson import GREEDY
-from lessons.lesson02_model import Model
+from lessons.tasks import engine as stub
 from nanovllm.engine.sequence import Sequence
 
 
-class Blocks(Matching, FewestHits):
-    """A block manager with your match and your eviction rule."""
-
-
-class Request(Sequence):
-    """A sequence of the engine, with the names of step.py."""
-
-    known = property(lambda self: len(self.token_ids))
-    computed = property(lambda self: self.num_computed)
-
-
-class Engine:
-    def __init__(
-        self, model: Model, num_blocks: int, size: int, max_num_seqs: int, budget: int
-    ) -> None:
-        """size: slots of a block. There must be blocks for `max_num_seqs` complete requests."""
-        c = model.config
-        self.model, self.size, self.max_num_seqs, self.budget = model, size, max_num_seqs, budget
-        self.blocks = Blocks(num_blocks, size)
-        total = (num_blocks + 1) * size  # slots; block 0 is the null block
-        self.kv = torch.zeros(c.num_layers, 2, total, c.num_kv_heads, c.head_dim)
-
-    def generate(
-        self, prompts: list[list[int]], max_tokens: list[int], ends: set[int], typical_p: float = 1
-    ) -> list[list[int]]:
-        """Return the output tokens of each prompt, including the end token, one of `ends`."""
-        every = [
-            Request(str(i), i, list(ids), len(ids), len(ids) + n, frozenset(ends), GREEDY)
-            for i, (ids, n) in enumerate(zip(prompts, max_tokens, strict=True))
-        ]
-        running: list[Request] = []
-        waiting = sorted(every, key=lambda seq: longest_output_first(seq, self.blocks))
-        while running or waiting:
-            self.step(running, waiting, typical_p)
-        return [seq.output_ids for seq in every]
-
-    def step(self, running: list[Request], waiting: list[Request], typical_p: float) -> None:
+class Engine(stub.Engine):
+    def step(self, running: list[Sequence], waiting: list[Sequence], typical_p: float) -> None:
         for seq in waiting[: self.max_num_seqs - len(running)]:
             if not seq.block_table:
                 self.blocks.attach_cached(seq, self.blocks.match(seq))
@@ -80,7 +41,7 @@ class Engine:
                     self.blocks.release(seq)
 
     def attend(
-        self, plan: list[tuple[Request, int]], layer: int, q: Tensor, k: Tensor, v: Tensor
+        self, plan: list[tuple[Sequence, int]], layer: int, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
         results, counts = [], [count for _, count in plan]
         for (seq, count), *new in zip(plan, *(x.split(counts) for x in (q, k, v)), strict=True):
