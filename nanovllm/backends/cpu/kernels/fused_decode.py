@@ -336,7 +336,9 @@ def fuse_layers(
     attns: list[Any] = [layer.self_attn for layer in model.layers]
     is_plain = all(type(attn).__call__ is SelfAttention.__call__ for attn in attns)
     is_hybrid = all(hasattr(attn, "conv1d") or hasattr(attn, "qkv_gate_proj") for attn in attns)
-    if kinds != {(DecoderLayer.__call__, MLP.__call__)} or attention.cache.dtype is not dtype:
+    inherits = type(model).forward is Qwen3.forward
+    inherits &= kinds == {(DecoderLayer.__call__, MLP.__call__)}
+    if not inherits or attention.cache.dtype is not dtype:
         return None
     kind = FusedLayers if is_plain else hybrid if is_hybrid else None
     return kind and kind(model, attention, product, find)

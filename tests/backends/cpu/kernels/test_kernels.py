@@ -12,6 +12,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.models import sampler
 from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.layers import RotaryEmbedding, add_rms_norm, rms_norm, rotate, silu_and_mul
+from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.rope import RopeConfig
 from nanovllm.models.sampler import uniform
 
@@ -356,6 +357,21 @@ def test_fused_layers_are_the_models(tmp_path, family: str, tie: bool, dtype: to
     assert {1, 16, 17, 33, 64, 65} <= set(sizes)
     assert {1, 16, 17, 33, 64} <= set(calls)
     assert max(calls) == 64
+
+
+def test_models_of_the_same_layers_are_fused(tmp_path) -> None:
+    """Whatever their classes are called, unless they compute something else."""
+    make_checkpoint(tmp_path)
+    runner = random_llm(tmp_path, dtype="float32").engine.runner
+    model, mlp = runner.model, runner.model.layers[1].mlp
+    model.__class__ = type("Other", (type(model),), {})
+    mlp.__class__ = type("OtherMLP", (type(mlp),), {})
+    assert isinstance(model.backend.fuse_layers(model, runner.attention), FusedLayers)
+    model.__class__ = type("Scaled", (type(model),), {"forward": None})
+    assert model.backend.fuse_layers(model, runner.attention) is None
+    model.__class__ = Qwen3
+    mlp.__class__ = type("Doubled", (type(mlp),), {"__call__": lambda self, x: 2 * x})
+    assert model.backend.fuse_layers(model, runner.attention) is None
 
 
 def test_padded_weights(tmp_path) -> None:
