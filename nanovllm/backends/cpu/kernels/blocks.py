@@ -11,8 +11,6 @@ without AMX.
 
 import numpy as np
 import torch
-from numba import types
-from numba.extending import overload
 
 from nanovllm.backends.cpu.jit import Kernel, compiled, has_feature
 from nanovllm.backends.cpu.kernels import amx
@@ -61,17 +59,6 @@ def add_product(word, sums_ptr, x_ptr, stride, weight_ptr, steps, rows):
             ahead += 64 * lines * count
 
 
-def word_of(example):
-    """Return a word of numbers like `example`."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(word_of)
-def _word_of(example):
-    is_bf16 = example == types.uint16
-    return (lambda example: np.uint32(0)) if is_bf16 else lambda example: np.float32(0)
-
-
 @compiled()
 def linear_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, outputs, example,
                   start, stop):
@@ -82,7 +69,7 @@ def linear_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs,
         o = WIDTH * block
         sums[:] = 0
         weight = weight_ptr + o * inputs * itemsize
-        add_product(word_of(example), sums_ptr, x_ptr, 4 * steps, weight, steps, rows)
+        add_product(example, sums_ptr, x_ptr, 4 * steps, weight, steps, rows)
         bias = bias_ptr + o * itemsize if bias_ptr != 0 else np.int64(0)
         for row in range(rows):
             out = out_ptr + (row * outputs + o) * itemsize

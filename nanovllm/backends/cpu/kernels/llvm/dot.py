@@ -56,9 +56,9 @@ def add_neighbors(builder, a, b, name):
 def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
     """out [rows, columns] += x [rows, steps] w [steps, columns], all of words of 4 bytes.
 
-    The type of `word` is the type of the words of x and w: float32, uint32 for two numbers in
-    bfloat16, or int32 for four numbers, in int8 in x and in uint8 in w. out is float32, or int32
-    for int8. The product of two words is the sum of the products of their numbers.
+    The type of `word` tells what the words are: float32 a number, uint16 and uint32 two numbers in
+    bfloat16, int32 four numbers, in int8 in x and in uint8 in w. out is float32, or int32 for int8.
+    The product of two words is the sum of the products of their numbers.
 
     rows and columns (16, 32 or 64) are literals. `steps` is a multiple of 4 in bfloat16. x is
     (address, row stride, step stride), w (address, step stride), and out (address, row stride),
