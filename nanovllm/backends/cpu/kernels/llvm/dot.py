@@ -21,7 +21,6 @@ from nanovllm.backends.cpu.kernels.llvm.calls import (
     INT32,
     call,
     element,
-    keep_rolled,
     pointer_to,
     prefetch_line,
     without_result,
@@ -150,9 +149,6 @@ def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
                             total = totals[chain, row, v]
                             added = add_products(builder.load(total), weights[v], number)
                             builder.store(added, total)
-                last = builder.basic_block
-            if is_float32:  # unrolled, it takes 4 to 13 % longer for 2 to 4 rows
-                keep_rolled(builder.module, last.terminator)
             for (row, v), pointer in results.items():
                 total = builder.load(totals[0, row, v])
                 for chain in range(1, num_chains):
