@@ -14,7 +14,7 @@ from itertools import islice, product
 from typing import Any
 
 from lessons.oracle import drafts, oracle, states
-from lessons.oracle.mutants import MUTANTS, Mutant, apply, describe
+from lessons.oracle.mutants import MUTANTS, apply, describe
 from lessons.oracle.oracle import INVARIANTS, Action, History, InvariantError
 from lessons.show import Question, fill, say, show_answers, show_command, show_question, show_table
 from nanovllm.cli.trace.trace import Trace
@@ -27,6 +27,7 @@ FAILURES = 3  # failing histories that are shortened; the shortest is shown
 VARIATIONS = 20  # other requests in place of one, and other engines, that are tried
 FAULTS = MUTANTS | states.MUTANTS | drafts.MUTANTS
 NAMES = list(FAULTS)
+FILES = [f"{mutant.module.__name__.rpartition('.')[2]}.py" for mutant in FAULTS.values()]
 # Module of a fault -> the histories that show it, and their keyword argument for the faulty module.
 MAKE: dict[Any, tuple[type[History], str]] = {
     block_manager: (History, "managers"),
@@ -38,18 +39,12 @@ MAKE: dict[Any, tuple[type[History], str]] = {
 
 # Theme -> its exercises, and the invariants of which each violates one first.
 THEMES = {
-    "sharing and copies": (
-        (1, 2, 9, 10, 13, 14, 15, 22),
-        "slots, owners, partition, context, cached, progress",
-    ),
-    "prefix cache": ((3, 4, 5, 6, 7, 8, 25), "answers, context, cached, index, owners, progress"),
-    "scheduling": ((11, 12, 16, 17, 18, 24), "answers, budget, oldest, progress"),
-    "rows and ends": ((19, 20, 21, 23), "answers, budget, progress, returned"),
-    "states (elective `state_cache`)": (
-        (26, 27, 28, 29),
-        "answers, context, states, snapshots, state slots",
-    ),
-    "drafts (elective `drafts`)": ((30, 31), "answers, context, cached, budget, progress"),
+    "sharing": ((1, 2, 9, 10, 13, 14, 15, 22), "slots owners partition context cached progress"),
+    "prefix cache": ((3, 4, 5, 6, 7, 8, 25), "answers context cached index owners progress"),
+    "scheduling": ((11, 12, 16, 17, 18, 24), "answers budget oldest progress"),
+    "rows and ends": ((19, 20, 21, 23), "answers budget progress returned"),
+    "states (elective `state_cache`)": ((26, 27, 28, 29), "context states snapshots state_slots"),
+    "drafts (elective `drafts`)": ((30, 31), "answers context cached budget progress"),
 }
 EASY, HARD = (1, 9, 13, 16, 19, 21, 23, 26), (3, 4, 5, 8, 10, 14, 20, 25, 29)
 
@@ -121,9 +116,7 @@ def show_sequences(history: History) -> None:
     show_table(("sequence", "prompt", "must get", "has got at the end", "and is"), rows)
 
 
-def as_text(pairs: Iterable[tuple[int, int] | None] | None) -> str:
-    if pairs is None:
-        return "unknown"
+def as_text(pairs: Iterable[tuple[int, int] | None]) -> str:
     return " ".join("empty" if pair is None else f"{pair[0]}@{pair[1]}" for pair in pairs)
 
 
@@ -142,9 +135,9 @@ def show_blocks(history: History) -> None:
         uses = [(s.row, f"row {s.row}, request {s.request_id}") for s in history.scheduler.running]
         snapshots = history.block_manager.snapshots.items()
         uses += [(slot, f"snapshot of block {block_id}") for block_id, slot in snapshots]
-        say("""The states at the end, each with all tokens that it has consumed. A state is unknown
+        say("""The states at the end, each with all tokens that it has consumed. A state is empty
             if nothing was written to it, or by a step that failed:""")
-        consumed = [(*use, as_text(history.runner.states[use[0]])) for use in uses]
+        consumed = [(*use, as_text(history.runner.states[use[0]] or [None])) for use in uses]
         show_table(("state", "of", "has consumed"), consumed)
 
 
@@ -169,13 +162,13 @@ def run(which: str | None = None, answers: list[str] | None = None) -> None:
             print(f"{title[0].upper()}{title[1:]}:")
             for i in exercises:
                 level = "easy" if i in EASY else "hard" if i in HARD else "medium"
-                print(f"  break {i:2}  {level:6}  a fault in {file_of(FAULTS[NAMES[i - 1]])}")
+                print(f"  break {i:2}  {level:6}  a fault in {FILES[i - 1]}")
         return
     if which not in map(str, range(1, len(NAMES) + 1)):
         raise ValueError(f"break takes a number from 1 to {len(NAMES)}, not {which!r}")
-    name = NAMES[int(which) - 1]
+    name, file = NAMES[int(which) - 1], FILES[int(which) - 1]
     [(title, names)] = ((t, names) for t, (of, names) in THEMES.items() if int(which) in of)
-    mutant, file, invariants = FAULTS[name], file_of(FAULTS[name]), f"{names}, no error".split(", ")
+    mutant, invariants = FAULTS[name], [*names.split(), "no error"]
     make, key = MAKE[mutant.module]
     with contextlib.redirect_stdout(io.StringIO() if answers is not None else sys.stdout):
         say(f"""A line of {file} is changed, in memory only. Random requests run on a model. Its
@@ -200,8 +193,7 @@ def run(which: str | None = None, answers: list[str] | None = None) -> None:
             f"Which function of {file} has the fault: {', '.join(functions)}?",
             right,
             f"{name[0].upper()}{name[1:]}. {describe(mutant)}.",
-            "Find the first line of the trace or of the tables that should be different. Which of "
-            "the functions decides that?",
+            "Find the first line that should be different. Which of the functions decides it?",
         ),
     ]
     if answers is None:
@@ -210,7 +202,3 @@ def run(which: str | None = None, answers: list[str] | None = None) -> None:
         show_command(questions, f"python -m lessons break {which} --answers")
     else:
         show_answers(questions, answers)
-
-
-def file_of(mutant: Mutant) -> str:
-    return f"{mutant.module.__name__.rpartition('.')[2]}.py"

@@ -4,8 +4,7 @@ A step of 16 rows takes less than twice as long as a step of one (lesson 4), and
 memory for them. So an engine computes the next tokens of several requests, a batch, in one step.
 Each request of the batch has a row, and max_num_seqs is the number of rows. But requests do not
 end together. A static batch runs until its last request has ended, and the rows of the others are
-idle. With continuous batching a waiting request takes a row as soon as one is free. This is decided
-in every step, so the paper calls it iteration-level scheduling (Orca, Yu et al., OSDI 2022).
+idle. With continuous batching a waiting request takes a row once one is free (Orca, OSDI 2022).
 
              static batches    continuous batching
     row 0    A A . . C C C     A A C C C      a letter: a step; A takes 2
@@ -60,8 +59,8 @@ def run() -> None:
         link("engine.scheduler.Scheduler.leave", "free_rows.append"),
     )
     say("""What to do: find a list of eight lengths (LENGTHS in this file) for which both ways take
-        the same number of steps, and one for which continuous batching takes little more than half.
-        On the ladder these are two rungs: `python -m lessons ladder 6`.""")
+        as many steps, and one for which continuous batching takes little more than half. On the
+        ladder these are two rungs: `python -m lessons ladder 6`.""")
 
 
 QUESTIONS = Questions("""

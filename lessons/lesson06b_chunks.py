@@ -4,8 +4,7 @@ Continuous batching decides in every step who computes. Then a long prompt arriv
 computes all of it, the step is long, and every request that decodes waits for it: a user sees the
 text stop. So a step has a token budget (max_num_batched_tokens). The requests that decode get their
 tokens first, and the prompt is computed in chunks, as large as the rest of the budget
-(Sarathi-Serve, Agrawal et al., OSDI 2024, arXiv:2403.02310). With 4 decodes, a prompt of 600 tokens
-and a budget of 64:
+(Sarathi-Serve, OSDI 2024, arXiv:2403.02310). With 4 decodes, a prompt of 600 and a budget of 64:
 
     step 1   [ d d d d | 60 of the prompt ]      d: a decode, one token
     step 2   [ d d d d | the next 60      ]
@@ -20,21 +19,18 @@ from lessons.lesson import Counters, make_llm, timed
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM, SamplingParams
 
-LONG = 600  # tokens of the prompt that is computed in chunks
-DECODING = 4  # requests that decode when it arrives
-
 
 def prompt(num_tokens: int) -> dict[str, list[int]]:
     return {"prompt_token_ids": [5 + i % 100 for i in range(num_tokens)]}
 
 
 def chunk_steps(llm: LLM) -> tuple[list[int], list[float]]:
-    """Let a prompt of LONG tokens arrive while others decode -> tokens and ms of its steps."""
+    """Let a prompt of 600 tokens arrive while 4 requests decode -> tokens and ms of its steps."""
     engine, outputs, ms = llm.engine, list[object](), list[float]()
-    for _ in range(DECODING):
+    for _ in range(4):
         engine.add_request(prompt(9), SamplingParams(temperature=0, ignore_eos=True, max_tokens=64))
     engine.step()
-    engine.add_request(prompt(LONG), SamplingParams(temperature=0, max_tokens=1))
+    engine.add_request(prompt(600), SamplingParams(temperature=0, max_tokens=1))
     engine.observer = counters = Counters(llm)
     while not outputs:
         outputs, seconds = timed(engine.step, repeats=1)
@@ -45,7 +41,7 @@ def chunk_steps(llm: LLM) -> tuple[list[int], list[float]]:
 
 def run() -> None:
     QUESTIONS.show(1)
-    say(f"""{DECODING} requests decode when a prompt of {LONG} tokens arrives. The time between two
+    say("""4 requests decode when a prompt of 600 tokens arrives. The time between two
         of their tokens is at most the longest step. The prompt has its first token after all of
         its steps:""")
     rows, options = [], dict(num_kv_cache_blocks=256, enable_prefix_caching=False)

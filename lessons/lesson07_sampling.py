@@ -1,17 +1,15 @@
 """Lesson 7: sampling: from logits to a token.
 
 A step ends with logits, one for each token of the vocabulary. Until now the largest decided, which
-is called greedy. Then a model always gives the same answer, often repeats itself, and several
-samples of a prompt are equal. To draw a token, the softmax makes probabilities of the logits, which
-are divided by a temperature. Filters hide unlikely tokens, and one random number u in [0, 1) draws
-one of the rest. With the probabilities 0.4, 0.3, 0.2, 0.07 and 0.03:
+is called greedy: a model always gives the same answer, and often repeats itself. To draw a token,
+the softmax makes probabilities of the logits, which are divided by a temperature. Filters hide
+unlikely tokens. A random u in [0, 1) draws one. With probabilities 0.4, 0.3, 0.2, 0.07 and 0.03:
 
     probabilities   [ a a a a a a a a | b b b b b b | c c c c | d | e ]  0 to 1
     u = 0.55        ------------------------^      b: its part is 0.4 to 0.7
 """
 
 import torch
-from torch import Tensor
 
 from lessons.lesson import ask, make_llm, next_logprobs
 from lessons.pictures import show_formula
@@ -19,10 +17,10 @@ from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.models import sampler
 from nanovllm.models.batch import SamplingBatch
 
-PROMPT = "What is "  # many tokens can follow
+PROMPT = "What is "
 
 
-def probabilities(logits: Tensor, temperature: float = 1.0, **values: float) -> Tensor:
+def probabilities(logits: torch.Tensor, temperature: float = 1.0, **values: float) -> torch.Tensor:
     """Return the probabilities that the sampler draws from [V], with these filters."""
     filters = {name: torch.tensor([value]) for name, value in values.items()}
     zero = torch.tensor([0])  # seed and position, which only a draw needs
@@ -50,15 +48,13 @@ def run() -> None:
         cells = (f"{p[token]:.1%}" if p[token] else "hidden" for p in columns.values())
         rows.append((repr(tokenizer.decode([token])), *cells))
     rows.append(("tokens left", *(int((p > 0).sum()) for p in columns.values())))
-    say(f"""What may follow {PROMPT!r}: the 8 most likely of {len(logits):,} tokens. The filters are
-        used at temperature 1:""")
+    say("The 8 most likely of 1,042 tokens after 'What is '. The filters are at temperature 1:")
     show_table(("token", *columns), rows)
     QUESTIONS.show(2)
     position = len(tokenizer.encode(PROMPT))
     say(f"""A draw at temperature 1. Each token has a part of the interval from 0 to 1, in the order
-        of the vocabulary. u is a function of the request's seed and of the position of the token,
-        {position} here, and of nothing else. The same request therefore draws the same tokens in
-        any batch, and again after a preemption (lesson 9a):""")
+        of the vocabulary. u depends only on the request's seed and on the position of the token,
+        {position} here. So a request draws the same tokens in any batch:""")
     rows, whole = [], columns["temperature 1"]
     for seed in range(1, 6):
         u = sampler.uniform(torch.tensor([seed]), torch.tensor([position]))

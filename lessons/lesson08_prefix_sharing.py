@@ -8,8 +8,7 @@ values of these tokens are the same (lesson 3), so both block tables can contain
     prompt B   [ t0 t1 t2 t3 | t4 t5 u6 u7 | u8          ]   block table  1 4 5
                  block 1: shared   blocks 4 and 5: B only, as t6 and u6 differ
 
-The prefix cache finds a block by a hash, as in vLLM; SGLang (Zheng et al. 2023, arXiv:2312.07104)
-uses a tree.
+The prefix cache finds a block by a hash, as in vLLM.
 """
 
 from lessons.lesson import ask, make_llm
@@ -44,8 +43,7 @@ def run() -> None:
     a, b = encode(PROMPTS["A"]), encode(PROMPTS["B"])
     say(f"""Prompts A, {PROMPTS["A"]!r}, and B, {PROMPTS["B"]!r}, begin with the same 6 tokens.
         Blocks have 4 slots. Below is the trace of their first step. Its columns free, cached and
-        shared count blocks; cached are the blocks of the prefix cache that no sequence owns now.
-        docs/trace.md explains the others.""")
+        shared count blocks; cached are those of the prefix cache that no sequence owns now.""")
     with Trace(llm) as trace:
         run_prompts(llm, [a, b])
     print(trace, end="\n\n")
@@ -67,11 +65,11 @@ def run() -> None:
             parent = digest
     show_table(("prompt", "tokens of a block", "parent_block_hash", "block_hash"), rows)
     QUESTIONS.show(2)
-    llm.reset_prefix_cache()
-    _, [*found, part] = (run_prompts(llm, [a, b, a[:8]]) for _ in range(2))
+    found = run_prompts(llm, [a, b, a[:8]])
     say(f"""The full blocks of a finished request stay in the cache, and a last block that is not
-        full is free at once. When A, B and the first 8 tokens of A are run twice, the second run
-        finds {found[0]} tokens of A, {found[1]} of B, and of the prompt of 8 tokens only {part}.
+        full is free at once. A second step runs A, B and a prompt of the first 8 tokens of A, and
+        finds {found[0]} tokens of A, {found[1]} of B, and of the prompt of 8 tokens only
+        {found[2]}.
 
         Cached blocks without an owner are kept until no block is free. Then the least recently used
         one is evicted. A pool of 6 blocks runs A, C, {PROMPTS["C"]!r}, A again, and D,
@@ -84,8 +82,8 @@ def run() -> None:
         link("engine.block_manager.BlockManager.choose_victim"),
     )
     say("""Build it: `python -m lessons build prefix`, and then `python -m lessons build eviction`,
-        whose rule has to find more tokens than the engine's own. On the ladder, prefix sharing
-        leaves a third of the tokens to compute: `python -m lessons ladder 8`.""")
+        whose rule has to find more tokens than the engine's. On the ladder a third of the tokens is
+        left to compute: `python -m lessons ladder 8`.""")
 
 
 QUESTIONS = Questions("""

@@ -33,8 +33,7 @@ def run() -> None:
     runs = {pool: preempt(*pool) for pool in ((32, True), (8, True), (8, False))}
     say("""Two requests in a pool of 8 blocks of 4 slots. In step 8 request 0 needs another block
         and none is free. Request 1, which was admitted last, loses its blocks and returns to the
-        head of the queue with its tokens. (Requests go on after <|endoftext|>, because ignore_eos
-        is set.)""")
+        head of the queue with its tokens:""")
     print(runs[8, True][0], end="\n\n")
     QUESTIONS.show(2)
     say("""The tokens are the same as in a large pool: to compute known tokens is what a step does

@@ -1,9 +1,9 @@
 """Lesson 9b: policies: who is admitted first.
 
 When rows or blocks are short, requests wait in a queue, and a policy orders it. First come, first
-served (FCFS) is fair, but a long prompt delays all that arrive after it: with a budget of 32 tokens
-a step, 150 tokens take five steps. Shortest job first (SJF) admits the request with the smallest
-key, which here is the number of uncached prompt tokens:
+served (FCFS) is fair, but a long prompt delays all after it: with a budget of 32 tokens a step, 150
+tokens take five steps. Shortest job first (SJF) admits the request with the smallest key, which
+here is the number of uncached prompt tokens:
 
     arrived    150   9   9   9   9      tokens of the prompts
     FCFS      [150   9   9   9   9]     the order of admission
@@ -13,14 +13,12 @@ SJF alone has a fault: the long prompt waits forever if short ones keep arriving
 by 16 with each request that came before, which is called aging.
 """
 
-from statistics import mean
-
 from lessons.lesson import Counters, ask, make_llm
 from lessons.lesson06b_chunks import prompt
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.engine.policies import AGING
 
-LENGTHS = [150, *[9] * 12]  # tokens of the prompts: a long one, and short ones after it
+LENGTHS = [150, *[9] * 12]  # tokens of the prompts
 
 
 def first_tokens(policy: str) -> dict[int, int]:
@@ -43,7 +41,7 @@ def run() -> None:
         each request gets its first token:""")
     fcfs, sjf = first_tokens("fcfs"), first_tokens("sjf")
     rows = [(str(i), n, fcfs[i], n + AGING * i, sjf[i]) for i, n in enumerate(LENGTHS)]
-    means = [f"{mean(first.values()):.1f}" for first in (fcfs, sjf)]
+    means = [f"{sum(first.values()) / len(first):.1f}" for first in (fcfs, sjf)]
     show_table(("request", "tokens", "FCFS first token", "SJF key", "SJF first token"), rows)
     say(f"""On average a request waits {means[0]} steps with FCFS, and {means[1]} with SJF. The long
         prompt has the key 150, and request 9 has 9 + 16 * 9 = 153. So the long prompt is admitted

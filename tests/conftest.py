@@ -119,10 +119,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if session.config.option.markexpr == "gpu":
         return  # a card's time is short
     try:
-        from nanovllm.backends.cpu import backend, compile, kernel_files
+        from nanovllm.backends.cpu import backend, compile
     except ImportError:
         return  # without Numba
-    if hasattr(session.config, "workerinput") and kernel_files.DIRECTORY:
+    if hasattr(session.config, "workerinput"):
         share_compilation()
     for dtype in DTYPES:
         compile.compile_now(dtype)

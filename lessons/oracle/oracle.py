@@ -24,7 +24,6 @@ from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.plan import RowSampling, StepOutput, StepPlan
 
 ALPHABET = 3  # small, so that sequences often have equal blocks
-NOT_KNOWN = ALPHABET  # no request has this token
 
 INVARIANTS = {
     "answers": "Every request ends with the tokens that the model's definition gives.",
@@ -41,7 +40,7 @@ INVARIANTS = {
     "no error": "The scheduler and the block manager raise no exception.",
     "states": "The state of a row has consumed exactly the tokens of its context.",
     "snapshots": "A snapshot has consumed exactly the tokens up to the end of a cached block.",
-    "state slots": "Each slot for states has one use at a time, and a step writes it at most once.",
+    "state_slots": "Each slot for states has one use at a time, and a step writes it at most once.",
     "host": "Each host block is free, or cached once with the tokens that it holds.",
 }
 
@@ -141,8 +140,8 @@ class OracleRunner:
                 context = self.context(row)
                 ends = range(len(context) - number + 1, len(context) + 1)
                 drawn += [next_token(context[:end], self.seeds[row]) for end in ends]
-                # After drafts, the host has to say which token is the next.
-                self.last[row] = drawn[-1] if number == 1 else NOT_KNOWN
+                # After drafts, the host has to say which token is the next: never ALPHABET.
+                self.last[row] = drawn[-1] if number == 1 else ALPHABET
         return drawn
 
     def work(self, plan: StepPlan) -> list[tuple[int, int, list[int], int]]:

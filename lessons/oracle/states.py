@@ -45,11 +45,11 @@ class HybridRunner(OracleRunner):
             states[target] = state
         targets = {save.target for save in plan.state_saves}
         detail = "a slot is written twice in a step"
-        require(len(targets) == len(plan.state_saves), "state slots", detail)
+        require(len(targets) == len(plan.state_saves), "state_slots", detail)
         rows = range(len(self.tables) + 1)
-        require(targets.isdisjoint(rows), "state slots", "a save overwrites a row")
+        require(targets.isdisjoint(rows), "state_slots", "a save overwrites a row")
         computed = {row for row, *_ in work}
-        require(all(save.row in computed for save in plan.state_saves), "state slots")
+        require(all(save.row in computed for save in plan.state_saves), "state_slots")
         drawn = super().run(plan)
         for row, start, ids, _ in work:
             before: State = states[row] if start else []
@@ -95,7 +95,7 @@ class HybridHistory(History):
         used = [*manager.snapshots.values(), *manager.fork_slots.values()]
         used += [slot for _, slot in manager.unknown.values()]
         slots = sorted([*manager.free_slots, *manager._returned, *used])
-        require(slots == [*manager.all_slots], "state slots", f"the slots with a use are {slots}")
+        require(slots == [*manager.all_slots], "state_slots", f"the slots with a use are {slots}")
         for block_id, slot in manager.snapshots.items():
             block, pairs = manager.blocks[block_id], self.runner.states[slot] or []
             require(block.is_cached, "snapshots", "a block with a snapshot is not cached")
@@ -110,7 +110,7 @@ class HybridHistory(History):
         require(set(manager.rolling.values()) <= manager.snapshots.keys(), "snapshots")
         for seq in (*manager.rolling, *manager.unknown, *manager._sources, *manager.wanted):
             is_running = seq.status is Status.RUNNING
-            require(is_running, "state slots", "a sequence that does not run has one")
+            require(is_running, "state_slots", "a sequence that does not run has one")
 
     def drain(self) -> None:
         super().drain()

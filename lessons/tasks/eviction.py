@@ -6,8 +6,7 @@ frequently used": evict the block with the fewest hits. A hit is one sequence th
 block for its beginning, in BlockManager.attach_cached.
 
 Example: a block that one request computed and three others shared has 3 hits. Two blocks that only
-one request used have none. They are evicted first, the one that was used less recently before the
-other.
+one request used have none. They are evicted first, the less recently used one before the other.
 
 What must stay true:
   - choose_victim returns a block of self.evictable, and changes nothing.

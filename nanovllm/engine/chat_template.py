@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nanovllm.engine.detokenizer import Tokenizer
-from nanovllm.utils.checks import check_scalar
+from nanovllm.utils.checks import check_scalar, located
 
 Message = dict[str, Any]
 
@@ -106,12 +106,8 @@ def parsed_tool_call(call: Any) -> Any:
     if not isinstance(function, dict) or not isinstance(function.get("arguments", ""), str | None):
         return call
     text = function.get("arguments") or "{}"
-    try:
+    with located(f"the arguments {text!r:.200} of a tool call are no JSON: "):
         return call | {"function": function | {"arguments": json.loads(text)}}
-    except ValueError as error:
-        raise ValueError(
-            f"the arguments of a tool call are a dict, or an object in JSON, not {text!r:.200}"
-        ) from error
 
 
 def part_text(part: Any) -> str:

@@ -22,6 +22,7 @@ from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.threads import SharedEngine, hold_interrupt, run_by_one_thread
 from nanovllm.inputs import Prompt
 from nanovllm.plan import RowResult, Runner, StepOutput
+from nanovllm.utils.checks import check_scalar
 from nanovllm.utils.errors import GrammarError
 from nanovllm.utils.log import logger
 
@@ -60,11 +61,10 @@ class LLMEngine(SharedEngine):
         self, prompt: Prompt, sampling_params: Any = None, request_id: str | None = None
     ) -> str:
         """Queue a request and return its id. Raises ValueError or TypeError if it can never run."""
-        if not isinstance(request_id, str | None):
-            order = "add_request(prompt, sampling_params, request_id)"
-            raise TypeError(f"request_id must be a string in {order}, not {request_id!r:.80}")
+        name = "request_id of add_request(prompt, sampling_params, request_id)"
+        request_id = check_scalar(name, request_id or "", str)
         [request] = self.input_processor.check([(prompt, sampling_params)], Progress())
-        request.request_id, request.returned_by_step = request_id or "", True
+        request.request_id, request.returned_by_step = request_id, True
         self.add([request])
         return request.request_id
 
@@ -188,7 +188,10 @@ class LLMEngine(SharedEngine):
             self.observer.begin()
             updated = self.scheduler.commit(step, output.token_ids)
             for seq in updated if step.plan.chunks else ():
-                self._record_first_result(seq.request)
+                if (metrics := seq.request.metrics).first_token_time is None:
+                    metrics.first_token_time = time.monotonic()
+                    for progress in (self.progress, seq.request.progress):
+                        progress.start(seq.request)
             for row, error in output.errors.items():
                 if step.seqs[row].request is not None:  # it has not ended
                     self._record_error(step.seqs[row].request, error)
@@ -217,12 +220,6 @@ class LLMEngine(SharedEngine):
                     self._revert(error)
                     return False
         return True
-
-    def _record_first_result(self, request: Request) -> None:
-        if request.metrics.first_token_time is None:
-            request.metrics.first_token_time = time.monotonic()
-            for progress in (self.progress, request.progress):
-                progress.start(request)
 
     def _record_error(self, request: Request, error: Exception) -> None:
         request.error = error
@@ -285,9 +282,11 @@ class LLMEngine(SharedEngine):
         blocks = scheduler.block_manager
         self.run_pending_aborts()
         others = {} if scheduler.speculation is None else scheduler.speculation.stats()
+        seqs = [seq for request in list(self.requests.values()) for seq in request.seqs]
+        num_unfinished = sum(seq.status is not Status.FINISHED for seq in seqs)
         return {
             "running": len(scheduler.running),
-            "waiting": scheduler.num_unfinished - len(scheduler.running),
+            "waiting": num_unfinished - len(scheduler.running),
             "blocks_in_use": blocks.num_blocks - blocks.num_available,
             "blocks_evictable": len(blocks.evictable),
             "blocks_free": len(blocks.free),

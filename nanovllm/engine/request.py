@@ -59,10 +59,6 @@ class Request:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
     @property
-    def params(self) -> Any:
-        return self.task.params
-
-    @property
     def seqs(self) -> list[Sequence]:
         return [sample.seq for sample in self.samples]
 

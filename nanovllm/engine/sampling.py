@@ -114,8 +114,7 @@ class Sampling(Task):
             return seq.output_ids[:-1]
         return seq.output_ids
 
-    def rewind(self, request: Request) -> list[Sequence]:
-        return rewind_samples(self, request)
+    rewind = rewind_samples
 
     # ---- outputs ----
 

@@ -36,8 +36,6 @@ from nanovllm.plan import COMPLETE, Chunk, NewRow, ResultKind, StepOutput, StepP
 if TYPE_CHECKING:
     from nanovllm.features.requests.ngram import NgramSpeculation
 
-QUEUE_KEY = attrgetter("queue_key")
-
 
 @dataclass(slots=True)
 class InFlightStep:
@@ -72,7 +70,6 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # sorted; the first is admitted first
         self.why_waiting = ""  # why the last plan did not admit the first of them
         self.running: list[Sequence] = []  # in order of admission
-        self.num_unfinished = 0  # sequences, including forks that are not queued yet
         self.in_flight: deque[InFlightStep] = deque()
         self.preemptions = self.recomputed_tokens = 0
         self.prompt_tokens = 0  # prompt tokens of admitted sequences
@@ -86,13 +83,12 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence. Its forks are queued when its first token is committed."""
         key = self.policy_key(seq, self.block_manager)
-        self.num_unfinished += 1 + len(seq.forks)
         self.queue(seq, key)
 
     def queue(self, seq: Sequence, key: int = HEAD) -> None:
         """Insert a sequence into the queue by its key. By default, it becomes the head."""
         seq.status, seq.queue_key = Status.WAITING, (key, seq.arrival, seq.index)
-        insort(self.waiting, seq, key=QUEUE_KEY)
+        insort(self.waiting, seq, key=attrgetter("queue_key"))
 
     # ---- planning ----
 
@@ -299,7 +295,6 @@ class Scheduler:
             return
         seq.finish_reason, seq.stop_reason = reason, stop_reason  # first; see recovery.py
         self.leave(seq)
-        self.num_unfinished -= 1
         seq.status = Status.FINISHED
         if seq.sampling.rules is not None:  # they can refer to large objects
             seq.sampling = replace(seq.sampling, rules=None)

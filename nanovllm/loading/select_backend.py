@@ -22,19 +22,19 @@ def pick_backend(name: str, device: torch.device, dtype: torch.dtype, num_weight
     is_auto = name == "auto"
     if is_auto:
         name = "triton" if device.type == "cuda" else "numba"
-        # Numba's backend refuses float16, with a reason.
-        if name == "numba" and dtype is not torch.float16 and num_weights < SMALL_MODEL:
-            from nanovllm.backends.cpu.kernel_files import is_ready
-
-            if not is_ready(dtype):
-                # An engine keeps its backend: with another one, its tokens could change.
-                name = "sdpa"
     if name == "sdpa":
         return Backend(device, dtype)
     try:
         if name == "triton":
             from nanovllm.backends.gpu.backend import make_backend
         else:
+            from nanovllm.backends.cpu.kernel_files import is_ready
+
+            # Numba's backend refuses float16, with a reason.
+            can_wait = not is_auto or dtype is torch.float16 or num_weights >= SMALL_MODEL
+            if not can_wait and not is_ready(dtype):
+                # An engine keeps its backend: with another one, its tokens could change.
+                return Backend(device, dtype)
             from nanovllm.backends.cpu.backend import make_backend
         return make_backend(device, dtype)
     except (ImportError, ValueError) as error:

@@ -97,6 +97,8 @@ class ModelConfig:
         if raw.get("mlp_bias"):
             raise ValueError(f"{path}: mlp_bias is not supported")
         rope = _rope(raw, path)
+        is_yarn = rope.rope_type == "yarn"  # which extends the context
+        extended = int(rope.factor * rope.original_max_position_embeddings) if is_yarn else 0
         dtype = (raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch.")
         heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
         head_dim = raw.get("head_dim") or hidden // heads
@@ -119,7 +121,7 @@ class ModelConfig:
             head_dim=head_dim,
             rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
             rope=rope,
-            max_position_embeddings=max(raw["max_position_embeddings"], rope.extended_length),
+            max_position_embeddings=max(raw["max_position_embeddings"], extended),
             tie_word_embeddings=raw.get("tie_word_embeddings", False),
             attention_bias=family == "Qwen2" or (has_bias and family != "Mistral"),
             output_bias=has_bias and family not in ("Qwen2", "Mistral"),

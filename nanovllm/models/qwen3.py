@@ -91,9 +91,8 @@ class DecoderLayer:
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         yield from self.self_attn.checkpoint_tensors(prefix + self.self_attn.name)
         yield from self.mlp.checkpoint_tensors(prefix + "mlp.")
-        yield CheckpointTensor.of(prefix + "input_layernorm.weight", self.input_layernorm)
-        post_norm = self.post_attention_layernorm
-        yield CheckpointTensor.of(prefix + "post_attention_layernorm.weight", post_norm)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            yield CheckpointTensor.of(f"{prefix}{name}.weight", getattr(self, name))
 
     def __call__(
         self,

@@ -43,12 +43,6 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
 
-    @property
-    def extended_length(self) -> int:
-        """The number of positions that yarn extends to; 0 for other types."""
-        is_yarn = self.rope_type == "yarn"
-        return int(self.factor * self.original_max_position_embeddings) if is_yarn else 0
-
     def frequencies(self, dim: int) -> tuple[Tensor, float]:
         """Return the frequencies [D / 2] in float32 on the CPU, and a factor for cos and sin."""
         if self.rope_type == "default":

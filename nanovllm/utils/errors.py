@@ -22,7 +22,7 @@ def why_no_token(params: Any) -> str:
 def why_failed(requests: list[Request]) -> dict[int, str]:
     """Return for each request that ended with finish_reason "error", by its number, why."""
     return {
-        i: str(request.error or why_no_token(request.params))
+        i: str(request.error or why_no_token(request.task.params))
         for i, request in enumerate(requests)
         if any(sample.finish_reason == "error" for sample in request.output.outputs)
     }

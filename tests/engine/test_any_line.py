@@ -84,7 +84,7 @@ def result(request: Request) -> Any:
     """What the caller of a request gets."""
     if request.stream:
         return [(sample.text, sample.seq.output_ids) for sample in request.samples]
-    if isinstance(request.params, PoolingParams):
+    if isinstance(request.task.params, PoolingParams):
         return request.state
     if isinstance(request.output, LoglikelihoodOutput):
         return request.output.token_logprobs, request.output.token_ids

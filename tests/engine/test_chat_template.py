@@ -107,7 +107,7 @@ def test_arguments_of_tool_calls_are_parsed(embedded: LLM) -> None:
     assert out.prompt == "x=1;!"
     [out] = embedded.chat(call_of("{}"), GREEDY, use_tqdm=False)  # its content is None
     assert "<|im_start|>assistant\n<|im_end|>" in out.prompt
-    with pytest.raises(ValueError, match="are a dict, or an object in JSON, not '{x: 1}'"):
+    with pytest.raises(ValueError, match="the arguments '{x: 1}' of a tool call are no JSON"):
         embedded.chat(call_of("{x: 1}"), use_tqdm=False)
     for calls in ([], 5, [5], [{"function": 5}], [{"name": "f", "arguments": "{}"}]):
         chat = [{"role": "user", "content": "hi", "tool_calls": calls}]

@@ -8,7 +8,7 @@ Shapes: T tokens of the step, N sequences, H = K * G query heads that share K KV
 G, D head size, B slots of a block, P groups of up to M queries (kernels/few_queries.py).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -24,7 +24,6 @@ from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE
 from nanovllm.backends.cpu.linear import new_padded
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.batch import ForwardBatch
-from nanovllm.models.fp8 import Scales
 from nanovllm.models.layers import Norms, Rope
 from nanovllm.models.model_config import ModelConfig
 
@@ -42,13 +41,6 @@ class Sequences(NamedTuple):
     tables: np.ndarray  # [N, blocks] int32
 
 
-class SequenceGroup(NamedTuple):
-    """Sequences whose tables begin with the same blocks."""
-
-    members: np.ndarray  # [n] int64, indices of sequences
-    num_shared: int  # blocks; 0 for sequences that share nothing
-
-
 class AttentionPlan(NamedTuple):
     """The arrays that `prepare` computes once for all layers."""
 
@@ -57,23 +49,16 @@ class AttentionPlan(NamedTuple):
 
 
 class NumbaAttention(PlainAttention):
-    def __init__(
-        self,
-        config: ModelConfig,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        fp8_scales: list[Scales] | None = None,
-    ) -> None:
-        super().__init__(config, num_blocks, block_size, dtype, device, fp8_scales)
+    def __init__(self, config: ModelConfig, *arguments: Any) -> None:
+        super().__init__(config, *arguments)
+        dtypes = self.dtype, self.cache.dtype
         self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.max_queries = max(1, MAX_ROWS * self.kv_heads // self.heads)  # of a group
-        self.examples = DTYPE_EXAMPLE[dtype], DTYPE_EXAMPLE[self.cache.dtype]
-        self.shape = (num_blocks, self.kv_heads, block_size, self.dim)
+        self.examples = [DTYPE_EXAMPLE[dtype] for dtype in dtypes]
+        self.shape = tuple(self.cache.shape[2:])
         self.kv_addresses = [(layer[0].data_ptr(), layer[1].data_ptr()) for layer in self.cache]
-        compile_all(dtype, self.cache.dtype)
-        self.attend_groups = address_for(attend_groups, dtype, self.cache.dtype)
+        compile_all(*dtypes)
+        self.attend_groups = address_for(attend_groups, *dtypes)
 
     @staticmethod
     def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -96,17 +81,81 @@ class NumbaAttention(PlainAttention):
         starts = batch.query_start_loc.numpy().astype(np.int64)
         contexts = batch.context_lens.numpy().astype(np.int64)
         seqs = Sequences(starts, np.diff(starts), contexts, batch.block_tables.numpy())
-        first_decode = len(contexts) - batch.num_decodes
-        # Decodes, which are last, may share more blocks with each other than with chunks.
-        kinds = np.split(np.arange(len(contexts)), [first_decode])
-        groups = [g for kind in kinds for g in shared_prefixes(seqs, kind, self.block_size)]
-        prefixes = prefix_groups(seqs, groups, self.max_queries, self.block_size)
-        members = np.concatenate([group.members for group in groups])
-        skipped = np.concatenate([np.full(len(g.members), g.num_shared) for g in groups])
-        rest = groups_of_rest(seqs, members, skipped, self.max_queries, self.block_size)
+        groups, shared = self.shared_prefixes(seqs, batch.num_decodes)
+        prefixes = self.prefix_groups(seqs, groups, shared)
+        rest = self.groups_of_rest(seqs, shared)
         lse = np.full((starts[-1], self.heads), -np.inf, np.float32)
         work = AttentionWork(prefixes, rest, lse)
         batch.attention_metadata = AttentionPlan(batch.slot_mapping.numpy(), work)
+
+    def shared_prefixes(
+        self, seqs: Sequences, num_decodes: int
+    ) -> tuple[list[np.ndarray], np.ndarray]:
+        """Return groups of sequences [n] whose tables begin with the same blocks.
+
+        Also returns how many blocks each sequence [N] shares: 0 if it is in no group, because
+        sharing would not save enough. A prefix ends before the first query of each sequence.
+        """
+        groups: list[np.ndarray] = []
+        shared = np.zeros_like(seqs.query_lens)
+        past = seqs.context_lens - seqs.query_lens
+        if len(past) < 2:
+            return groups, shared
+        # A prompt from its first token on may compute the blocks that others share. Decodes, which
+        # are last, may share more blocks with each other than with chunks.
+        is_decode = np.arange(len(past)) >= len(past) - num_decodes
+        first_blocks = np.where(past > 0, 2 * seqs.tables[:, 0] + is_decode, -1)
+        keys, counts = np.unique(first_blocks, return_counts=True)
+        for key in keys[(counts > 1) & (keys >= 0)]:
+            group = np.flatnonzero(first_blocks == key)
+            tables = seqs.tables[group, : int(past[group].min()) // self.block_size]
+            same = (tables == tables[0]).all(axis=0)
+            number = len(same) if same.all() else int(same.argmin())
+            if number * self.block_size * (len(group) - 1) >= MIN_SAVED_TOKENS:
+                groups.append(group)
+                shared[group] = number
+        return groups, shared
+
+    def prefix_groups(
+        self, seqs: Sequences, groups: list[np.ndarray], shared: np.ndarray
+    ) -> QueryGroups:
+        """Group the tokens that share a prefix by M = max_queries. Each attends to all of it."""
+        queries = [np.empty((0, self.max_queries), np.int64)]
+        readers = [np.empty(0, np.int64)]  # sequences whose tables begin with the prefix
+        for group in groups:
+            tokens = np.concatenate([np.arange(seqs.starts[i], seqs.starts[i + 1]) for i in group])
+            rows = np.pad(tokens, (0, -len(tokens) % self.max_queries), constant_values=-1)
+            queries.append(rows.reshape(-1, self.max_queries))
+            readers.append(np.repeat(group[0], len(queries[-1])))
+        reader = np.concatenate(readers)  # [P]
+        return QueryGroups(
+            np.concatenate(queries),  # [P, M]
+            np.repeat(shared[reader, None] * self.block_size, self.max_queries, axis=1),  # [P, M]
+            seqs.tables[reader, : shared.max()],  # [P, blocks]
+        )
+
+    def groups_of_rest(self, seqs: Sequences, shared: np.ndarray) -> QueryGroups:
+        """Group consecutive tokens of each sequence. They attend to all but its shared blocks.
+
+        shared [N]. The order of groups gives parallel threads about the same work.
+        """
+        size = min(self.max_queries, int(seqs.query_lens.max()))  # M
+        counts = -(-seqs.query_lens // size)  # [N], groups of each sequence
+        members = np.repeat(np.arange(len(counts)), counts)  # [P]
+        first = np.cumsum(counts) - counts  # [N], its first group
+        index = np.arange(len(members)) - first[members]  # [P], within the sequence
+        ends, skipped = seqs.starts[members + 1], shared[members]  # [P]
+        tokens = (seqs.starts[members] + index * size)[:, None] + np.arange(size)  # [P, M]
+        # Context lengths at the last token [P] and at each token [P, M]
+        context_lens = seqs.context_lens[members] - skipped * self.block_size
+        visible = (context_lens - ends + 1)[:, None] + tokens
+        tokens[tokens >= ends[:, None]] = -1
+        num_columns = -(-int(context_lens.max()) // self.block_size)
+        columns = skipped[:, None] + np.arange(num_columns)  # [P, blocks]
+        columns = np.minimum(columns, seqs.tables.shape[1] - 1)
+        order = balanced(visible[:, 0], numba.get_num_threads())  # [P]
+        tables = seqs.tables[members[:, None], columns]
+        return QueryGroups(tokens[order], visible[order], tables[order])
 
     # ---- once per layer ----
 
@@ -142,87 +191,6 @@ def follow_torch() -> None:
     """Give Numba as many threads as torch has."""
     limit = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
     numba.set_num_threads(min(torch.get_num_threads(), limit))
-
-
-def shared_prefixes(seqs: Sequences, members: np.ndarray, block_size: int) -> list[SequenceGroup]:
-    """Return groups of the sequences `members` [n].
-
-    Sequences with the same first block are a group if sharing saves enough. All others are one
-    group that shares nothing. A prefix ends before the first query of each sequence.
-    """
-    if len(members) < 2:
-        return [SequenceGroup(members, 0)]
-    groups = []
-    is_single = np.ones(len(members), bool)
-    past = seqs.context_lens[members] - seqs.query_lens[members]
-    # A prompt from its first token on may compute the blocks that others share.
-    first_blocks = np.where(past > 0, seqs.tables[members, 0], -1)
-    blocks, counts = np.unique(first_blocks, return_counts=True)
-    for block in blocks[(counts > 1) & (blocks >= 0)]:
-        matches = first_blocks == block
-        group = members[matches]
-        tables = seqs.tables[group, : int(past[matches].min()) // block_size]
-        same = (tables == tables[0]).all(axis=0)
-        shared = len(same) if same.all() else int(same.argmin())
-        if shared * block_size * (len(group) - 1) >= MIN_SAVED_TOKENS:
-            groups.append(SequenceGroup(group, shared))
-            is_single[matches] = False
-    if is_single.any():
-        groups.append(SequenceGroup(members[is_single], 0))
-    return groups
-
-
-def prefix_groups(
-    seqs: Sequences, groups: list[SequenceGroup], max_queries: int, block_size: int
-) -> QueryGroups:
-    """Group the tokens that share a prefix by M = max_queries. Each attends to all of it."""
-    queries = [np.empty((0, max_queries), np.int64)]
-    shared: list[int] = []  # P, blocks
-    readers: list[int] = []  # P, a sequence whose table begins with the prefix
-    for members, num_shared in groups:
-        if num_shared == 0:
-            continue
-        tokens = [np.arange(seqs.starts[i], seqs.starts[i + 1]) for i in members]
-        padding = -sum(map(len, tokens)) % max_queries
-        rows = np.pad(np.concatenate(tokens), (0, padding), constant_values=-1)
-        queries.append(rows.reshape(-1, max_queries))
-        shared += [num_shared] * len(queries[-1])
-        readers += [int(members[0])] * len(queries[-1])
-    context_lens = np.array(shared, np.int64) * block_size  # [P]
-    return QueryGroups(
-        np.concatenate(queries),  # [P, M]
-        np.repeat(context_lens[:, None], max_queries, axis=1),  # [P, M]
-        seqs.tables[np.array(readers, np.int64), : max(shared, default=0)],  # [P, blocks]
-    )
-
-
-def groups_of_rest(
-    seqs: Sequences, members: np.ndarray, skipped: np.ndarray, max_queries: int, block_size: int
-) -> QueryGroups:
-    """Group consecutive tokens of each sequence. They attend to all but the first `skipped` blocks.
-
-    members, skipped [n]. The order of groups gives parallel threads about the same work.
-    """
-    query_lens = seqs.query_lens[members]  # [n]
-    longest = int(query_lens.max())
-    size = min(max_queries, longest)  # M
-    index: np.ndarray | int = 0  # of a group within its sequence, [P]
-    if longest > 1:
-        counts = -(-query_lens // size)  # [n], groups of each sequence
-        first_groups = np.cumsum(counts) - counts  # [n]
-        index = np.arange(counts.sum()) - np.repeat(first_groups, counts)  # [P]
-        members, skipped = np.repeat(members, counts), np.repeat(skipped, counts)  # [P]
-    ends = seqs.starts[members + 1]  # [P], the token after the last one of the sequence
-    tokens = (seqs.starts[members] + index * size)[:, None] + np.arange(size)  # [P, M]
-    context_lens = seqs.context_lens[members] - skipped * block_size  # [P], at the last token
-    visible = (context_lens - ends + 1)[:, None] + tokens  # [P, M], context lengths at each token
-    tokens[tokens >= ends[:, None]] = -1
-    num_columns = -(-int(context_lens.max()) // block_size)
-    columns = skipped[:, None] + np.arange(num_columns)  # [P, blocks]
-    columns = np.minimum(columns, seqs.tables.shape[1] - 1)
-    order = balanced(visible[:, 0], numba.get_num_threads())  # [P]
-    tables = seqs.tables[members[:, None], columns]
-    return QueryGroups(tokens[order], visible[order], tables[order])
 
 
 def balanced(sizes: np.ndarray, parts: int) -> np.ndarray:

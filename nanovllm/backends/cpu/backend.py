@@ -61,18 +61,15 @@ class CpuBackend(Backend):
     sample = staticmethod(sampler.sample)
     token_logprobs = staticmethod(sampler.token_logprobs)
 
-    def checked_marker(self) -> Path | None:
-        """Return the path of an empty file that says that these kernels are right, or None."""
-        path = marker(self.dtype)
-        return path and path.with_suffix(f".{type(self).__name__}")
+    def checked_marker(self) -> Path:
+        """Return the path of an empty file that says that these kernels are right."""
+        return marker(self.dtype).with_suffix(f".{type(self).__name__}")
 
     def is_checked(self) -> bool:
-        path = self.checked_marker()
-        return path is not None and path.exists()
+        return self.checked_marker().exists()
 
     def set_checked(self) -> None:
-        if path := self.checked_marker():
-            path.touch()
+        self.checked_marker().touch()
 
     def quantized(self, weights: str) -> Backend:
         backends = {"int8": CpuInt8Backend, "int4": CpuInt4Backend}

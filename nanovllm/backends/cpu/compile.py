@@ -1,20 +1,14 @@
-"""Compiles the CPU's kernels for one dtype.
-
-    python -m nanovllm.backends.cpu.compile bfloat16
-
-Later processes load the code in less than a second.
-"""
-
-import sys
-from contextlib import nullcontext
+"""Compiles the CPU's kernels for one dtype. Later processes load the code in less than a second."""
 
 import numpy as np
 import torch
+from filelock import FileLock
+from llvmlite.binding import get_host_cpu_features
 from numba import typeof
 
 from nanovllm.backends.cpu import jit
 from nanovllm.backends.cpu.jit import Kernel
-from nanovllm.backends.cpu.kernel_files import DIRECTORY, compilation_lock, marker
+from nanovllm.backends.cpu.kernel_files import marker
 from nanovllm.backends.cpu.kernels import (
     fused_decode,
     fused_step,
@@ -83,42 +77,18 @@ def compile_all(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     No kernel is called.
     """
     with jit.guard():
-        missed = False
         for kernel, argument_types in calls(dtype, cache_dtype):
-            misses = kernel.stats.cache_misses.total()
             kernel.compile(argument_types)
-            if not missed and kernel.stats.cache_misses.total() > misses:
-                missed = True
-                kept = "and keeping them" if DIRECTORY else "not kept: set NUMBA_CACHE_DIR"
-                logger.info(f"compiling the CPU kernels, which takes 15 to 30 s ({kept})")
 
 
 def compile_now(dtype: torch.dtype) -> None:
     """Compile all kernels, or wait for the process that does, unless all are compiled."""
     path = marker(dtype)
-    if path is not None and path.exists():
-        return
-    with nullcontext() if path is None else compilation_lock(path):
-        if path is not None and path.exists():
+    with FileLock(path.with_suffix(".lock")):
+        if path.exists():
             return
-        jit.check_processor()
+        if get_host_cpu_features().get("f16c") is False:  # on x86, where LLVM would call abort
+            raise RuntimeError("this processor has no F16C, which converts float16")
+        logger.info("compiling the CPU kernels and keeping them, which takes 15 to 30 s")
         compile_all(dtype, dtype)
-        if path is not None:
-            path.touch()
-            path.with_suffix(".error").unlink(missing_ok=True)
-
-
-def main(name: str) -> None:
-    """Compile the kernels for the dtype of this name. An error is kept for the next start."""
-    try:
-        compile_now(getattr(torch, name))
-    except Exception as error:
-        path = marker(getattr(torch, name))
-        if path is not None:
-            # The first line, because LLVM and Numba add pages about the function.
-            path.with_suffix(".error").write_text(f"{error!r:.200}")
-        raise
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+        path.touch()

@@ -28,28 +28,10 @@ FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 
 
 @functools.cache
-def host_features() -> dict[str, bool]:
-    """Return the features of this processor, or none where LLVM cannot tell them."""
-    try:
-        return dict(get_host_cpu_features())
-    except RuntimeError:
-        return {}
-
-
 def has_feature(name: str) -> bool:
     """Return whether Numba compiles for the processor of this process, and it has a feature."""
     is_other = config.CPU_NAME or config.CPU_FEATURES
-    return not is_other and host_features().get(name, False)
-
-
-def check_processor() -> None:
-    """Raise RuntimeError if LLVM would end this process instead of compiling the kernels.
-
-    On x86 without F16C it converts float16 by a function that Numba does not have.
-    """
-    features = host_features()
-    if features.get("sse2") and not features.get("f16c"):
-        raise RuntimeError("this processor has no F16C")
+    return not is_other and get_host_cpu_features().get(name, False)
 
 
 @functools.cache
@@ -109,8 +91,7 @@ def compiled(
 
     def decorate(function: Callable[..., Any]) -> Any:
         kernel: Any = njit(function, **options)
-        if kernel_files.DIRECTORY:
-            kernel._cache = KernelCache(function)
+        kernel._cache = KernelCache(function)
         return kernel
 
     return decorate

@@ -7,23 +7,21 @@ waited for a core. This ignores a process with a low priority, because no thread
 """
 
 import ctypes
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 
 from nanovllm.utils.host import available_cores, quota
 
 # Seconds between two measurements. Linux counts in units of 10 ms.
 INTERVAL = 0.1
-# While there is a limit, one more thread is tried for an interval from time to time. The delay
-# before a trial is MIN_DELAY seconds at first, and doubles up to MAX_DELAY.
-MIN_DELAY, MAX_DELAY = 1.0, 4.0
-TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+# So many seconds after the limit was lowered, one more thread is tried for an interval.
+DELAY = 4.0
 
 
 class Clocks(NamedTuple):
@@ -58,12 +56,12 @@ class ThreadLimit:
         self.max_threads = min(self.most, torch.get_num_threads())
         self.limit = 1  # until the first measurement
         self.running = False
-        self.next_trial = time.monotonic() + MIN_DELAY
-        self.delay = MIN_DELAY  # before the trial after the next one
+        self.next_trial = time.monotonic() + DELAY
         self.last = self.read_clocks() if self.set_num_threads else Clocks(0, 0, 0, 0)
 
     def read_clocks(self) -> Clocks:
-        idle = idle_ticks(Path("/proc/stat").read_text(), self.cores) / TICKS_PER_SECOND
+        times = enumerate(psutil.cpu_times(percpu=True))
+        idle = sum(core.idle + core.iowait for i, core in times if i in self.cores)
         return Clocks(time.monotonic(), idle, time.process_time(), waited_seconds())
 
     @contextmanager
@@ -92,9 +90,7 @@ class ThreadLimit:
             return
         now = self.read_clocks()
         self.set_limit(now.since(self.last))
-        if self.limit == self.max_threads:
-            self.delay = MIN_DELAY
-        elif now.time > self.next_trial:
+        if self.limit < self.max_threads and now.time > self.next_trial:
             # A process with a low priority keeps a core busy, but leaves it to a thread that needs
             # it. The next measurement shows whether the thread waits.
             self.limit += 1
@@ -106,22 +102,10 @@ class ThreadLimit:
         # With n - 1 threads, the work takes n / (n - 1) times as long, but no thread waits.
         if self.limit > 1 and past.waited * self.limit > past.time:
             self.limit = max(1, self.limit - max(1, round(past.waited / past.time)))
-            self.next_trial = time.monotonic() + self.delay
-            self.delay = min(2 * self.delay, MAX_DELAY)
+            self.next_trial = time.monotonic() + DELAY
         else:
             free = round((past.idle + past.used) / past.time)
             self.limit = max(self.limit, min(self.max_threads, free))
-
-
-def idle_ticks(stat: str, cores: list[int]) -> int:
-    """Return how many ticks these cores were idle, from the text of /proc/stat."""
-    total = 0
-    for line in stat.splitlines():
-        name, *numbers = line.split()
-        if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in cores:
-            _user, _nice, _system, idle, iowait = map(int, numbers[:5])
-            total += idle + iowait
-    return total
 
 
 def waited_seconds() -> float:

@@ -224,7 +224,7 @@ def checked_output(request: Request) -> Any:
     if request.error is not None:
         raise request.error
     if any(sample.seq.finish_reason == "error" for sample in request.samples):
-        raise RuntimeError(f"no token could be sampled: {why_no_token(request.params)}")
+        raise RuntimeError(f"no token could be sampled: {why_no_token(request.task.params)}")
     return request.output
 
 

@@ -190,13 +190,13 @@ def test_fuzz(options: dict) -> None:
     for i, request in enumerate(requests):
         for sample in request.output.outputs if request.output else ():
             texts[i, sample.index], ends[i, sample.index] = sample.text, sample
-            if request.params.logprobs is not None:
+            if request.task.params.logprobs is not None:
                 assert len(sample.logprobs) == len(sample.token_ids)
     assert len(ends) == sum(len(request.samples) for request in requests)
     assert llm.stats()["preemptions"] > 0 or "num_kv_cache_blocks" not in options
     valid = 0
     for (i, index), end in ends.items():
-        params, kind = requests[i].params, kinds[i]
+        params, kind = requests[i].task.params, kinds[i]
         if end.finish_reason == "error":
             # A processor that negates logits makes a hidden end token certain.
             negated = params.min_tokens and params.logits_processors

@@ -7,7 +7,7 @@ KV cache in bfloat16, in pairs of bfloat16. few_queries.py computes groups of fe
 import numpy as np
 
 from nanovllm.backends.cpu.jit import compiled
-from nanovllm.backends.cpu.kernels.few_queries import attend_few, count_queries, kv_address
+from nanovllm.backends.cpu.kernels.few_queries import attend_few, kv_address
 from nanovllm.backends.cpu.kernels.llvm.dot import dot_rows
 from nanovllm.backends.cpu.kernels.llvm.vectors import LANES
 from nanovllm.backends.cpu.kernels.parallel import in_parts
@@ -84,7 +84,7 @@ def attend_groups(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_
     item = start
     while item < stop:
         p, head = item // num_kv_heads, item % num_kv_heads
-        table, count = block_tables[p], count_queries(queries[p])
+        table, count = block_tables[p], np.sum(queries[p] >= 0)
         rows, context_len = count * q_per_kv, context_lens[p, count - 1]
         if rows * per_word < many_rows:
             following = min(stop, item + num_kv_heads - head)

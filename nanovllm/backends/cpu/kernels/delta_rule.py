@@ -152,10 +152,8 @@ def advance(
 
 def of_rows(rows: np.ndarray) -> np.ndarray:
     """Return the segments [S, 3] of one token of each of the sequences in `rows` [S]."""
-    segments = np.empty((len(rows), 3), np.int64)
-    segments[:, 0], segments[:, 1] = rows, np.arange(len(rows))
-    segments[:, 2] = segments[:, 1] + 1
-    return segments
+    tokens = np.arange(len(rows))
+    return np.stack((rows, tokens, tokens + 1), axis=1)
 
 
 def decode(layer: Any, x: Tensor, conv: Tensor, rule: Tensor, rows: Tensor) -> Tensor:

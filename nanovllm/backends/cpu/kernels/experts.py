@@ -23,7 +23,7 @@ from torch import Tensor
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels import pointwise
 from nanovllm.backends.cpu.kernels.blocks import unit_product
-from nanovllm.backends.cpu.kernels.parallel import address_for, call_at, code_at, in_parts
+from nanovllm.backends.cpu.kernels.parallel import address_for, call_at, in_parts
 from nanovllm.backends.cpu.kernels.primitives import (
     DTYPE_EXAMPLE,
     array,
@@ -55,41 +55,27 @@ class PackedExperts:
 
     values: Tensor  # [X O / width, I / n, width, n], where n is 2 in bfloat16 and 1 in float32
     code: Product
+    shape: torch.Size
 
     def product(self) -> Product:
         return self.code
 
-    @property
-    def shape(self) -> torch.Size:
-        blocks, steps, width, n = self.values.shape
-        return torch.Size((blocks * width, steps * n))
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes
-
     def unpack(self) -> Tensor:
-        """Undo `pack` in place. Returns the weights [X O, I]."""
-        for blocks in self.values.split(64):  # some at a time, to save memory
-            blocks.copy_(blocks.transpose(1, 2).contiguous().view_as(blocks))
-        return self.values.view(self.shape)
+        """Return the weights [X O, I]."""
+        return self.values.transpose(1, 2).reshape(self.shape)
 
 
 def pack(module: Linear) -> None:
-    """Reorder the weights of experts in place, if a unit has a kernel for the result.
+    """Reorder the weights of experts if a unit has a kernel for the result.
 
     The condition is the same for both Linears of a mixture: hidden and inner size in whole blocks.
     """
     weight, code = module.weight, unit_product(module.weight.dtype)
-    inputs, experts = weight.shape[1], num_experts(module.projections)
-    sizes = inputs, *module.projections.values()
-    if code is None or any(size % 64 for size in sizes):
+    inputs, n = weight.shape[1], 4 // weight.itemsize
+    if code is None or any(size % 64 for size in (inputs, *module.projections.values())):
         return
-    n = 4 // weight.itemsize
-    for expert in weight.chunk(experts):  # one at a time, to save memory
-        blocks = expert.view(-1, code.width, inputs // n, n).transpose(1, 2)
-        expert.copy_(blocks.contiguous().view_as(expert))
-    module.weight = PackedExperts(weight.view(-1, inputs // n, code.width, n), code)
+    blocks = weight.view(-1, code.width, inputs // n, n).transpose(1, 2)
+    module.weight = PackedExperts(blocks.contiguous(), code, weight.shape)
 
 
 class ExpertWeights(NamedTuple):
@@ -119,7 +105,7 @@ def expert_blocks(code, x_ptr, weight_ptr, scale_ptr, out_ptr, hits, ends, input
             arguments = (x_ptr + x_bytes * first, weight_ptr + weight_bytes * expert,
                          scale_ptr + scale_bytes * expert, np.int64(0), out_ptr + out_bytes * first,
                          min(ROWS, ends[expert] - first), inputs, outputs, example)
-            call_at(code_at(code, arguments), (*arguments, *part))
+            call_at(code, (*arguments, *part))
 
 
 @compiled()
@@ -172,53 +158,39 @@ def sum_rows(rows_ptr, weight_ptr, places, out_ptr, size, example, start, stop):
             out[t, c] = from_float32(total[c], example)
 
 
-class Code(NamedTuple):
-    """The addresses of the kernels of a mixture."""
-
-    experts: int  # expert_blocks
-    gather: int
-    activation: int
-    add: int
-
-
 @compiled()
 def mlp(gate_up, down, code, x_ptr, weight_ptr, choices, buffers, out_ptr, num_experts, itemsize,
         example, parts):
     """Compute out [T, E] as features/models/moe/experts.py does.
 
-    `buffers` are the addresses of scratch memory [N, E], [N, 2F] and [N, F] in the dtype of x, and
-    of memory for N quantized rows.
+    `code` is of code_for. `buffers` are the addresses of scratch memory [N, E], [N, 2F] and [N, F]
+    in the dtype of x, and of memory for N quantized rows.
     """
     size, num_rows = gate_up.inputs, choices.size
-    ends, next_row = np.zeros(num_experts, np.int64), np.zeros(num_experts, np.int64)
+    counts = np.zeros(num_experts, np.int64)
     for choice in choices.flat:
-        ends[choice] += 1
-    hits = np.flatnonzero(ends)
-    for expert in range(1, num_experts):
-        ends[expert] += ends[expert - 1]
-        next_row[expert] = ends[expert - 1]
+        counts[choice] += 1
+    hits, ends = np.flatnonzero(counts), np.cumsum(counts)
+    next_row = ends - counts
     tokens, places = np.empty(num_rows, np.int64), np.empty(choices.shape, np.int64)
-    for t in range(len(choices)):
-        for k in range(choices.shape[1]):
-            row = next_row[choices[t, k]]
-            next_row[choices[t, k]] += 1
-            places[t, k], tokens[row] = row, t
+    for i, choice in enumerate(choices.flat):
+        row = next_row[choice]
+        next_row[choice] += 1
+        places.flat[i], tokens[row] = row, i // choices.shape[1]
     rows_ptr, both_ptr, activated_ptr, work_ptr = buffers
-    in_parts(code.gather, (x_ptr, tokens, rows_ptr, size, example), num_rows, parts)
-    product(gate_up, code.experts, rows_ptr, both_ptr, work_ptr, hits, ends, itemsize, example,
-            parts)
-    activation = both_ptr, activated_ptr, num_rows, down.inputs, example
-    in_parts(code.activation, activation, num_rows, parts)
-    product(down, code.experts, activated_ptr, rows_ptr, work_ptr, hits, ends, itemsize, example,
-            parts)
-    in_parts(code.add, (rows_ptr, weight_ptr, places, out_ptr, size, example), len(choices), parts)
+    blocks, gather, activate, add = code
+    in_parts(gather, (x_ptr, tokens, rows_ptr, size, example), num_rows, parts)
+    product(gate_up, blocks, rows_ptr, both_ptr, work_ptr, hits, ends, itemsize, example, parts)
+    in_parts(activate, (both_ptr, activated_ptr, num_rows, down.inputs, example), num_rows, parts)
+    product(down, blocks, activated_ptr, rows_ptr, work_ptr, hits, ends, itemsize, example, parts)
+    in_parts(add, (rows_ptr, weight_ptr, places, out_ptr, size, example), len(choices), parts)
 
 
 @cache
-def code_for(dtype: torch.dtype) -> Code:
-    """Return the kernels in the dtype of a model."""
+def code_for(dtype: torch.dtype) -> tuple[int, ...]:
+    """Return the addresses of the kernels in the dtype of a model."""
     kernels = expert_blocks, gather_rows, pointwise.silu_and_mul_rows, sum_rows
-    return Code(*(address_for(kernel, dtype, dtype) for kernel in kernels))
+    return tuple(address_for(kernel, dtype, dtype) for kernel in kernels)
 
 
 def expert_mlp(

@@ -57,14 +57,6 @@ def kv_address(cache, block, head, slot):
 
 
 @compiled()
-def count_queries(queries):
-    count = 0
-    while count < len(queries) and queries[count] >= 0:
-        count += 1
-    return count
-
-
-@compiled()
 def tile_addresses(cache, table, first_head, heads, tile, tiles):
     """Return the addresses of a tile (a head's tokens of a block) and of a later tile."""
     later = min(tile + PREFETCH_TILES, tiles - 1)
@@ -94,7 +86,7 @@ def attend_few(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_tab
         p, first_head = item // num_kv_heads, item % num_kv_heads
         heads = min(num_kv_heads - first_head, stop - item)
         item += heads
-        table, count = block_tables[p], count_queries(queries[p])
+        table, count = block_tables[p], np.sum(queries[p] >= 0)
         rows, context_len = count * q_per_kv, context_lens[p, count - 1]
         height, tiles = rows + rows % 2, (context_len + block_size - 1) // block_size * heads
         query, acc = np.zeros((heads * height, dim), f32), np.zeros((heads * height, dim), f32)

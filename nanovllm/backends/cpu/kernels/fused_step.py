@@ -13,7 +13,7 @@ import numpy as np
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels.fused_decode import decode_layers, norm
 from nanovllm.backends.cpu.kernels.int8 import OUTPUTS
-from nanovllm.backends.cpu.kernels.parallel import call_at, code_at, in_parts
+from nanovllm.backends.cpu.kernels.parallel import call_at, in_parts
 from nanovllm.backends.cpu.kernels.primitives import array, f32, from_float32
 from nanovllm.backends.cpu.kernels.product import Product, padded_inputs, quantized
 from nanovllm.backends.cpu.kernels.sampler import GROUP, load_maxima, most_likely
@@ -63,11 +63,10 @@ def group_blocks(blocks, width, x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr,
     `blocks` is the address of a kernel of blocks, each with `width` outputs.
     """
     arguments = (x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, size, example)
-    code, groups = code_at(blocks, arguments), (size + GROUP - 1) // GROUP
-    maxima = array(maxima_ptr, (rows, groups), f32(0))
+    maxima = array(maxima_ptr, (rows, (size + GROUP - 1) // GROUP), f32(0))
     for group in range(start, stop):
         last = (min((group + 1) * GROUP, size) + width - 1) // width
-        call_at(code, (*arguments, np.int64(group * GROUP // width), np.int64(last)))
+        call_at(blocks, (*arguments, np.int64(group * GROUP // width), np.int64(last)))
         for row in range(rows):
             load_maxima(out_ptr, is_bf16, row * size, size, maxima[row], group, group + 1)
 

@@ -6,7 +6,6 @@ One parallel loop therefore calls all these kernels at their addresses: to compi
 float32 and bfloat16 takes 36 s of one core instead of 81 s (EPYC with AVX512-BF16).
 """
 
-import hashlib
 import inspect
 from typing import Any, TypeAlias
 
@@ -18,16 +17,15 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from nanovllm.backends.cpu.jit import Kernel, compiled
-from nanovllm.backends.cpu.kernels.llvm.calls import INT, element, pointer_to
+from nanovllm.backends.cpu.kernels.llvm.calls import pointer_to
 from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE
 
 # The calling thread computes up to this many elements alone, because waking others takes 10 us.
 SERIAL_ELEMENTS = 1 << 17
 
 Types: TypeAlias = tuple[Any, ...]
-# The compiled code of a kernel for arguments with a fingerprint. The address of a kernel is the
-# address of such an array: [2] uint64, a pointer to the code and the number of the types.
-CODE: dict[tuple[Kernel, bytes], np.ndarray] = {}
+# The addresses of the code of kernels for arguments with a fingerprint.
+CODE: dict[tuple[Kernel, bytes], int] = {}
 
 
 def example_arguments(
@@ -66,16 +64,8 @@ def example_arguments(
     return tuple(arguments.get(name, 0) for name in names)
 
 
-def number_of(argument_types: Types) -> int:
-    """Return a number for the types of a kernel's arguments without (start, stop).
-
-    It is the same in every process.
-    """
-    return int.from_bytes(hashlib.sha256(str(argument_types).encode()).digest()[:8], "little")
-
-
 def address_of(kernel: Kernel, arguments: tuple[Any, ...]) -> int:
-    """Return the address by which a kernel is called with arguments of these types.
+    """Return the address of the code of a kernel for arguments of these types.
 
     `arguments` are without (start, stop). The kernel is compiled if necessary. The fingerprint, by
     which Numba itself tells types, is private to it: it takes less than 1 us, and `typeof` 100 us.
@@ -85,39 +75,21 @@ def address_of(kernel: Kernel, arguments: tuple[Any, ...]) -> int:
         argument_types = tuple(map(typeof, (*arguments, 0, 0)))
         kernel.compile(argument_types)
         code = kernel.overloads[argument_types]
-        pointer = code.library.get_pointer_to_function(code.fndesc.llvm_func_name)
-        entry = np.array([pointer, number_of(argument_types[:-2])], np.uint64)
-        CODE.setdefault(key, entry)  # two threads can be here: the address must stay valid
-    return int(CODE[key].ctypes.data)
+        CODE[key] = code.library.get_pointer_to_function(code.fndesc.llvm_func_name)
+    return CODE[key]
 
 
 def address_for(kernel: Kernel, *dtypes: torch.dtype) -> int:
-    """Return the address by which a kernel is called for the dtypes of `example_arguments`."""
+    """Return the address of the code of a kernel for the dtypes of `example_arguments`."""
     return address_of(kernel, example_arguments(kernel, *dtypes))
 
 
 @intrinsic
-def code_at(typing: Any, address: Any, arguments: Any) -> Any:
-    """Return the code at an address of `address_of`, for `call_at`.
-
-    `arguments` are without (start, stop). Raises TypeError if the code takes arguments of other
-    types. `call_at` cannot raise it, because a parallel loop drops errors.
-    """
-    number = number_of(tuple(arguments.types))
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        known = builder.load(element(builder, args[0], INT(1), 8, INT))
-        with builder.if_then(builder.icmp_unsigned("!=", known, INT(number)), likely=False):
-            message = f"a kernel is compiled for arguments of other types than {arguments}"
-            context.call_conv.return_user_exc(builder, TypeError, (message,))
-        return builder.load(pointer_to(builder, args[0], INT))
-
-    return types.int64(address, arguments), generate
-
-
-@intrinsic
 def call_at(typing: Any, code: Any, arguments: Any) -> Any:
-    """Call the code that `code_at` returned. The last two `arguments` are (start, stop)."""
+    """Call the code at an address of `address_of`, which is compiled for these types.
+
+    The last two `arguments` are (start, stop).
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         convention, values = context.call_conv, cgutils.unpack_tuple(builder, args[1])
@@ -136,12 +108,11 @@ def in_parts(kernel, arguments, items, parts):
     `arguments` are all but (start, stop). In a parallel loop Numba supports a tuple only if none of
     its elements is a tuple.
     """
-    code = code_at(kernel, arguments)
     if items == 1 or parts == 1:
-        call_at(code, (*arguments, np.int64(0), np.int64(items)))
+        call_at(kernel, (*arguments, np.int64(0), np.int64(items)))
     else:
         for p in prange(parts):
-            call_at(code, (*arguments, p * items // parts, (p + 1) * items // parts))
+            call_at(kernel, (*arguments, p * items // parts, (p + 1) * items // parts))
 
 
 @compiled()

@@ -27,8 +27,6 @@ GROUP = 256  # tokens
 MIN_TEMPERATURE = f32(1.2e-38)
 # Less than any weight of a token that can be drawn, e^-87 or more.
 MIN_WEIGHT = f32(1e-38)
-# The places of floats in their order, from minus infinity to infinity; 0.0 has place 0.
-LOWEST, HIGHEST = -0x7F800001, 0x7F800000
 # `_logprobs_of_rows` takes the most likely tokens one by one, which is slow for more of them.
 MAX_LOGPROBS = 1000
 
@@ -101,13 +99,6 @@ def most_likely(address, is_bf16, start, size, maxima):
 
 
 @compiled()
-def _first_largest(values, maxima):
-    """Return the index of the first of the largest values, and its group."""
-    group = np.argmax(maxima)
-    return group * GROUP + np.argmax(values[group * GROUP : (group + 1) * GROUP]), group
-
-
-@compiled()
 def _uniform(seed, position):
     """Return a number in [0, 1): SplitMix64 (Steele et al. 2014), as in the plain sampler."""
     gamma = np.uint64(0x9E3779B97F4A7C15)
@@ -121,19 +112,13 @@ def _uniform(seed, position):
 
 
 @compiled()
-def _weight(power):
-    """Return e^power, or 0 below e^-87."""
-    return exp(power) if power > f32(-87) else f32(0)
-
-
-@compiled()
 def _exp_weights(logits, top, temperature, weights):
     """Set weights to e^((logits - top) / temperature), or 0 below e^-87. Return their sum."""
     total = f32(0)
     for i in range(len(logits)):
-        weight = _weight((logits[i] - top) / temperature)
-        weights[i] = weight
-        total += weight
+        power = (logits[i] - top) / temperature
+        weights[i] = exp(power) if power > f32(-87) else f32(0)
+        total += weights[i]
     return total
 
 
@@ -164,37 +149,25 @@ def _search_cumsum(weights, smallest, target):
 
 
 @compiled()
-def _float_at(place):
-    """Return the float at a place in the order of floats, or infinity beyond its place."""
-    place = min(place, HIGHEST)
-    return np.int32(place if place >= 0 else place ^ 0x7FFFFFFF).view(np.float32)
+def _smallest_kept(weights, addends, target):
+    """Return the largest bound so that the addends of weights >= bound add up to `target` or more.
 
-
-@compiled()
-def _smallest_kept(values, weights, target, low):
-    """Return the largest bound so that the weights of values >= bound add up to `target` or more.
-
-    The search begins at the place `low`, LOWEST or 0; with 0, values are at most 1. They are not
-    sorted: each pass sums the weights above three bounds, which gives two bits of the result. If
-    all weights add up to less than `target`, the bound is the float at `low`.
+    Weights [n] are from 0 to 1 and are not sorted. Floats are in the order of their bits: each pass
+    sums the addends above three bounds, which gives two bits of the result. If all addends add up
+    to less than `target`, the result is 0.
     """
-    step = 1 << 30 if low < 0 else 1 << 28  # the place of 1 is less than 1 << 30
-    while step > 0:
-        first, second = _float_at(low + step), _float_at(low + 2 * step)
-        third = _float_at(low + 3 * step)
+    low = 0
+    for shift in range(28, -1, -2):  # the bits of 1 are less than 1 << 30
+        first = np.int32(low + (1 << shift)).view(np.float32)
+        second = np.int32(low + (2 << shift)).view(np.float32)
+        third = np.int32(low + (3 << shift)).view(np.float32)
         sum_1, sum_2, sum_3 = f32(0), f32(0), f32(0)
-        for i in range(len(values)):
-            sum_1 += weights[i] if values[i] >= first else f32(0)
-            sum_2 += weights[i] if values[i] >= second else f32(0)
-            sum_3 += weights[i] if values[i] >= third else f32(0)
-        low += step * (int(sum_1 >= target) + int(sum_2 >= target) + int(sum_3 >= target))
-        step >>= 2
-    return _float_at(low)
-
-
-@compiled()
-def _kth_largest(values, k):
-    return _smallest_kept(values, np.ones(len(values), f32), f32(k), LOWEST)
+        for i in range(len(weights)):
+            sum_1 += addends[i] if weights[i] >= first else f32(0)
+            sum_2 += addends[i] if weights[i] >= second else f32(0)
+            sum_3 += addends[i] if weights[i] >= third else f32(0)
+        low += (int(sum_1 >= target) + int(sum_2 >= target) + int(sum_3 >= target)) << shift
+    return np.int32(low).view(np.float32)
 
 
 @compiled()
@@ -203,7 +176,7 @@ def _keep_candidates(values, maxima, top_k, tokens):
 
     Return their number.
     """
-    bound, count = _kth_largest(maxima, top_k), 0
+    bound, count = np.partition(maxima, len(maxima) - top_k)[-top_k], 0
     for group in range(len(maxima)):
         if maxima[group] >= bound:
             for i in range(group * GROUP, min((group + 1) * GROUP, len(values))):
@@ -214,18 +187,16 @@ def _keep_candidates(values, maxima, top_k, tokens):
 
 
 @compiled()
-def _weigh(values, weights, top, temperature, filters):
-    """Set the weights of the candidates [n]. Return the smallest weight that the filters keep."""
-    top_k, top_p, min_p = np.int64(filters[0]), filters[1], filters[2]
-    total = _exp_weights(values, top, temperature, weights)
-    if 0 < top_k < len(values):
-        bound = _kth_largest(values, top_k)
-        for i in range(len(values)):
-            weights[i] = weights[i] if values[i] >= bound else f32(0)
-        total = _sum_from(weights, f32(0))
-    smallest = max(min_p, MIN_WEIGHT)
+def _smallest_drawn(weights, filters):
+    """Return the smallest of the candidates' weights [n] that the filters keep."""
+    top_k, top_p, min_p = filters
+    kth = f32(0)
+    if 0 < top_k < len(weights):
+        kth = _smallest_kept(weights, np.ones(len(weights), f32), top_k)
+    smallest = max(kth, min_p, MIN_WEIGHT)
     if top_p < 1:
-        smallest = max(smallest, _smallest_kept(weights, weights, top_p * total, 0))
+        target = top_p * _sum_from(weights, kth)
+        smallest = max(smallest, _smallest_kept(weights, weights, target))
     # The weight of the most likely token is 1. It is always kept, whatever the rounding.
     return min(smallest, f32(1))
 
@@ -249,8 +220,9 @@ def draw_rows(address, is_bf16, size, temperatures, seeds, positions, filters, t
             continue
         temperature, count = max(temperatures[row], MIN_TEMPERATURE), size
         if 0 < filters[0, row] <= len(maxima):
-            count = _keep_candidates(values, maxima, filters[0, row], ids)
-        smallest = _weigh(values[:count], weights[:count], top, temperature, filters[:, row])
+            count = _keep_candidates(values, maxima, np.int64(filters[0, row]), ids)
+        _exp_weights(values[:count], top, temperature, weights[:count])
+        smallest = _smallest_drawn(weights[:count], filters[:, row])
         groups, total = (count + GROUP - 1) // GROUP, 0.0
         for group in range(groups):
             part = weights[group * GROUP : min((group + 1) * GROUP, count)]
@@ -277,7 +249,9 @@ def _logprobs_of_rows(address, is_bf16, size, tokens, packed, start, stop):
             rank += np.int64(values[i] > logit)
         packed[row, 0], packed[row, 1] = logit - log_sum, rank
         for i in range(k):
-            token, group = _first_largest(values, maxima)
+            group = np.argmax(maxima)
+            rest = values[group * GROUP : (group + 1) * GROUP]
+            token = group * GROUP + np.argmax(rest)
             packed[row, 2 + i], packed[row, 2 + k + i] = values[token] - log_sum, token
             values[token] = -np.inf
-            maxima[group] = maximum(values[group * GROUP : (group + 1) * GROUP])
+            maxima[group] = maximum(rest)
