@@ -240,10 +240,10 @@ def test_kernels_of_other_processors(tmp_path: Path, names: tuple[str, ...]) -> 
     code = f"""
 import sys, pytest
 from nanovllm.backends.cpu import jit
-known = jit.host_features()
-jit.host_features = lambda: {{name: known.get(name, False) for name in {names}}}
+known = jit.get_host_cpu_features()
+jit.get_host_cpu_features = lambda: {{name: known.get(name, False) for name in {names}}}
 names = "of_the_kernel or kernel_equals or int4_are_exact or (torch_packed and float32)"
-options = "-q", "-n", "0", "-k", names, "-p", "no:cacheprovider"
+options = "-q", "-n", "0", "-k", names, "-p", "no:cacheprovider", "--noconftest"
 files = "tests/backends/test_quantized.py", "tests/backends/cpu/test_linear.py"
 sys.exit(pytest.main([*options, *files]))
 """
