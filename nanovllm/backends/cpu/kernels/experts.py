@@ -167,23 +167,24 @@ def mlp(gate_up, down, code, x_ptr, weight_ptr, choices, buffers, out_ptr, num_e
     in the dtype of x, and of memory for N quantized rows.
     """
     size, num_rows = gate_up.inputs, choices.size
-    counts = np.zeros(num_experts, np.int64)
-    for choice in choices.flat:
+    counts, flat = np.zeros(num_experts, np.int64), choices.ravel()
+    for choice in flat:
         counts[choice] += 1
     hits, ends = np.flatnonzero(counts), np.cumsum(counts)
     next_row = ends - counts
-    tokens, places = np.empty(num_rows, np.int64), np.empty(choices.shape, np.int64)
-    for i, choice in enumerate(choices.flat):
-        row = next_row[choice]
-        next_row[choice] += 1
-        places.flat[i], tokens[row] = row, i // choices.shape[1]
+    tokens, places = np.empty(num_rows, np.int64), np.empty(num_rows, np.int64)
+    for i in range(num_rows):
+        places[i] = next_row[flat[i]]
+        next_row[flat[i]] += 1
+        tokens[places[i]] = i // choices.shape[1]
     rows_ptr, both_ptr, activated_ptr, work_ptr = buffers
     blocks, gather, activate, add = code
     in_parts(gather, (x_ptr, tokens, rows_ptr, size, example), num_rows, parts)
     product(gate_up, blocks, rows_ptr, both_ptr, work_ptr, hits, ends, itemsize, example, parts)
     in_parts(activate, (both_ptr, activated_ptr, num_rows, down.inputs, example), num_rows, parts)
     product(down, blocks, activated_ptr, rows_ptr, work_ptr, hits, ends, itemsize, example, parts)
-    in_parts(add, (rows_ptr, weight_ptr, places, out_ptr, size, example), len(choices), parts)
+    arguments = rows_ptr, weight_ptr, places.reshape(choices.shape), out_ptr, size, example
+    in_parts(add, arguments, len(choices), parts)
 
 
 @cache

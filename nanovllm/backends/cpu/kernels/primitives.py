@@ -108,14 +108,15 @@ def exp(x):
 
 @compiled()
 def maximum(x):
-    """Return the maximum of x [n] in float32, or minus infinity if n = 0; undefined for a NaN.
+    """Return the maximum of stored numbers x [n] in float32, or minus infinity if n = 0.
 
+    A NaN counts as infinity, because min(inf, NaN) is inf.
     LLVM vectorizes a maximum of integers. With all bits but the sign of negative floats flipped,
     floats sort like integers.
     """
     top = int32(-0x7F800001)  # minus infinity
     for i in range(len(x)):
-        bits = f32(x[i]).view(int32)
+        bits = f32(min(f32(np.inf), to_float32(x[i]))).view(int32)
         top = max(top, int32(bits ^ int32(int32(bits >> int32(31)) & int32(0x7FFFFFFF))))
     return int32(top ^ int32(int32(top >> int32(31)) & int32(0x7FFFFFFF))).view(f32)
 
