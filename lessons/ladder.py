@@ -154,16 +154,17 @@ def rungs_of(lesson: str | None) -> list[Rung]:
 def run(which: str | None = None) -> None:
     """Run the rungs of the lesson `which`, or all. Raises ValueError if the lesson has none."""
     rungs = rungs_of(which)
-    say(f"""The requests begin with the same conversation and have {min(LENGTHS)} to {max(LENGTHS)}
-        output tokens, in float32. Times are of the fastest of three runs.
+    say(f"""{NUM_REQUESTS} requests, whose prompts begin alike, have {min(LENGTHS)} to
+        {max(LENGTHS)} output tokens, in float32. Each row of the table, a rung of the ladder, adds
+        one idea to the row above. Times are of the fastest of three runs.
 
-        computed: tokens in all steps. slots: the most slots of the KV cache that were reserved.
-        gain: speed compared with the previous rung. step ms: the longest step. A small token
-        budget makes it shorter, and the whole run slower.""")
+        computed: tokens in all steps. slots: the most tokens for which memory of the KV cache was
+        reserved. gain: speed compared with the row above. step ms: the longest step.""")
     show(rungs, climb(rungs, NUM_REQUESTS, repeats=3))
     if which is None:
         say("""A cache, batches, prefix sharing and kernels are about speed, blocks about memory
-            (the slots), and a small token budget about the longest step. Async scheduling is for a
-            GPU; a CPU does not compute while the host plans. The defaults run all requests at once,
-            with up to 2,048 tokens a step on a CPU.""")
+            (the slots), and a small token budget about the longest step: it becomes shorter, and
+            the whole run slower. Async scheduling is for a GPU; a CPU does not compute while the
+            host plans. The defaults run all requests at once, with up to 2,048 tokens a step on a
+            CPU.""")
         show_source(link("engine.llm_engine.LLMEngine.step"))

@@ -125,11 +125,22 @@ def faster(before: float, after: float) -> str:
 
 @shown
 def show_question(questions: Sequence[Question], number: int) -> None:
-    """Print question `number`, counted from 1. In a terminal, wait for an answer and compare it."""
+    """Print question `number`, counted from 1. In a terminal, let the reader answer it twice."""
     print_question(question := questions[number - 1], number)
-    if sys.stdin.isatty() and sys.stdout.isatty():
-        given = input("  Your answer (Enter skips it): ").strip()
-        print(fill(compare(question, given), "  ", "  ") if given else "", end="\n\n")
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return
+    last = question._replace(hint="The command at the end shows the answer.")
+    for label, this in (("Your answer", question), ("Once more", last)):
+        try:
+            given = input(f"  {label} (Enter skips it): ").strip()
+        except EOFError:  # Ctrl-D, where no line ends
+            given = ""
+            print()
+        if given:
+            print(fill(compare(this, given), "  ", "  "))
+        if not given or is_right(question, given):
+            break
+    print()
 
 
 def print_question(question: Question, number: int) -> None:
@@ -140,16 +151,26 @@ def print_question(question: Question, number: int) -> None:
     print()
 
 
+def is_right(question: Question, given: str) -> bool:
+    """Compare an answer, or its only number as in "39 tokens", except for case and commas."""
+    text = given.lower().strip("(). ").replace(",", "")
+    numbers = re.findall(r"-?\d+(?:\.\d+)?", text)
+    right = question.answer.lower().split(" or ")
+    return text in right or (len(numbers) == 1 and numbers[0] in right)
+
+
 def compare(question: Question, given: str) -> str:
-    """Return whether an answer is right, except for case, "()" and commas, with the reason."""
-    if given.lower().strip("() ").replace(",", "") in question.answer.lower().split(" or "):
+    """Return whether an answer is right, with the reason or the hint."""
+    given = given.rstrip(".")
+    if is_right(question, given):
         return f"{given} is right. {question.why}"
     return f"{given} is not right. Hint: {question.hint}"
 
 
 def show_command(questions: Sequence[Question], command: str) -> None:
-    """Print the command that compares a reader's answers with the right ones."""
-    print(f"Compare your answers, or see these:\n  {command}{' ...' * len(questions)}")
+    """Print the commands that compare a reader's answers with the right ones, and show these."""
+    yours = "".join(f" ANSWER{i + 1}" for i in range(len(questions)))
+    print(f"To compare your answers:\n  {command}{yours}\nTo see the answers:\n  {command}")
 
 
 def show_answers(questions: Sequence[Question], answers: list[str]) -> None:
