@@ -21,7 +21,7 @@ from nanovllm.backends.cpu.kernels.product import Product, finish
 
 WIDTH = 64  # outputs of a block
 STEPS = 64  # words of each output that all rows are multiplied with before the next ones: 16 kB
-AHEAD = 8192  # bytes between the weights that are used and those that are prefetched
+AHEAD = 4096  # bytes between the weights that are used and those that are prefetched
 HEIGHT = 6  # rows whose sums stay in registers
 
 
