@@ -70,16 +70,19 @@ def say(text: str) -> None:
 
 @shown
 def show_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print columns, the first to the left, the others to the right. If too wide, wrap each row."""
+    """Print columns, numbers to the right. If they are too wide, wrap each row."""
     cells = [[*head], *[[str(cell) for cell in row] for row in rows]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     if sum(widths) + 2 * len(widths) - 2 > width():
         for row in cells[1:]:
             print(fill(", ".join(map(": ".join, zip(head, row, strict=True))), rest="    "))
     else:
-        for first, *rest in cells:
-            columns = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
-            print("  ".join([first.ljust(widths[0]), *columns]).rstrip())
+        columns = []
+        for i, column in enumerate(zip(*cells, strict=True)):
+            is_number = i > 0 and any(re.match(r"-?\d", cell) for cell in column[1:])
+            columns.append([f"{c:{'>' if is_number else '<'}{widths[i]}}" for c in column])
+        for line in zip(*columns, strict=True):
+            print("  ".join(line).rstrip())
     print()
 
 
