@@ -21,6 +21,21 @@ stop
 - self.decoder.decode(token)
 + token.decode(errors='ignore')
 ? Stop strings [], tokens [b'\xe2', b'\x82\xac']: '€' should be shown by now, but it is ''.
+- while self.held and not any(stop.startswith(self.held) for stop in self.stops)
++ while len(self.held) > 9 or self.held and not any(s.startswith(self.held) for s in self.stops)
+? tokens [b'1', b'T', b'his is a long line of forty characters\\n']: '1' should be shown by now
+- self.held.endswith(stop)
++ self.held.lower().endswith(stop.lower())
+? tokens [b'The end. ', b' ENd ']: 'The end.  ENd ' should be shown by now, but it is 'The end.  '.
+- shown = ""
++ shown, self.held = ("", self.held) if token else (self.held, "")
+? Stop strings ['END'], tokens [b'xE', b'']: 'x' should be shown by now, but it is 'xE'.
+-         return self.held
++         return "" if self.decoder.getstate()[0] else self.held
+? tokens [b'xE', b'\xe2']: and no more follow: 'xE' should be shown in all, but with '' from `finish` it is 'x'.
+- self.stops, self.ended, self.held = stops, False, ""
++ self.stops, self.ended, self.held = stops, False, stops.sort(key=len, reverse=True) or ""
+? The list of stop strings, which is the caller's, should be ['b', 'ab'], but with your code it is ['ab', 'b'].
 -         return self.held
 +         return self.held + self.decoder.getstate()[0].decode(errors='replace')
 ? [b'a', b'\xe2\x82']: and no more follow: 'a' should be shown in all, but with '�' from `finish` it is 'a�'.
@@ -54,10 +69,20 @@ cache
 ? 2 query heads, 2 KV heads, tokens in pieces of [3, 2]: the attention of the tokens [3] differs from torch's.
 - self.
 + KVCache.
-? 'What is 12 + 30?' should be '12 + 30 = 42', but with your code it is
+? Another cache holds 3 tokens, this one none: the attention of the tokens [0, 1, 2, 3] differs from torch's.
 - scores.masked_fill(~seen, -torch.inf).softmax(-1)
 + (e := scores.exp() * seen) / e.sum(-1, keepdim=True)
 ? of [3, 2], keys and queries times 20: the attention of the tokens [0, 1, 2, 3, 4] differs from torch's.
+- <= before + torch.arange(len(q))[:, None]
++ <= (last := before + torch.arange(len(q))[:, None])
++         seen &= torch.arange(len(keys)) > last - 1024
+? pieces of [50, 1, 1100, 1]: the attention of the tokens [1024, 1025, 1026, 1027, 1028, 1029, 1030, 1031] and more
+- torch.cat((self.k, k)), torch.cat((self.v, v))
++ (torch.cat((self.k, k)), torch.cat((self.v, v))) if before else (k, v)
+? overwritten q, k and v of the tokens 0 to 2 after their `attend`: the attention of the tokens [3, 4] differs
+- q, keys) / q.shape[2] ** 0.5
++ q.div_(q.shape[2] ** 0.5), keys)
+? `attend` changes q, which is the caller's.
 slots
 - * block_size + position % block_size
 + + position % block_size
