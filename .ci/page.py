@@ -91,7 +91,8 @@ class Page(io.StringIO):
         self.add("\n".join(f"| {' | '.join(map(cell, line))} |" for line in lines))
 
     def show_source(self, *links: str) -> None:
-        rows = ["| in the engine | function | line |", "| --- | --- | --- |"]
+        place = "in the engine" if links[0].startswith("nanovllm/") else "in the source"
+        rows = [f"| {place} | function | line |", "| --- | --- | --- |"]
         for link in links:
             place, _, name = link.partition("  ")
             path, _, number = place.partition(":")

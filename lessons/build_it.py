@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from lessons import ladder
-from lessons.show import fill
+from lessons.show import fill, say
 
 STUBS = Path(__file__).with_name("tasks")
 CHECKS = Path(__file__).parents[1] / "tests" / "lessons" / "exercises"
@@ -40,7 +40,8 @@ def run(which: str | None = None, check: str | None = None) -> None:
         run_checks(which, check)
         print(f"All checks of {which} pass.", end="\n\n")
         if (lesson := TASKS[which]) in ladder.LESSONS:
-            print(f"What lesson {lesson} adds to the ladder, measured:", end="\n\n")
+            say(f"""What the idea of lesson {lesson} brings, measured with the engine's code, and
+                not with yours. This takes up to a minute.""")
             ladder.run(lesson)
 
 

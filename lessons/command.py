@@ -95,7 +95,7 @@ def main() -> None:
     if what := given.pop("what", None):
         try:
             run(what, given)
-        except (ValueError, OSError, EOFError) as error:
+        except (ValueError, OSError) as error:
             parser.error(str(error))
     else:
         for name in LESSONS:

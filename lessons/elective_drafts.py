@@ -23,6 +23,7 @@ from lessons.lesson04_roofline import decode_costs
 from lessons.pictures import show_lanes
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM, Trace
+from nanovllm.features.requests.ngram import FIRST_PAUSE, LONGEST_PAUSE
 
 RIDGE = 20  # FLOPs that a processor computes while it reads a byte, for the calculation
 DRAFTS, CONTEXT = 5, 100
@@ -77,22 +78,22 @@ def run() -> None:
         with its answer. The other output repeats nothing:""")
     head = ("tokens", "steps without", "steps with", "drafts", "accepted", "equal tokens")
     show_table(("output", *head), rows)
-    say("""If all drafts are right, a step yields one token more, which was drawn after the last of
-        them. If drafts fail, the row gets fewer of them.""")
+    say(f"""If drafts fail, the row gets fewer of them, and then none for {FIRST_PAUSE} to
+        {LONGEST_PAUSE} tokens. The engine looks up n-grams of several sizes, the longest first.
+        Where the known tokens end, it repeats the drafts. The task does neither.""")
     QUESTIONS.show(2)
     show_source(
         link("features.requests.ngram.Lookup.find", "followers.get"),
         link("features.requests.ngram.NgramSpeculation.accept", "index(False)"),
     )
+    say("Build it: `python -m lessons build ngram`.")
 
 
 QUESTIONS = Questions("""
-    A row knows the tokens a b c a b, and its drafts are c and a. At the three positions of the
-    chunk the sampler draws c, b, x. Which tokens does the row get? (a) c (b) c b (c) c b x
-    Answer: b. The first draft is right. The other one is a, and b was drawn in its place, so b is
-    the next token. x was drawn after the wrong token a.
-    Hint: Which drafts are equal to the drawn tokens, and what was drawn in place of the first that
-    is not?
+    A row has 5 drafts, and all of them are right. How many tokens does the row get in this step?
+    Answer: 6. A token is drawn after each of the six tokens of the chunk, also after the last
+    draft. If the first draft is wrong, the row gets one token, as without drafts.
+    Hint: How many tokens has the chunk, and after which of them is a token drawn?
 
     Why does the engine draw with the position as a part of the random number, and not with the next
     number of a generator? (a) The generator is too slow for several tokens in a step. (b) A

@@ -1,8 +1,9 @@
 """The ladder: the same 16 requests on every rung, from no cache to the defaults of LLM().
 
-Each rung adds one idea to the previous rung and gives the same tokens. `python -m lessons ladder 6`
-measures the rungs of lesson 6, and the one before them. All of them take 20 to 60 s, and 15 to
-30 s more if the CPU's kernels have to be compiled first.
+Each rung adds one idea to the previous rung and gives the same tokens; the last, the defaults,
+changes several options. `python -m lessons ladder 6` measures the rungs of lesson 6, and the one
+before them. All of them take 20 to 60 s, and 15 to 30 s more if the CPU's kernels have to be
+compiled first.
 
     no cache -> a KV cache -> blocks -> batches -> a token budget -> prefix sharing
              -> kernels -> async scheduling -> the defaults
@@ -154,16 +155,22 @@ def rungs_of(lesson: str | None) -> list[Rung]:
 def run(which: str | None = None) -> None:
     """Run the rungs of the lesson `which`, or all. Raises ValueError if the lesson has none."""
     rungs = rungs_of(which)
-    say(f"""The requests begin with the same conversation and have {min(LENGTHS)} to {max(LENGTHS)}
-        output tokens, in float32. Times are of the fastest of three runs.
+    say(f"""{NUM_REQUESTS} requests, whose prompts begin alike, have {min(LENGTHS)} to
+        {max(LENGTHS)} output tokens, in float32. Each row of the table, a rung of the ladder, adds
+        one idea to the row above; the defaults change several options. Times are of the fastest of
+        three runs.
 
-        computed: tokens in all steps. slots: the most slots of the KV cache that were reserved.
-        gain: speed compared with the previous rung. step ms: the longest step. A small token
-        budget makes it shorter, and the whole run slower.""")
+        computed: tokens in all steps. slots: the most tokens for which memory of the KV cache was
+        reserved. gain: speed compared with the row above. step ms: the longest step, for which a
+        rung may give up some speed.
+
+        The rungs: {", ".join(rung.adds for rung in rungs)}. Before you see the table, say what each
+        gains.""")
     show(rungs, climb(rungs, NUM_REQUESTS, repeats=3))
     if which is None:
         say("""A cache, batches, prefix sharing and kernels are about speed, blocks about memory
-            (the slots), and a small token budget about the longest step. Async scheduling is for a
-            GPU; a CPU does not compute while the host plans. The defaults run all requests at once,
-            with up to 2,048 tokens a step on a CPU.""")
+            (the slots), and a small token budget about the longest step: it becomes shorter, and
+            the whole run slower. Async scheduling is for a GPU; a CPU does not compute while the
+            host plans. The defaults run all requests at once, with up to 2,048 tokens a step on a
+            CPU.""")
         show_source(link("engine.llm_engine.LLMEngine.step"))

@@ -4,12 +4,13 @@
 from the one before it. vLLM has the same ones, under other names (docs/vllm-map.md). This lesson
 runs one prompt and prints each object once.
 
-    1 text --> 2 token ids --> 3 Sequence       encoded and queued, once
-        +--------------------> 4 StepPlan       which tokens a step computes
-        |                      5 ForwardBatch   the same as tensors
-        |                      6 logits         from the model: likely tokens
-        +------ commit ------- 7 StepOutput     from the sampler: the next token
-                               8 text           when the request has ended
+    1 text --> 2 token ids          encoded, once
+    3 Sequence     <-- commit --+   the tokens, queued
+    4 StepPlan                  |   which tokens a step computes
+    5 ForwardBatch              |   the same as tensors
+    6 logits                    |   from the model: likely tokens
+    7 StepOutput     -----------+   from the sampler: the next token
+    8 text                          when the request has ended
 """
 
 from typing import Any
@@ -33,8 +34,10 @@ def run() -> None:
         by their number in a vocabulary of {engine.input_processor.vocab_size:,}. The ids:""")
     texts = [repr(decode([token])) for token in ids]
     show_table(("position", *map(str, range(len(ids)))), [("text", *texts), ("id", *ids)])
-    say("""3. The Sequence has the tokens. The model has computed num_computed of them: their keys
-        and values, which later tokens read, are in the cache, in the blocks of block_table:""")
+    say(f"""3. The Sequence has the tokens. The model has computed num_computed of them: their keys
+        and values, which later tokens read, are in the cache. The cache is divided into blocks of
+        {engine.scheduler.block_manager.block_size} places; block_table lists the blocks of the
+        Sequence. It waits for its first step, so it has none:""")
     request = engine.submit(PROMPT, SamplingParams(temperature=0))
     seq, names = request.samples[0].seq, ("token_ids", "num_computed", "block_table", "status")
     show_table(("field", "value"), [(name, str(getattr(seq, name))) for name in names])
@@ -48,8 +51,11 @@ def run() -> None:
             chunks        of row {chunk.row}, from position {chunk.start}: {chunk.token_ids}
             decode_rows   {plan.decode_rows}""")
     QUESTIONS.show(1)
-    say("""5. The ForwardBatch is the plan as tensors. Each token has a slot, the place of its key
-        and value in the cache: slot = block * 16 + offset. Block 0 belongs to no sequence:""")
+    [block] = new.block_table
+    say(f"""5. The ForwardBatch is the plan as tensors. slot_mapping has the slot of each token, the
+        place of its key and value in the cache. Block {block} has the places from {block} * 16 on,
+        so position 3 is at {block} * 16 + 3 = {block * 16 + 3}. (Block 0 belongs to no sequence.)
+        context_lens counts the tokens that the sequence has in the cache after the step:""")
     output = runner.run(plan)()
     batch = runner.rows.build(plan).forward_batch  # as `run` has made it
     names = ("input_ids", "positions", "slot_mapping", "context_lens")
@@ -73,12 +79,14 @@ def run() -> None:
         link("engine.input_processor.InputProcessor.check", "seq = Sequence("),
         link("engine.scheduler.Scheduler.schedule", "plan := StepPlan()"),
         link("runner.rows.Rows.build", "ForwardBatch("),
-        link("models.qwen3.Qwen3.logits"),
-        link("models.sampler.sample"),
-        link("engine.sampling.Sampling.completion", "text ="),
+        link("models.qwen3.Qwen3.logits", "lm_head("),
+        link("runner.model_runner.PendingOutput.wait", "StepOutput("),
+        link("engine.sampling.Sampling.completion", "CompletionOutput("),
     )
-    say("""What to do: run `python example.py --trace`, open the page that it writes, and find
-        objects 3, 4 and 7 of one step in it (docs/trace.md explains the page).""")
+    say("""What to do: run `python example.py --trace` and open the page that it writes
+        (docs/trace.md explains it). Find in one step the text of a request, which is in its
+        Sequence (3), the tokens that the step computes (4), and the token that it samples (7). Its
+        blocks have only 4 places, and prefix hits and the budget are ideas of lessons 8 and 6.""")
 
 
 QUESTIONS = Questions("""

@@ -35,8 +35,9 @@ def run() -> None:
     llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=64)
     QUESTIONS.show(1)
     say(f"""Characters: the tokens of {CHARACTERS!r}. Some characters have a token for each of their
-        bytes. Decoded alone it gives the sign for invalid text. The Detokenizer remembers the bytes
-        and returns the character with the last of them:""")
+        bytes. Such a token, decoded alone, gives the sign for invalid text, \ufffd. The Detokenizer
+        keeps the tokens of an incomplete character in a stream of the tokenizer, and returns the
+        character with the last of them:""")
     tokenizer, rows = llm.get_tokenizer(), []
     detokenizer = Detokenizer(tokenizer, [])
     for token in tokenizer.encode(CHARACTERS):
@@ -47,9 +48,11 @@ def run() -> None:
         back the last {max(map(len, STOPS)) - 1} characters, because they may begin the longest stop
         string. When the request ends, the rest is shown, or a stop string is cut off:""")
     show_table(("token", "shown so far", "held back"), stream(llm, STOPS))
-    say("""The end: the scheduler sees token ids, so it finds stop tokens and counts tokens. A stop
-        string needs the text, which the Sampling object of the request has. The same request with
-        four parameters (15 is the token of "0"):""")
+    say("""The end: the scheduler sees token ids, so it finds stop tokens and counts tokens. It has
+        no text, so the engine looks for stop strings after the Detokenizer. A stop token is not
+        shown either. stop_reason is the stop token or string that was found, and None if the model
+        ended the text by its own end-of-text token. The same request with four parameters (15 is
+        the token of "0"):""")
     ends = [ask(llm, [PROMPT], **params)[0].outputs[0] for params in ENDS]
     cells = [(str(end.finish_reason), str(end.stop_reason), repr(end.text)) for end in ends]
     head = ("parameters", "finish_reason", "stop_reason", "text")

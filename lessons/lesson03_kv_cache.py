@@ -2,14 +2,11 @@
 
 The model of lesson 2 reads a text and gives the probability of each next token. That is one token
 and not an answer. The simplest way to an answer is a loop: run the model, choose a token, append it
-to the text, and run the model over the whole text again (Vaswani et al. 2017, arXiv:1706.03762).
-For a prompt of 4 tokens and an output of 3 it computes 4 + 5 + 6 = 15 tokens. With a KV cache it
-computes 6, in a step of the prompt, called prefill, and two decodes (Pope et al. 2022):
+to the text, and run the model over the whole text again (Vaswani et al. 2017, arXiv:1706.03762):
 
-             without a cache    with a cache
-    step 1   x x x x            x x x x        x: computed in this step
-    step 2   x x x x x          . . . . x      .: key and value are in the cache
-    step 3   x x x x x x        . . . . . x
+    text --> model --> probabilities --> token
+      ^                                    |
+      +------------- appended -------------+
 """
 
 from collections.abc import Callable, Iterator
@@ -59,20 +56,30 @@ def run() -> None:
     llm = make_llm(attention_backend="sdpa")
     prompt = llm.get_tokenizer().encode(PROMPT)
     QUESTIONS.show(1, 2)
-    say("""The first numbers of the third token's key in the last layer, when the model reads 3, 6
-        and 10 tokens of a prompt:""")
+    say("""The first four numbers of the third token's key in the last layer, when the model reads
+        3, 6 and 10 tokens of a prompt:""")
     rows = [(n, *(f"{x:.4f}" for x in third_key(llm, prompt[:n]))) for n in (3, 6, 10)]
-    show_table(("tokens read", "1", "2", "3", "4"), rows)
+    show_table(("tokens read", *(f"number {i}" for i in (1, 2, 3, 4))), rows)
     say("""So keys and values (KV) can be kept, and attention reads nothing else of earlier tokens
-        (lesson 2). Both ways give the same output. The tokens that they compute, and the time:""")
+        (lesson 2). A step of the prompt, called prefill, stores them in the KV cache. Each later
+        step, a decode, computes one token (Pope et al. 2022). For a prompt of 4 tokens and an
+        output of 3:
+
+                     without a cache    with a cache
+            step 1   x x x x            x x x x       prefill   x: computed in this step
+            step 2   x x x x x          . . . . x     decode    .: key and value are
+            step 3   x x x x x x        . . . . . x   decode       in the cache
+
+        Both ways give the same output. The tokens that they compute without a cache and with it,
+        and the time:""")
     rows = []
     for n in LENGTHS:
         runs = [way(llm, prompt, n) for way in (without_cache, with_cache)]
         (old, slow), (new, fast) = (timed(partial(list[tuple[int, int]], run), 1) for run in runs)
         assert [token for token, _ in old] == [token for token, _ in new]
-        counts = [f"{sum(computed for _, computed in steps):,}" for steps in (old, new)]
-        rows.append((n, *counts, f"{slow:.2f}", f"{fast:.2f}", faster(slow, fast)))
-    head = ("output tokens", "without", "with", "seconds without", "seconds with", "it is")
+        a, b = (f"{sum(computed for _, computed in steps):,}" for steps in (old, new))
+        rows.append((n, a, f"{slow:.2f}", b, f"{fast:.2f}", faster(slow, fast)))
+    head = ("output", "without: tokens", "seconds", "with: tokens", "seconds", "speed")
     show_table(head, rows)
     c = shape_of("qwen3-0.6b")
     say(f"""The price is memory. In bfloat16 a token of Qwen3-0.6B takes 2 (a key and a value) *
@@ -89,16 +96,16 @@ def run() -> None:
 
 
 QUESTIONS = Questions("""
-    A prompt of 4 tokens and an output of 3 made 15 without a cache. How many tokens does the model
-    compute for the same prompt and an output of 6?
-    Answer: 39. 4 + 5 + 6 + 7 + 8 + 9. Long outputs that are twice as long take four times as many
-    tokens: there are twice as many steps, and a step computes more.
-    Hint: How many steps are there, and how many tokens does the last one compute?
+    A prompt has 4 tokens. The loop runs until the output has 6 tokens. How many tokens does the
+    model compute in all its runs?
+    Answer: 39. 4 + 5 + 6 + 7 + 8 + 9. The longer the output, the closer twice the length comes to
+    four times the tokens: there are twice as many runs, and each computes more.
+    Hint: How many runs are there, and how many tokens does the last one compute?
 
     The model runs over the first 3 tokens of a prompt, and then over the first 6. Does the key of
-    the third token change in the second run? (a) Yes: attention mixes the keys of all tokens that
-    the model reads. (b) Yes, except in the first layer. (c) No: a token attends only to itself and
-    to the tokens before it.
-    Answer: c. What a layer computes for a token depends on nothing that follows it.
+    the third token change in the second run? (a) Yes, in all layers. (b) Yes, except in the first
+    layer, where nothing has been mixed. (c) No, in no layer.
+    Answer: c. In each layer a token attends only to itself and to tokens before it. So nothing that
+    is computed for it depends on what follows it.
     Hint: Which tokens does the third token attend to, in any layer?
 """)

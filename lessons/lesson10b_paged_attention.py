@@ -1,11 +1,11 @@
 """Lesson 10b: paged attention, tile by tile.
 
 Attention divides by the sum of the softmax, so it seems to need the scores of all keys first. For a
-prompt of 4,096 tokens and 16 heads these are 1 GiB. An online softmax (Milakov and Gimelshein 2018,
-arXiv:1805.02867) needs only a tile of keys at a time, with three numbers: a running maximum m, a
-sum l and a weighted sum of values acc. FlashAttention (Dao et al. 2022, arXiv:2205.14135) therefore
-never stores all scores. The keys of a tile can be anywhere, if it is gathered through a block
-table, which is paged attention (Kwon et al. 2023, arXiv:2309.06180):
+prompt of 4,096 tokens and 16 heads these are 1 GiB in float32. An online softmax (Milakov and
+Gimelshein 2018, arXiv:1805.02867) needs only a tile of keys at a time, with two numbers and a
+vector: a running maximum m, a sum l, and a weighted sum of values acc. FlashAttention (Dao et al.
+2022, arXiv:2205.14135) therefore never stores all scores. The keys of a tile can be anywhere, if it
+is gathered through a block table, which is paged attention (Kwon et al. 2023, arXiv:2309.06180):
 
     positions   [ 0 ... 127 | 128 ... 255 | 256 ... 383 | ]   tiles of 128 keys
     blocks        7 3 9 1 .   2 8 4 6 ...   of 16 slots, through the block table
@@ -67,7 +67,8 @@ def run() -> None:
     say(f"""A query attends to the keys of {CONTEXT} tokens in the first layer of the embedded
         model. They are in a paged cache with the block table {table[:6].tolist()} and so on. A tile
         gathers the slots of {TILE} positions. Each tile multiplies l and acc by the factor exp(old
-        m - new m), then adds its sums of exp(score - m) and exp(score - m) v:""")
+        m - new m), then adds its sums of exp(score - m) and exp(score - m) v. Before the first tile
+        m is -inf, so its factor is 0:""")
     (_, total, acc), rows = attend_tiles(q, paged_tiles(kv, table, 0, CONTEXT))
     show_table(("keys", "largest score", "m", "factor", "l", "acc[0]", "acc[1]"), rows)
     k, v = torch.cat([*paged_tiles(kv, table, 0, CONTEXT)], dim=1)
@@ -76,9 +77,9 @@ def run() -> None:
     say(f"""acc / l begins with {acc[0]:.3f} / {total:.3f} = {acc[0] / total:.3f}. The softmax of
         all scores at once gives {expected[0]:.3f}.""")
     QUESTIONS.show(2)
-    say("""On a GPU one program would do this while others are idle. Instead, a program computes
-        each split of the context, which is flash decoding (Dao et al. 2023). Then the l and acc of
-        all splits are multiplied by exp(m - the largest m) and added:""")
+    say("""If one program did all of this, most multiprocessors of a GPU would be idle. Instead, a
+        program computes each split of the context, which is flash decoding (Dao et al. 2023). Then
+        the l and acc of all splits are multiplied by exp(m - the largest m) and added:""")
     splits = [(start, start + SPLIT) for start in range(0, CONTEXT, SPLIT)]
     states = [attend_tiles(q, paged_tiles(kv, table, *split))[0] for split in splits]
     largest, totals, accs = map(torch.stack, zip(*states, strict=True))
@@ -95,6 +96,9 @@ def run() -> None:
         row_sum is l, correction is the factor. Its scores are multiplied by log2(e), so that exp2,
         one instruction, takes the place of exp:""")
     show_lines(kernels._attend_tile.fn, "scores = tl.dot", "return acc")
+    say("""Its programs store acc / l and lse = m + log2 l of each split, in two arrays instead of
+        three. exp2(lse) is l exp2(m), so the merge weights each acc / l with exp2(lse - the largest
+        lse), and divides by the sum of these weights:""")
     show_source(link(kernels._merge_splits.fn, "weights ="))
     say("Build it: `python -m lessons build softmax`.")
 

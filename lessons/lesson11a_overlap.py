@@ -2,9 +2,9 @@
 
 Kernels make steps short, and then the time of the host counts. A GPU works asynchronously: the host
 only launches its work. If the host waits for the tokens of a step before it plans the next one, the
-GPU is idle while the host plans. If a step takes 5 ms and a plan 3 ms, that is 3 of 8 ms. With
-async scheduling, step N+1 is planned and launched before the tokens of step N are read (as in
-NanoFlow, Zhu et al. 2024, arXiv:2408.12757, and in vLLM):
+GPU is idle while the host plans. If a step takes 5 ms and a plan 3 ms, the GPU is idle
+for 3 of 8 ms. With async scheduling, step N+1 is planned and launched before the tokens of step N
+are read (as in NanoFlow, Zhu et al. 2024, arXiv:2408.12757, and in vLLM):
 
     without   host    plan 1 |........| commit 1, plan 2 |........| commit 2 ...
               device         | step 1 |                  | step 2 |
@@ -78,13 +78,21 @@ def run() -> None:
     show_table(("async_scheduling", "ms a step", "tokens sampled", "returned"), rows)
     say(f"""A step takes {rows[0][1]} ms without overlap, when the device and the host work in
         turn ({DEVICE_MS + HOST_MS} ms at least), and {rows[1][1]} ms with it, when the slower of
-        the two decides ({DEVICE_MS} ms at least). The price: step N+1 is planned when the tokens of
-        step N are counted but not known. A sequence that sampled a stop token is computed once
-        more, and the token is dropped.""")
-    show_source(link("engine.llm_engine.LLMEngine.run_step", "self.async_scheduling"))
-    say("""What to do: change HOST_MS in this file to 5 and to 8, and say before each run what both
-        ways take. On the ladder async scheduling has a rung: `python -m lessons ladder 11`. A CPU
-        gains nothing, because the host computes the step itself.""")
+        the two decides ({max(DEVICE_MS, HOST_MS)} ms at least).
+
+        Step N+1 is planned when the tokens of step N are counted but not known. What is its input?
+        The plan says only that row 0 computes, for example, position 12. The token stays on the
+        device: step N writes it to `Rows.last_tokens`, where step N+1 reads it.
+
+        The price: a sequence that sampled a stop token is computed once more, and the token of this
+        step is dropped.""")
+    show_source(
+        link("engine.llm_engine.LLMEngine.run_step", "self.async_scheduling"),
+        link("runner.rows.Rows.record", "self.last_tokens[rows]"),
+    )
+    say("""What to do: change HOST_MS in `lessons/lesson11a_overlap.py` to 5 and to 8, and say
+        before each run what both ways take. On the ladder async scheduling has a rung: `python -m
+        lessons ladder 11`. A CPU gains nothing, because the host computes the step itself.""")
 
 
 QUESTIONS = Questions("""

@@ -1,9 +1,9 @@
 """Lesson 11b: CUDA graphs.
 
 With overlap the host plans a step while the device computes the one before. But the host also
-launches each step, kernel by kernel. A decode of a model with 28 layers has about 280 small ones,
-and each launch takes the host some microseconds. If a kernel takes less, the device waits again. A
-CUDA graph records all launches of a step once, and then one call repeats them:
+launches each step, kernel by kernel. A decode of a model with 28 layers has about 280 small
+kernels, and each launch takes the host some microseconds. If a kernel takes less, the device waits
+again. A CUDA graph records all launches of a step once, and then one call repeats them:
 
     without    host    launch 1 | launch 2 | launch 3 | ...
                device          | k 1 |    | k 2 |    | k 3 |  ...
@@ -11,8 +11,8 @@ CUDA graph records all launches of a step once, and then one call repeats them:
                device          | k 1 | k 2 | k 3 | ...
 
 What must be true of a step, so that a recording of it can be repeated for other rows? A CPU takes
-the place of the GPU here: lessons/device.py counts what the host launches, records it, and replays
-it by one call.
+the place of the GPU here: `lessons/device.py` counts what the host launches, records it, and
+replays it by one call.
 """
 
 import torch
@@ -42,8 +42,8 @@ def decode(device: Device, rows: Tensor, positions: Tensor) -> None:
 
 def run() -> None:
     QUESTIONS.show(1, 2)
-    say(f"""1. With a graph, 280 kernels take one launch and their own time, {LAUNCH} + 280 *
-        {KERNEL} = {LAUNCH + 280 * KERNEL} microseconds.""")
+    say(f"""With a graph, a step of 280 kernels takes one launch and the time of the kernels:
+        {LAUNCH} + 280 * {KERNEL} = {LAUNCH + 280 * KERNEL} microseconds.""")
     device, rows, positions = Device(), torch.tensor([3, 0, 5]), torch.zeros(ROWS, dtype=torch.long)
     try:
         device.capture(lambda: decode(device, rows, positions))
@@ -64,13 +64,14 @@ def run() -> None:
         before = device.launches
         replay()
         table.append((what, device.launches - before, " ".join(map(str, positions.tolist()))))
-    say(f"""2. A small step has {eager} launches, of which the last one adds 1 to the positions of
-        its rows. The positions of rows 0 to 7 after three replays:""")
+    say(f"""A step as in question 2 is recorded. It has {eager} launches, of which the last one adds
+        1 to the positions of its rows. The positions of rows 0 to 7 after three replays:""")
     show_table(("what the host does", "launches", "positions"), table)
     say(f"""Fixed addresses: the second replay has computed rows 3, 0 and 5 again, because it knows
         nothing of the new tensor. So every tensor that a kernel reads or writes keeps its address:
         weights, KV cache, inputs, block tables, outputs. Only contents change: the engine copies
-        the rows of each step into the recorded tensor.
+        the rows of each step into the recorded tensor, and their order by length, in which the
+        kernels of attention start (`longest_first`).
 
         Sizes: a recording has a fixed number of rows. With max_num_seqs={ROWS} the engine captures
         {", ".join(map(str, batch_sizes(ROWS)))} rows, and fills a step up to the next size with the
@@ -78,7 +79,8 @@ def run() -> None:
         become 3, 0, 5 and {ROWS}, and the token of row {ROWS} is left out.
 
         Warm-up: each size runs once before it is recorded, because a recording must not compile
-        kernels or initialize libraries. Without this, the model of the device says: {refused!r}.
+        kernels, which may be compiled for each size, or initialize libraries. Without this,
+        `lessons/device.py` says: {refused!r}.
 
         Grids: the number of programs of a kernel is recorded too. Attention splits each context
         among several programs (lesson 10b), and contexts grow with each step: a number that was

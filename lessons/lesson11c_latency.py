@@ -1,8 +1,7 @@
 """Lesson 11c: what a user waits for: latency under load.
 
-All lessons so far make more tokens per second. But a user does not see tokens per second. A user
-waits for the first token, and then reads along. Each request has the times of its events
-(RequestMetrics):
+Most lessons so far make more tokens per second. A user does not see them: a user waits for the
+first token, and then reads along. Each request has the times of its events (RequestMetrics):
 
     arrival      first scheduled     first token              finished
        |--- queue ---|---- prompt -------|- t -|- t -|- t -|- t -|
@@ -47,16 +46,17 @@ def run() -> None:
     llm = make_llm(attention_backend="sdpa", **options)
     serve(llm, [0.0] * REQUESTS)  # prepares buffers
     alone = [serve(llm, [0.0])[0][0] for _ in range(5)]
-    first, between = map(median, zip(*alone, strict=True))
+    first, between = (round(median(times), 4) for times in zip(*alone, strict=True))
     capacity = REQUESTS / serve(llm, [0.0] * REQUESTS)[1]
     limits = (5 * first, 3 * between)
     QUESTIONS.show(1)
-    say(f"""A request that is alone has its first token after {first * 1e3:.0f} ms and another
-        every {between * 1e3:.1f} ms. If all {REQUESTS} requests arrive at once, the engine
-        serves {capacity:.1f} requests per second, 8 at a time (max_num_seqs=8). Let the limits be
-        {limits[0] * 1e3:.0f} ms to the first token, five times as long, and
-        {limits[1] * 1e3:.1f} ms between tokens, three times as long. The same requests arrive
-        at random (a Poisson process). Load is the arrival rate divided by the capacity:""")
+    say(f"""The work is {REQUESTS} requests for {TOKENS} tokens each. One that is alone has its
+        first token after {first * 1e3:.1f} ms and another every {between * 1e3:.1f} ms. If all
+        arrive at once, the engine serves {capacity:.1f} requests per second, 8 at a time
+        (max_num_seqs=8). Let the limits be {limits[0] * 1e3:.1f} ms to the first token, five times
+        as long, and {limits[1] * 1e3:.1f} ms between tokens, three times as long. The second is for
+        the mean of each request. The same requests arrive at random (a Poisson process). Load is
+        the arrival rate divided by the capacity:""")
     rows, rng = [], random.Random(0)
     arrivals = list(accumulate(rng.expovariate(1) for _ in range(REQUESTS)))
     for load in LOADS:
@@ -72,7 +72,7 @@ def run() -> None:
     QUESTIONS.show(2)
     show_source(link("outputs.RequestMetrics", "first_token_time"))
     say("""What to do: say what 4 and 16 rows would do to both times of the table at a load of 0.9.
-        Then change max_num_seqs in this file, and run it again.""")
+        Then change max_num_seqs in `lessons/lesson11c_latency.py`, and run it again.""")
 
 
 QUESTIONS = Questions("""

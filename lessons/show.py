@@ -70,16 +70,19 @@ def say(text: str) -> None:
 
 @shown
 def show_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print columns, the first to the left, the others to the right. If too wide, wrap each row."""
+    """Print columns, numbers to the right. If they are too wide, wrap each row."""
     cells = [[*head], *[[str(cell) for cell in row] for row in rows]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     if sum(widths) + 2 * len(widths) - 2 > width():
         for row in cells[1:]:
             print(fill(", ".join(map(": ".join, zip(head, row, strict=True))), rest="    "))
     else:
-        for first, *rest in cells:
-            columns = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
-            print("  ".join([first.ljust(widths[0]), *columns]).rstrip())
+        columns = []
+        for i, column in enumerate(zip(*cells, strict=True)):
+            is_number = i > 0 and any(re.match(r"-?\d", cell) for cell in column[1:])
+            columns.append([f"{c:{'>' if is_number else '<'}{widths[i]}}" for c in column])
+        for line in zip(*columns, strict=True):
+            print("  ".join(line).rstrip())
     print()
 
 
@@ -102,7 +105,8 @@ def link(place: Any, text: str = "") -> str:
 
 @shown
 def show_source(*links: str) -> None:
-    print("In the engine:", *links, sep="\n  ", end="\n\n")
+    in_engine = links[0].startswith("nanovllm/")
+    print("In the engine:" if in_engine else "In the source:", *links, sep="\n  ", end="\n\n")
 
 
 @shown
@@ -125,11 +129,22 @@ def faster(before: float, after: float) -> str:
 
 @shown
 def show_question(questions: Sequence[Question], number: int) -> None:
-    """Print question `number`, counted from 1. In a terminal, wait for an answer and compare it."""
+    """Print question `number`, counted from 1. In a terminal, let the reader answer it twice."""
     print_question(question := questions[number - 1], number)
-    if sys.stdin.isatty() and sys.stdout.isatty():
-        given = input("  Your answer (Enter skips it): ").strip()
-        print(fill(compare(question, given), "  ", "  ") if given else "", end="\n\n")
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return
+    last = question._replace(hint="The command at the end shows the answer.")
+    for label, this in (("Your answer", question), ("Once more", last)):
+        try:
+            given = input(f"  {label} (Enter skips it): ").strip()
+        except EOFError:  # Ctrl-D, where no line ends
+            given = ""
+            print()
+        if given:
+            print(fill(compare(this, given), "  ", "  "))
+        if not given or is_right(question, given):
+            break
+    print()
 
 
 def print_question(question: Question, number: int) -> None:
@@ -140,16 +155,26 @@ def print_question(question: Question, number: int) -> None:
     print()
 
 
+def is_right(question: Question, given: str) -> bool:
+    """Compare an answer, or its only number as in "39 tokens", except for case and commas."""
+    text = given.lower().strip("(). ").replace(",", "")
+    numbers = re.findall(r"-?\d+(?:\.\d+)?", text)
+    right = question.answer.lower().split(" or ")
+    return text in right or (len(numbers) == 1 and numbers[0] in right)
+
+
 def compare(question: Question, given: str) -> str:
-    """Return whether an answer is right, except for case, "()" and commas, with the reason."""
-    if given.lower().strip("() ").replace(",", "") in question.answer.lower().split(" or "):
+    """Return whether an answer is right, with the reason or the hint."""
+    given = given.rstrip(".")
+    if is_right(question, given):
         return f"{given} is right. {question.why}"
     return f"{given} is not right. Hint: {question.hint}"
 
 
 def show_command(questions: Sequence[Question], command: str) -> None:
-    """Print the command that compares a reader's answers with the right ones."""
-    print(f"Compare your answers, or see these:\n  {command}{' ...' * len(questions)}")
+    """Print the commands that compare a reader's answers with the right ones, and show these."""
+    yours = "".join(f" ANSWER{i + 1}" for i in range(len(questions)))
+    print(f"To compare your answers:\n  {command}{yours}\nTo see the answers:\n  {command}")
 
 
 def show_answers(questions: Sequence[Question], answers: list[str]) -> None:

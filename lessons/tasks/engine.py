@@ -2,15 +2,16 @@
 
 The task. Write `step` and `attend`. This file imports eight of your solutions, which must be in its
 directory. `step` computes one step of many requests:
-  1. The first waiting requests, as many as there are free rows, take their cached prefix, once
-     each, also if the budget does not reach them: attach_cached(seq, match(seq)) of self.blocks,
-     which sets seq.num_computed. The others hold no blocks.
+  1. The first waiting requests, as many as there are free rows, take their cached prefix, also if
+     the budget does not reach them: attach_cached(seq, match(seq)) of self.blocks, which sets
+     seq.num_computed. Each sequence does so once. The others hold no blocks.
   2. plan_step says which requests compute how many tokens. They get blocks: append_block(seq).
   3. self.model.logits(ids, positions, functools.partial(self.attend, plan)) computes the logits
      [T, V] of the T tokens of all requests, whose ids and positions are lists of int.
-  4. cache_full_blocks(seq) caches what is computed. A request whose tokens are all computed gets
-     the most likely token that keep_typical_p leaves. At an end token or at max_length it leaves
-     `running`, and its blocks are released: release(seq).
+  4. Add the planned tokens to seq.num_computed, at the latest here. cache_full_blocks(seq) caches
+     what is computed. A request whose tokens are all computed gets the most likely token that
+     keep_typical_p leaves. At an end token, one of seq.stop_token_ids, or at seq.max_length it
+     leaves `running`, and its blocks are released: release(seq).
 
 The model calls `attend` in each layer. It stores the keys and values of the step in the slots of
 their tokens. Then a request with several new tokens attends through a KVCache, to which all its

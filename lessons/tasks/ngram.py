@@ -13,9 +13,11 @@ What must stay true:
   - The last occurrence before the end counts. There may be fewer drafts than `most`, or none.
   - The output is what the model gives without drafts, at most max_tokens tokens, and it ends with
     the first token in `ends`.
-  - A step computes the known tokens that are not computed, then the drafts. If k more tokens may
-    follow, it has at most k - 1 drafts, because a token is drawn after the last of them too.
-  - The next chunk begins after the last token that is right and computed.
+  - A step computes the known tokens that are not computed, then the drafts, also those after an end
+    token. If k more tokens may follow, it has at most k - 1 drafts, because a token is drawn after
+    the last of them too.
+  - The next chunk begins after the last token that is right and computed: in the example with 7, at
+    position 9.
 
 In the engine: NgramSpeculation in nanovllm/features/requests/ngram.py.
 """
@@ -38,5 +40,5 @@ def accept(drafts: list[int], drawn: list[int]) -> list[int]:
 def generate(
     draw: Draw, prompt: list[int], max_tokens: int, ends: set[int], size: int, most: int
 ) -> list[int]:
-    """The output tokens after a prompt, with at most `most` drafts in a step."""
+    """The output tokens after a prompt, max_tokens >= 1, with at most `most` drafts in a step."""
     raise NotImplementedError("generate is to be written; see the top of this file")

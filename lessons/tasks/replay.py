@@ -11,8 +11,9 @@ What must stay true:
   - `decode` makes one launch, and captures nothing. It gets at most max(sizes) rows.
   - A step changes the rows that it computes. So no row is computed twice, and none that is not in
     `rows`, except for the padding row, which belongs to no sequence.
-  - A kernel is compiled when it is launched for the first time, which a capture does not allow.
-  - A list that `decode` has returned does not change later.
+  - A kernel is compiled when it is launched with a size for the first time, which a capture does
+    not allow: run each size once before its capture.
+  - A list that `decode` has returned does not change later, and arguments do not change.
 
 In the engine: DecodeGraphs in nanovllm/backends/gpu/graphs.py. Hints: `replay =
 device.capture(function)` of lessons/device.py records what a call of `function` launches. x[:size]

@@ -23,7 +23,7 @@ State = tuple[Tensor, Tensor, Tensor]  # m [], l [], acc [D]
 
 
 def update(state: State, scores: Tensor, values: Tensor) -> State:
-    """scores [n], values [n, D] of one tile."""
+    """scores [n], values [n, D] of one tile; n is at least 1."""
     raise NotImplementedError("update is to be written; see the top of this file")
 
 

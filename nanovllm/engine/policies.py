@@ -12,6 +12,11 @@ HEAD = -sys.maxsize  # the key of preempted sequences and forks, smaller than ev
 AGING = 16  # with "sjf", each position in the order of arrival counts as this many tokens
 
 
+def first_come_first_served(seq: Sequence, _: BlockManager) -> int:
+    """Return the position in the order of arrival."""
+    return seq.arrival
+
+
 def shortest_job_first(seq: Sequence, blocks: BlockManager) -> int:
     """Return the number of uncached prompt tokens at arrival, plus AGING for each earlier request.
 
@@ -22,4 +27,4 @@ def shortest_job_first(seq: Sequence, blocks: BlockManager) -> int:
     return uncached + AGING * seq.arrival
 
 
-POLICIES: dict[str, PolicyKey] = {"fcfs": lambda seq, _: seq.arrival, "sjf": shortest_job_first}
+POLICIES: dict[str, PolicyKey] = {"fcfs": first_come_first_served, "sjf": shortest_job_first}

@@ -42,8 +42,6 @@ def revert_in_flight(scheduler: Scheduler, seqs: Iterable[Sequence]) -> None:
         seq.num_output_placeholders = 0
         if seq.finish_reason is None and seq.result_kind is ResultKind.TOKEN and seq.num_output:
             scheduler.finish_if_complete(seq)
-    unfinished = [seq for seq in unfinished if seq.status is not Status.FINISHED]
-    for seq in unfinished:
         if not seq.awaits_token and seq.finish_reason is None:
             is_new = not seq.preemptions and seq.parent is None
             key = scheduler.policy_key(seq, scheduler.block_manager) if is_new else HEAD

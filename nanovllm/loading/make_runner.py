@@ -7,7 +7,7 @@ come last, because they read the KV cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -68,7 +68,8 @@ def make_runner(
         config = budget.config  # with fewer sequences, if the states of more do not fit
         # The longest request that can fit limits the size of rows and rotary tables.
         num_blocks = budget.num_kv_blocks(max_model_len, free - budget.weight_bytes)
-        longest = budget.fitted_length(max_model_len, smallest(num_blocks, ranks))
+        smallest = int if ranks is None else ranks.smallest  # of all ranks
+        longest = budget.fitted_length(max_model_len, smallest(num_blocks))
         model = type(on_meta)(model_config, longest, backend)
         with backend.thread_limit():
             load_model(config, model, full_config, files, ranks)
@@ -78,7 +79,7 @@ def make_runner(
             from nanovllm.features.formats.fp8_scales import read_fp8_scales
 
             scales = read_fp8_scales(files, model_config.kv_layers)
-        make_cache(runner, budget, longest, scales, ranks)
+        make_cache(runner, budget, longest, scales, smallest)
         runner.max_model_len = budget.fitted_length(longest, runner.num_blocks)
         runner.make_fast_steps = partial(make_fast_steps, config, ranks)
         runner.make_fast_steps(runner)
@@ -155,7 +156,7 @@ def make_cache(
     budget: MemoryBudget,
     max_model_len: int,
     scales: list[Scales] | None,
-    ranks: Ranks | None,
+    smallest: Callable[[int], int],
 ) -> None:
     """Allocate a KV cache as large as options set or memory allows, and the host cache."""
     backend, model_config = runner.backend, runner.model.config
@@ -184,13 +185,8 @@ def make_cache(
     if runner.states is not None and backend.device.type == "cuda":
         # A CPU counts memory as free until it is written. `num_kv_blocks` subtracts the states.
         free += runner.states.nbytes
-    runner.num_blocks = smallest(budget.num_kv_blocks(max_model_len, free, scratch), ranks)
+    runner.num_blocks = smallest(budget.num_kv_blocks(max_model_len, free, scratch))
     runner.attention = make_attention(runner.num_blocks + 1)
-
-
-def smallest(number: int, ranks: Ranks | None) -> int:
-    """Return the minimum of `number` over all ranks."""
-    return number if ranks is None else ranks.smallest(number)
 
 
 def make_fast_steps(config: EngineConfig, ranks: Ranks | None, runner: ModelRunner) -> None:
@@ -201,12 +197,12 @@ def make_fast_steps(config: EngineConfig, ranks: Ranks | None, runner: ModelRunn
     runner.fused_model = fused or model
     runner.fused_step = backend.fuse_step(runner.fused_model, runner.attention, runner.rows)
     # A capture runs steps, in which ranks wait for each other: all of them capture, or none does.
-    of_ranks = partial(smallest, ranks=ranks)
-    if config.enforce_eager or not of_ranks(int(isinstance(runner, DeviceRunner))):
+    smallest = int if ranks is None else ranks.smallest
+    if config.enforce_eager or not smallest(int(isinstance(runner, DeviceRunner))):
         return
     assert isinstance(runner, DeviceRunner)
     with torch.inference_mode():
-        graphs = backend.capture_decode(runner.decode, runner.rows.positions, of_ranks)
+        graphs = backend.capture_decode(runner.decode, runner.rows.positions, smallest)
         if not graphs.replays:
             return
         if config.check_kernels:

@@ -185,6 +185,7 @@ def test_the_table(embedded_run: Trace) -> None:
         checked += 1
     assert checked > 20
     text = " ".join(" ".join(lines).split())
+    assert "from the head of the queue (first come first served)." in text
     assert "Prefix hit: positions 0-7 of request 3 are cached (blocks 1, 2)." in text
     assert (
         "Preemption: request 5 returns to the head of the queue, because no block was available"

@@ -637,8 +637,8 @@ class Alone(tensor_parallel.Ranks):
         if function is tensor_parallel.dist.all_gather:
             [first, second], x = args
             first.copy_(x)
-            second.copy_(x * 0.5)
-        elif args[0].is_floating_point():
+            second.copy_(x * 0.5 if x.is_floating_point() else x)
+        else:
             args[0].mul_(2)
 
     def rank_0_first(self) -> nullcontext[None]:

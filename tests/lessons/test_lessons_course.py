@@ -62,6 +62,7 @@ def test_the_page_is_the_model() -> None:
     """`run` compares its logits with the engine's. A part that is left out would show."""
     printed = run_lesson("2")
     assert "is '1'." in printed
+    assert "comes from rounding" in " ".join(printed.split())
 
 
 def test_drafts() -> None:

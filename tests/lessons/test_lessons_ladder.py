@@ -45,7 +45,9 @@ def test_lesson_3(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     monkeypatch.setattr(lesson03_kv_cache, "LENGTHS", lesson03_kv_cache.LENGTHS[:-1])
     lesson03_kv_cache.run()
     printed = capsys.readouterr().out
-    rows = re.findall(r"^(\d+) +([\d,]+) +(\d+) .* (?:as fast|as slow)$", printed, re.MULTILINE)
+    rows = re.findall(
+        r"^(\d+) +([\d,]+) +[\d.]+ +(\d+) .* as (?:fast|slow)$", printed, re.MULTILINE
+    )
     assert rows == [("20", "390", "29"), ("40", "1,180", "49"), ("80", "3,960", "89")]
     keys = numbers(printed, "tokens read")
     assert len(keys) == 3

@@ -63,5 +63,5 @@ def test_states_are_counted_once_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     runner: Any = SimpleNamespace(backend=backend, model=model, host_pool=None, states=None)
     config = EngineConfig(gpu_memory_utilization=1.0)
     budget = MemoryBudget(config, backend.device, 8 * gib, 0, gib >> 4, state_bytes=gib)
-    start.make_cache(runner, budget, 40_960, None, None)
+    start.make_cache(runner, budget, 40_960, None, int)
     assert runner.num_blocks == 7 * 16 - start.memory.CUDA_MARGIN // (gib >> 4) - 1

@@ -168,22 +168,18 @@ def test_rows_with_rules_take_their_states_from_the_graph(path: Path) -> None:
     assert answers[1] == answers[0]
 
 
-def test_rules_are_forgotten_with_their_request(path: Path) -> None:
+def test_rules_are_forgotten_with_their_request(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A row that once had rules costs later requests nothing: no token is sampled twice."""
     llm = make_llm(path, graphs=True, max_num_seqs=4, async_scheduling=False)
     greedy = dict(temperature=0, max_tokens=6, ignore_eos=True)
     ruled = SamplingParams(repetition_penalty=1.5, **greedy)
     llm.generate([[1, 2], [3, 4]], ruled, use_tqdm=False)
-    runner, sampled_again = llm.engine.runner, []
-    sampling_batch = runner.device_rows.sampling_batch
-
-    def watched(rows: torch.Tensor) -> object:
-        sampled_again.append(rows)
-        return sampling_batch(rows)
-
-    runner.device_rows.sampling_batch = watched
+    sample, calls = llm.engine.runner.sample, []
+    monkeypatch.setattr(llm.engine.runner, "sample", lambda *a: calls.append(a) or sample(*a))
     llm.generate([[1, 2]], SamplingParams(**greedy), use_tqdm=False)  # in one of the rows
-    assert not sampled_again  # only rows with rules ask, after the graph
+    assert [rules for *_, rules in calls] == [None]  # of the prompt; decodes sample in the graph
 
 
 def test_an_engine_with_graphs_is_freed_at_once(

@@ -31,6 +31,7 @@ propose, accept, generate = load("ngram.py", "propose", "accept", "generate")
         ([1, 2], 2, 3, []),
         ([1], 2, 3, []),
         ([1, 2, 1], 3, 3, []),
+        ([1, 1], 3, 3, []),
     ],
 )
 def test_propose(known: list[int], size: int, most: int, want: list[int]) -> None:
@@ -41,6 +42,11 @@ def test_propose(known: list[int], size: int, most: int, want: list[int]) -> Non
         f"The drafts after {given}, with size={size}, most={most},",
     )
     same(known, given, "The known tokens, which propose gets,")
+
+
+def test_propose_in_a_long_text() -> None:
+    got = propose([5, 6, 7, *range(10, 1000), 5, 6], 2, 3)
+    same(got, [7, 10, 11], "Known are 5, 6, 7, 990 other tokens, 5 and 6. The drafts")
 
 
 @pytest.mark.parametrize(
@@ -68,10 +74,16 @@ class Recorded:
 
     def draw(self, ids: list[int], start: int) -> list[int]:
         self.chunks.append((start, list(ids)))
+        what = f"Steps (position, tokens): {self.chunks}. The last "
+        known = len(self.memory)
         expect(
-            0 <= start <= len(self.memory) and len(ids) > 0,
-            f"Steps (position, tokens): {self.chunks}. The last begins at position {start} and has "
-            f"{len(ids)} tokens, but only the positions before {len(self.memory)} are computed.",
+            0 <= start <= known,
+            f"{what}begins at position {start}, but only the positions before {known} are computed.",
+        )
+        expect(
+            len(ids) > 0,
+            f"{what}has no tokens. Too many known ones count as computed: a wrong draft does not "
+            "compute the token that takes its place.",
         )
         self.memory[start:] = ids
         return [self.after(self.memory[:end]) for end in range(start + 1, start + len(ids) + 1)]

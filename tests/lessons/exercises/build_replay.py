@@ -17,20 +17,18 @@ PROMPTS = [[row % 3, row // 3, row % 2] for row in range(PADDING)]
 
 
 class Rows:
-    """Rows of the oracle's sequences on a device: each step adds a token to the rows it computes.
-
-    A size of a step has kernels of its own, as in Triton, where sizes are constants.
-    """
+    """Rows of the oracle's sequences on a device: each step adds a token to the rows it computes."""
 
     def __init__(self) -> None:
         self.device = Device()
         self.tokens = [*map(list, PROMPTS), [0]]  # of each row
-        self.kernels = {}
+        self.kernels = self.make_kernels()
         self.computed: list[list[int]] = []  # the rows of each step that ran
 
     def step(self, rows: Tensor) -> Tensor:
+        same(rows.dtype, torch.int64, "The dtype of the rows that `step` gets")
         new = torch.full_like(rows, -1)  # -1 is no token
-        for kernel in self.kernels.setdefault(len(rows), self.make_kernels()):
+        for kernel in self.kernels:
             self.device.launch(kernel, rows, new)
         return new
 
@@ -48,15 +46,30 @@ class Rows:
         return sample, store
 
 
+def reason(computed: list[list[int]], rows: list[int], want: list[int]) -> str:
+    """Return why a graph may have computed other rows than `want`, which are `rows` and padding."""
+    if len(computed) != 1:
+        return "A graph has one step"
+    if len(computed[0]) != len(want):
+        return f"The smallest graph that has room is the one of size {len(want)}"
+    if computed[0][: len(rows)] == rows:
+        return f"Only the row {PADDING} is padding"
+    if sorted(computed[0]) == sorted(want):
+        return "The graph reads the rows of this step, in their order"
+    return "A graph reads the tensor with which it was captured"
+
+
 class Run:
     """The solution and its sequences. `decode` checks one step."""
 
     def __init__(self, sizes: list[int] = SIZES) -> None:
         self.rows, self.outputs, self.said = Rows(), [list[int]() for _ in PROMPTS], list[object]()
+        self.given, kept = list[int](), [*sizes]  # a caller may give the same list again
         try:
             self.replays = Replays(self.rows.device, self.rows.step, sizes, PADDING)
         except RuntimeError as error:
             expect(False, f"The constructor raises an error: {error}.")
+        same(sizes, kept, "The constructor may not change its argument `sizes`, which")
         touched = sorted({row for rows in self.rows.computed for row in rows} - {PADDING})
         same(
             touched, [], f"The constructor runs the step for the padding row, {PADDING}. Other rows"
@@ -68,16 +81,17 @@ class Run:
         after = f", after steps of the rows {self.said}" if self.said else ""
         what = f"Sizes {SIZES}, padding row {PADDING}{after}: a step of {[*rows]} "
         self.said.append([*rows])
-        given = [*rows]
+        self.given[:] = rows
         try:
-            got = self.replays.decode(given)
+            got = self.replays.decode(self.given)
         except Exception as error:
             expect(False, f"{what}raises an error: {error}.")
         same(device.launches - before, 1, f"{what}replays a graph. The number of launches")
         want = [*rows, *[PADDING] * (min(n for n in SIZES if n >= len(rows)) - len(rows))]
-        why = "A graph reads the tensor with which it was captured. The rows that are computed"
-        same(self.rows.computed, [want], f"{what}replays a graph. {why}")
-        same(given, [*rows], f"{what}may not change its argument, which")
+        why = reason(self.rows.computed, [*rows], want)
+        computed = f"{what}replays a graph. {why}. The rows that are computed"
+        same(self.rows.computed, [want], computed)
+        same(self.given, [*rows], f"{what}may not change its argument, which")
         is_right = isinstance(got, list) and len(got) == len(rows)
         expect(is_right, f"{what}should return a list of {len(rows)} tokens, but it is {got!r}.")
         for row, token in zip(rows, got, strict=True):
@@ -85,7 +99,9 @@ class Run:
             wanted = answer(
                 PROMPTS[row], len(PROMPTS[row]) + len(self.outputs[row]), frozenset(), 0
             )
-            same(self.outputs[row], wanted, f"{what}gives the next tokens. The output of row {row}")
+            own = "Each graph has its own output tensor. " if token == -1 else ""
+            said = f"{what}gives the next tokens. {own}The output of row {row}"
+            same(self.outputs[row], wanted, said)
         return got
 
 

@@ -64,11 +64,13 @@ def test_large_scores(shift: float) -> None:
     compare_tiles(scores + shift, values, 2, f"Scores around {shift:g}")
 
 
+@pytest.mark.parametrize("shift", [0.0, -1000.0])
 @pytest.mark.parametrize("hidden", [0, 1, 2])
-def test_hidden_scores(hidden: int) -> None:
-    scores, values = tensor([1.0, 2.0, 0.5, 3.0, 1.5, 1.0]), torch.randn(6, 2)
+def test_hidden_scores(hidden: int, shift: float) -> None:
+    scores, values = tensor([1.0, 2.0, 0.5, 3.0, 1.5, 1.0]) + shift, torch.randn(6, 2)
     scores[2 * hidden : 2 * hidden + 2] = -torch.inf
-    compare_tiles(scores, values, 2, f"All scores of tile {hidden} of 3 are -inf")
+    what = f"All scores of tile {hidden} of 3 are -inf, and others around {shift:g}"
+    compare_tiles(scores, values, 2, what)
 
 
 def test_merge() -> None:
@@ -82,6 +84,9 @@ def test_merge() -> None:
     compare(merge(start(4), parts[0]), scores[:10], values[:10], "Merged with nothing")
     state = merge(start(4), start(4))
     expect(not any(x.isnan().any() for x in state), "Nothing merged with nothing has NaN.")
+    low = scores[:10] - 1000
+    merged = merge(state, update(start(4), low, values[:10]))
+    compare(merged, low, values[:10], "Nothing, merged with nothing and with scores around -1000")
 
 
 def test_through_a_block_table() -> None:
