@@ -49,13 +49,15 @@ def run() -> None:
     print(trace, end="\n\n")
     say("""A (request 0) and B share block 1: it is in both block tables, so its reference count is
         2. They can share it in the same step, because each layer stores all keys and values of a
-        step before any query attends. B computes the other 2 of the same tokens itself, because
-        only full blocks are shared: the owner of another block will write into it.""")
+        step before any query attends. B computes the other 2 of the same tokens itself: only
+        full blocks are shared. A block that is not full has one owner, which still writes to
+        it.""")
     QUESTIONS.show(1)
     say("""So each full block has a hash of its tokens and of all before them: block_hash =
-        xxh3_128(parent_block_hash, token ids), where the parent is the block before it. The cache
-        is a dictionary from hashes to blocks. A match compares the tokens too, as two hashes could
-        be equal. Below are the first six digits of the hashes:""")
+        xxh3_128(parent_block_hash, token ids), where xxh3_128 is a hash function with a result of
+        128 bits, and the parent is the block before it. The cache is a dictionary from hashes to
+        blocks. A match compares the tokens too, as two hashes could be equal. Below are the first
+        six digits of the hashes:""")
     manager, rows = llm.engine.scheduler.block_manager, []
     for name, ids in (("A", a), ("B", b), ("A with another first token", [b[-1], *a[1:]])):
         parent = b""
@@ -73,17 +75,18 @@ def run() -> None:
 
         Cached blocks without an owner are kept until no block is free. Then the least recently used
         one is evicted. A pool of 6 blocks runs A, C, {PROMPTS["C"]!r}, A again, and D,
-        {PROMPTS["D"]!r}. D needs 3 blocks, and 2 are free. The last block of C is evicted. The
-        beginning of C stays, because a sequence releases its last block first. The table shows how
-        many tokens of each prompt the next request would find in the cache:""")
+        {PROMPTS["D"]!r}. D needs 3 blocks, and 2 are free. A was used again, so the blocks of C
+        are the least recently used. Of these the last is evicted, and the beginning of C stays,
+        because a sequence releases its last block first. The table shows how many tokens of each
+        prompt the next request would find in the cache:""")
     show_table(("after", "of A", "of C", "of D"), evict())
     show_source(
         link("engine.block_manager.BlockManager.match"),
         link("engine.block_manager.BlockManager.choose_victim"),
     )
     say("""Build it: `python -m lessons build prefix`, and then `python -m lessons build eviction`,
-        whose rule has to find more tokens than the engine's. On the ladder a third of the tokens is
-        left to compute: `python -m lessons ladder 8`.""")
+        whose rule has to find more tokens than the engine's. On the ladder 631 of 1,831 tokens are
+        left to compute, with the token budget of lesson 6: `python -m lessons ladder 8`.""")
 
 
 QUESTIONS = Questions("""
@@ -91,7 +94,8 @@ QUESTIONS = Questions("""
     tokens are equal? (a) The cache compares whole prompts. (b) Their positions differ. (c) The keys
     and values of a token depend on all tokens before it, so they differ.
     Answer: c. Equal tokens after different beginnings are different blocks.
-    Hint: Which tokens do the keys and values of the fifth token depend on, in the second layer?
+    Hint: The positions are equal, and blocks are compared one by one. Which tokens do the keys and
+    values of the fifth token depend on, in the second layer?
 
     A prompt of 8 tokens has run, and its two blocks of 4 slots are cached. The same prompt comes
     again. How many of its tokens are found in the cache?

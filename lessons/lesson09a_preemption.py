@@ -10,7 +10,7 @@ blocks, of which A, the older request, and B have two each:
     blocks     [ A | A | B | B ]      A needs a third block, and none is free
     preempt    [ A | A |   |   ]      B waits with all of its tokens
     A goes on  [ A | A | A |   ]
-    A ends     [ B | B | B |   ]      B is computed again
+    A ends     [ B | B | B |   ]      B is computed again, and needs a third block to go on
 """
 
 from lessons.lesson import ask, make_llm
@@ -33,24 +33,28 @@ def run() -> None:
     runs = {pool: preempt(*pool) for pool in ((32, True), (8, True), (8, False))}
     say("""Two requests in a pool of 8 blocks of 4 slots. In step 8 request 0 needs another block
         and none is free. Request 1, which was admitted last, loses its blocks and returns to the
-        head of the queue with its tokens:""")
+        head of the queue with its tokens. A fork, which the trace mentions, is another sample of a
+        request (elective `samples`):""")
     print(runs[8, True][0], end="\n\n")
     QUESTIONS.show(2)
     say("""The tokens are the same as in a large pool: to compute known tokens is what a step does
-        with every prompt. With prefix caching, the blocks that request 1 lost stay in the cache
-        until they are evicted, so fewer tokens are computed again:""")
+        with every prompt. Request 1 has 17 tokens, and all but the last had been computed. With
+        prefix caching, the blocks that it lost stay in the cache until they are evicted. Step 10
+        finds positions 0 to 11 there, so 4 tokens are computed again, at positions 12 to 15.
+        Position 16 had only been sampled:""")
     assert len({str(tokens) for _, tokens, _ in runs.values()}) == 1
     rows = [(*pool, trace.num_steps, again) for pool, (trace, _, again) in runs.items()]
     show_table(("blocks", "prefix caching", "steps", "tokens computed again"), rows)
     say("""Preemption is the exception, because admission leaves a block available for each sequence
-        that runs (lesson 5). A step that has preempted a sequence admits none, and preempted
-        sequences come before new ones.""")
+        that runs (lesson 5): in step 9 request 1 needs 2 blocks in addition to its 3 cached ones,
+        one must stay available for request 0, and none is left. A step that has preempted a
+        sequence admits none, and preempted sequences come before new ones.""")
     show_source(
         link("engine.scheduler.Scheduler._make_room", "self.preempt("),
         link("engine.scheduler.Scheduler.preempt"),
     )
-    say("""Build it: `python -m lessons build preempt`. Then find two faults:
-        `python -m lessons break 16` and `python -m lessons break 12`.""")
+    say("""Build it: `python -m lessons build preempt`. Then find a fault:
+        `python -m lessons break 16`.""")
 
 
 QUESTIONS = Questions("""
@@ -61,10 +65,10 @@ QUESTIONS = Questions("""
     without end. A late request can have a long prompt, so it need not have the fewest tokens.
     Hint: Which rule guarantees that at least one request ends?
 
-    A request with a prompt of 10 tokens is preempted when it has sampled 6 tokens. The prefix cache
+    A request with a prompt of 10 tokens is preempted when it has sampled 4 tokens. The prefix cache
     is off. How many tokens does it compute when it runs again, before it samples the next one?
-    Answer: 16. All its tokens are known, and none is in the cache. They are one chunk, like a
-    prompt, if the budget suffices. It computes 15 of them again, and the last one, which it has
+    Answer: 14. All its tokens are known, and none is in the cache. They are one chunk, like a
+    prompt, if the budget suffices. It computes 13 of them again, and the last one, which it has
     only sampled, for the first time.
     Hint: Which of its tokens are known, and for which of them does the cache have keys and values?
 """)

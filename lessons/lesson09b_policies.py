@@ -1,16 +1,17 @@
 """Lesson 9b: policies: who is admitted first.
 
-When rows or blocks are short, requests wait in a queue, and a policy orders it. First come, first
-served (FCFS) is fair, but a long prompt delays all after it: with a budget of 32 tokens a step, 150
-tokens take five steps. Shortest job first (SJF) admits the request with the smallest key, which
-here is the number of uncached prompt tokens:
+When the token budget, rows or blocks are short, requests wait in a queue, and a policy orders it.
+First come, first served (FCFS) is fair, but a long prompt delays all after it: with a budget of 32
+tokens a step, 150 tokens take five steps. Shortest job first (SJF) admits the request with the
+smallest key, which here is the number of uncached prompt tokens:
 
     arrived    150   9   9   9   9      tokens of the prompts
     FCFS      [150   9   9   9   9]     the order of admission
     SJF       [  9   9   9   9 150]
 
-SJF alone has a fault: the long prompt waits forever if short ones keep arriving. So the key grows
-by 16 with each request that came before, which is called aging.
+SJF alone has a fault: the long prompt waits forever if short ones keep arriving. So a later request
+starts with a larger key: the key has 16 more for each request that came before. This is called
+aging. The number of short prompts that overtake the long one is then limited.
 """
 
 from lessons.lesson import Counters, ask, make_llm
@@ -43,9 +44,9 @@ def run() -> None:
     rows = [(str(i), n, fcfs[i], n + AGING * i, sjf[i]) for i, n in enumerate(LENGTHS)]
     means = [f"{sum(first.values()) / len(first):.1f}" for first in (fcfs, sjf)]
     show_table(("request", "tokens", "FCFS first token", "SJF key", "SJF first token"), rows)
-    say(f"""On average a request waits {means[0]} steps with FCFS, and {means[1]} with SJF. The long
-        prompt has the key 150, and request 9 has 9 + 16 * 9 = 153. So the long prompt is admitted
-        before request 9, although it is longer.""")
+    say(f"""On average the first token comes in step {means[0]} with FCFS, and in step {means[1]}
+        with SJF. The long prompt has the key 150, and request 9 has 9 + 16 * 9 = 153. So the long
+        prompt is admitted before request 9, although it is longer.""")
     show_source(
         link("engine.policies.shortest_job_first", "AGING * seq.arrival"),
         link("engine.scheduler.Scheduler.add", "self.policy_key"),
@@ -54,7 +55,7 @@ def run() -> None:
 
 
 QUESTIONS = Questions("""
-    A long prompt arrives just before twelve short ones. With SJF, the short ones are computed
+    A long prompt arrives just before twelve short ones. With SJF, most of them are computed
     first. Why is the mean time to the first token smaller than with FCFS, although the same tokens
     are computed? (a) One request waits a little longer, and several wait less. (b) Short prompts
     take less time for each token. (c) The long prompt is computed in fewer steps.

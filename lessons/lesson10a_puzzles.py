@@ -2,11 +2,11 @@
 
 A GPU kernel is a function that many programs run at the same time, each for a part of the result.
 In Triton (Tillet et al. 2019) a program works on tiles: arrays of a fixed size, which it loads from
-pointers, computes with, and stores.
+pointers (addresses in memory), computes with, and stores.
 
     program      0         1         2        tl.program_id(0)
-    numbers   [ 0 1 2 3 | 4 5 6 7 | 8 9 . . ]   program * 4 + tl.arange(0, 4)
-    mask        1 1 1 1   1 1 1 1   1 1 0 0     numbers < 10
+    index     [ 0 1 2 3 | 4 5 6 7 | 8 9 . . ]   program * 4 + tl.arange(0, 4)
+    mask        1 1 1 1   1 1 1 1   1 1 0 0     index < 10
 
 Without a GPU the same code runs in Triton's interpreter, one program after the other, if the
 environment variable TRITON_INTERPRET is 1 when Triton is imported. The lessons set it themselves.
@@ -34,21 +34,26 @@ def run() -> None:
     for program in (1, 2):
         i = program * 4 + torch.arange(4)
         a = torch.where(i < 10, 10 * i, 0)
-        for row, tile in zip(rows, (i, (i < 10).int(), a, 2 * a), strict=True):
-            row.append(" ".join(map(str, tile.tolist())))
+        stored = [str(n) if n else "-" for n in (2 * a).tolist()]
+        tiles = [i.tolist(), (i < 10).int().tolist(), a.tolist(), stored]
+        for row, numbers in zip(rows, tiles, strict=True):
+            row.append(" ".join(map(str, numbers)))
     show_table(("line", "in program 1", "in program 2"), rows)
     tile = torch.tensor([2, 3])[:, None] * 8 + torch.tensor([4, 5, 6, 7])[None, :]
     say(f"""x + i is a tile of pointers, one for each number. A masked load reads nothing and gives
-        `other`, and a masked store writes nothing. The launch double[(3,)](x, out, 10, 4) starts
-        three programs, and each knows its number.
+        `other`, and a masked store writes nothing (-). The launch double[(3,)](x, out, 10, 4)
+        starts three programs. (3,) is the grid: the number of programs in each dimension, of which
+        there are at most three. tl.program_id(0) is the program's number in the first dimension.
 
         A tile of a matrix has two dimensions. The number in row r and column c of a matrix of 8
-        columns is r * 8 + c numbers behind the first one. With i = [2, 3] and j = [4, 5, 6, 7] the
+        columns is r * 8 + c numbers after the first one. With i = [2, 3] and j = [4, 5, 6, 7] the
         expression i[:, None] * 8 + j[None, :] is {tile.tolist()}, a tile of two rows.""")
     say("""Five kernels lead from a sum to the attention of lesson 10b. The puzzles leave out a line
         of the first two, the loop of the next two, and all of the last. tl.exp, tl.maximum,
         tl.where and tl.sum(tile, axis) are as in torch, tl.max(tile, axis) is torch.amax, and
         tl.dot is the product of two tiles.""")
+    say("""The engine's kernel below loads parts of block tables (lesson 5) in the same way: a
+        masked load of the blocks of one sequence.""")
     show_source(link("backends.gpu.kernels.attention._load_blocks.fn", "tl.load"))
     say("""Build it: `python -m lessons puzzle 1` shows the first puzzle. On the ladder the kernels
         of the CPU have a rung: `python -m lessons ladder 10`.""")

@@ -21,10 +21,12 @@ from lessons.show import fill
 
 # The kernels of puzzles.py in their order, and what a wrong solution is told.
 HINTS = {
-    "add": "tl.store(pointers, values, mask=...): pointers and mask are as in the loads, from out.",
+    "add": "tl.store(pointers, values, mask=...): pointers and mask are as in the loads, from out. "
+    "out[19:] is after the end and must keep its -1.",
     "softmax": "exp(score - c) has the same softmax for every c. Which c makes the largest exp 1?",
     "product": "The number in row r and column c of a matrix is at r * (numbers in a row) + c. In "
-    "each turn k = start + tl.arange(0, SIZE) has columns of x and rows of y.",
+    "each turn k = start + tl.arange(0, SIZE) has columns of x and rows of y. Each turn adds to "
+    "tile, and start is 0 in the first.",
     "online_softmax": "The sums contain exp(score - m), and should contain exp(score - new_m). The "
     "factor is their ratio. A masked score must be -inf, and a masked value 0.",
     "paged": "tl.load(tables + s * BLOCKS + b) is a physical block, and its slots begin at BLOCK "

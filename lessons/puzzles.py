@@ -32,7 +32,7 @@ def double(x, out, n, SIZE: tl.constexpr):
 @triton.jit
 def add(x, y, out, n, SIZE: tl.constexpr):
     # Vector add: out = x + y. All point to n numbers. Each program adds SIZE of them; the last one
-    # may have fewer. The missing line stores the sums, and must change nothing behind n numbers.
+    # may have fewer. The missing line stores the sums, and must change nothing after n numbers.
     i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     a = tl.load(x + i, mask=i < n)
     b = tl.load(y + i, mask=i < n)

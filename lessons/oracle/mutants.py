@@ -48,7 +48,8 @@ MUTANTS = read(
         | block.ref_count == 1 and not block.is_cached | True
     a cached block is written in place | _shared_block | 1 and not block.is_cached | 1
     a block is appended one token late | schedule | * block_size: | * block_size + 1:
-    a block is appended one token early | schedule | num_computed == len | num_computed + 1 == len
+    a block is appended one token early, and none if blocks have one slot | schedule \
+        | num_computed == len | num_computed + 1 == len
     a copy is not planned | copy_on_write \
         | self._copies.append(BlockCopy(shared.block_id, copy)) | pass
     the copied block is not reported | allocate \

@@ -161,7 +161,9 @@ class OracleRunner:
         return [pair for pair in pairs if pair]
 
     def slot(self, row: int, position: int) -> int:
-        return self.tables[row][position // self.size] * self.size + position % self.size
+        if (block := self.tables[row].get(position // self.size)) is None:
+            raise KeyError(f"the runner has no block for position {position} of row {row}")
+        return block * self.size + position % self.size
 
     def slots_of(self, block_id: int) -> slice:
         return slice(block_id * self.size, (block_id + 1) * self.size)

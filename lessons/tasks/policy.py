@@ -6,7 +6,8 @@ a request counts as AGING = 16 tokens longer for each request that arrives after
 
 Example: requests 0, 1 and 2, in this order of arrival, may generate 8, 40 and 24 tokens. Compared
 with request 2, request 0 counts as 8 + 2 * 16 = 40. Compared with request 1, it counts as 8 + 16 =
-24. The order is 1, 0, 2.
+24. The order is 1, 0, 2. A key cannot look at the other requests, so aging is a term of each key
+that depends on seq.arrival: 0, 1, 2, ... in the order of arrival.
 
 What must stay true:
   - A request that arrives d requests later overtakes only if it is more than 16 * d tokens longer.
@@ -14,8 +15,8 @@ What must stay true:
     not on the blocks, and it changes nothing.
 
 In the engine: POLICIES in nanovllm/engine/policies.py. Hints: nanovllm/engine/sequence.py has the
-fields of a sequence. The largest number of output tokens follows from two of them. A key cannot
-look at another request, so aging is a term of each key.
+fields of a sequence. The largest number of output tokens follows from two of them; seq.request is
+None in the checks.
 """
 
 from nanovllm.engine.block_manager import BlockManager

@@ -67,10 +67,10 @@ def table(options: dict[str, Any], events: list[Event], texts: dict[int, str]) -
         f"at most {plural(options['max_num_batched_tokens'], 'token')} and "
         f"{plural(options['max_num_seqs'], 'sequence')} in a step",
         f"slot of a position = block_table[position // {size}] * {size} + position % {size}",
-        *["1: 'x' in a later step is a token of step 1"] * options["async_scheduling"],
         "",
         table_row(HEAD),
     ]
+    any_late = False
     for group in steps(events):
         step = [""] * 4
         rows: dict[int, list[str]] = {}
@@ -88,6 +88,7 @@ def table(options: dict[str, Any], events: list[Event], texts: dict[int, str]) -
                 got.setdefault(number, []).append(text)
             for number, tokens in got.items():
                 late = f"{event['commit']}: " if step[0] != str(event["commit"]) else ""
+                any_late = any_late or bool(late)
                 rows.setdefault(number, [""] * 4)[3] = late + " ".join(tokens)
             sentences += describe_changes(event, state, options["policy"], size)
         for number, row in rows.items():
@@ -95,6 +96,7 @@ def table(options: dict[str, Any], events: list[Event], texts: dict[int, str]) -
             step = [""] * 4
         for sentence in sentences:
             lines += textwrap.wrap(sentence, WIDTH, **indents)
+    lines[3:3] = ["1: 'x' in a later step is a token of step 1"] * any_late
     return "\n".join(lines)
 
 

@@ -23,10 +23,11 @@ class Checked(FewestHits):
         return victim
 
 
-def start(blocks: BlockManager, *heads: int) -> Sequence:
+def start(blocks: BlockManager, *heads: int, preemptions: int = 0) -> Sequence:
     """Run a sequence with one full block [head, head] for each head. It keeps its blocks."""
     tokens = [token for head in heads for token in (head, head)] + [0]
     seq = make_samples(tokens, len(tokens) + 1)[0]
+    seq.preemptions = preemptions
     blocks.attach_cached(seq, blocks.match(seq))
     for _ in range(blocks.num_needed(seq, len(tokens))):
         blocks.append_block(seq)
@@ -77,20 +78,48 @@ def evict_all(blocks: BlockManager) -> list[int]:
             "Blocks 1, 2 and 3 of one prompt have one hit each, and block 4 has none. The last "
             "block of a sequence is released first.",
         ),
+        (
+            (*[(1, 2)] * 4, 3, 3, 3),
+            [3, 2, 1],
+            "Blocks 1 and 2 of one prompt have 3 hits each, and block 3 has 2.",
+        ),
+        (
+            (50, 50, 50, tuple(range(1, 33)), tuple(range(1, 33))),
+            [*range(32, 0, -1), 50],
+            "Block 50 has 2 hits, and blocks 1 to 32 of one prompt have one each.",
+        ),
     ],
-    ids=["scan", "recent", "many", "prefix"],
+    ids=["scan", "recent", "many", "prefix", "first", "long"],
 )
 def test_order(prompts: tuple[int | tuple[int, ...], ...], want: list[int], what: str) -> None:
-    use(blocks := Checked(8, 2), *prompts)
+    use(blocks := Checked(40, 2), *prompts)
     same(evict_all(blocks), want, f"{what} The order of eviction")
 
 
-def test_a_match_alone_is_no_hit() -> None:
+def test_a_match_or_a_choice_alone_changes_nothing() -> None:
     use(blocks := Checked(8, 2), 1, 1, 2, 2, 2)
     for _ in range(5):
         blocks.match(make_samples([1, 1, 0], 4)[0])
-    what = "Block 1 has one hit and block 2 has two. Then `match` finds block 1 5 times, and no "
-    same(evict_all(blocks), [1, 2], f"{what}sequence takes it. The order of eviction")
+        blocks.choose_victim()
+    use(blocks, 3)
+    what = "Block 1 has one hit and block 2 has two. Then `match` finds block 1 and choose_victim "
+    what += "returns it, 5 times, and no sequence takes it. Then block 3 is computed, with 0 hits. "
+    same(evict_all(blocks), [3, 1, 2], f"{what}The order of eviction")
+
+
+def test_forks_and_resumed_sequences() -> None:
+    use(blocks := Checked(8, 2), 2, 2)
+    parent, child = start(blocks, 1), make_samples([1, 1, 0], 4)[0]
+    blocks.fork(parent, child, 2)
+    blocks.release(child)
+    blocks.release(parent)
+    what = "Block 2 has one hit. Block 1 has none: a fork shares it with the sequence that owns it."
+    same(evict_all(blocks), [1, 2], f"{what} The order of eviction")
+    use(blocks, 3)
+    blocks.release(start(blocks, 3, preemptions=1))
+    use(blocks, 4)
+    what = "Block 3 has one hit, by a sequence that resumes after a preemption, and block 4 none."
+    same(evict_all(blocks), [4, 3], f"{what} The order of eviction")
 
 
 def test_hits_of_a_block_in_use_count() -> None:
@@ -113,17 +142,17 @@ def test_hits_of_a_block_in_use_count() -> None:
     )
 
 
-@pytest.mark.parametrize("popular", [4, 5])
+@pytest.mark.parametrize(("popular", "other"), [(4, 5), (5, 4), (1, 2), (2, 1)])
 @pytest.mark.parametrize("reset", [False, True])
-def test_hits_belong_to_the_content(popular: int, reset: bool) -> None:
+def test_hits_are_lost_with_the_content(popular: int, other: int, reset: bool) -> None:
     blocks = Checked(3, 2)
     use(blocks, *[1] * 10, *[2] * 5)
     _ = blocks.reset_prefix_cache() if reset else evict_all(blocks)
-    use(blocks, 4, 5, popular)
+    use(blocks, *sorted((popular, other)), popular)
     how = "lost by reset_prefix_cache()" if reset else "evicted"
-    what = f"Blocks with many hits are {how} and filled with new content, 4 and 5, which starts "
+    what = f"Blocks 1 and 2, with many hits, are {how}. Blocks {popular} and {other} are computed, "
     what += f"with 0 hits. Then {popular} gets one. The order of eviction"
-    same(evict_all(blocks), [9 - popular, popular], what)
+    same(evict_all(blocks), [other, popular], what)
 
 
 def cached_tokens(manager: type[BlockManager]) -> int:

@@ -13,6 +13,7 @@ class Preempting(Scheduler):
 
     def preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
+        self.recomputed_tokens += seq.num_computed
         self.block_manager.release(seq)
         self.free_rows.append(seq.row)
         seq.row, seq.decoding = -1, False
