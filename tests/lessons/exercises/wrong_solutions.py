@@ -225,9 +225,6 @@ eviction
 - min(self.evictable, key=self.hits.__getitem__)
 + super().choose_victim()
 ? are computed, with 0 hits. The order of eviction should be [3, 2, 1], but with your code it is [1, 3, 2].
-- for block in matched:
-+ for block in matched[:1]:
-? is released first. The order of eviction should be [4, 3, 2, 1], but with your code it is [3, 2, 4, 1].
 - += 1
 + += len(matched)
 ? and blocks 1 to 32 of one prompt have one each. The order of eviction should be [32, 31,
@@ -278,9 +275,6 @@ preempt
 +         del seq.token_ids[seq.num_prompt :]
 +         self.queue(seq)
 ? be [[0, 0, 0, 0, 2], [1, 1, 0], [2, 2, 0]], but with your code it is [[0, 0, 0, 0, 2], [1, 1, 0], [2, 2]].
-- self.running[-1]
-+ max(self.running, key=lambda s: s.arrival)
-? What fails after the last step of this history: oldest: the oldest sequence was preempted
 policy
 - AGING * seq.arrival - (
 + -(
