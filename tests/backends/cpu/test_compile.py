@@ -188,7 +188,7 @@ for kernel, types in calls:
 RUNTIME = (
     r"(numba_|NRT_|[gs]et_(num_threads|parallel_chunksize|sched_size)$|do_schedul|allocate_sched|"
 )
-RUNTIME += r"deallocate_sched|(memset|memcpy|bzero|printf|logf?|expf?|powf?|floorf?|rintf?)$)"
+RUNTIME += r"deallocate_sched|(memset|memcpy|bzero|printf|logf?|log10|expf?|powf?|floorf?|rintf?)$)"
 
 
 @pytest.mark.slow
