@@ -4,8 +4,11 @@ Lesson 3 reserved a slot, the place of one token's keys and values, for each tok
 may ever have. The length of an answer is not known in advance, so most slots stay empty: a request
 of 20 tokens that may have 256 wastes 236. A paged cache is divided into blocks of a few slots, and
 a sequence takes a block when it needs one. Its block table says which block holds which of its
-tokens. Paging is from PagedAttention (Kwon et al. 2023, arXiv:2309.06180). Here t9, at position 9,
-is in the logical block 9 // 4 = 2, at the offset 9 % 4 = 1:
+tokens. Paging is from PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
+
+A logical block is a part of a sequence, and a physical block is a part of the cache. No sequence
+owns physical block 0, the null block. The sequence of the picture has blocks of 4 slots. Its token
+t9, at position 9, is in the logical block 9 // 4 = 2, at the offset 9 % 4 = 1:
 
     tokens        [ t0 t1 t2 t3 | t4 t5 t6 t7 | t8 t9       ]   logical blocks
     block table   [      1      |      3      |      5      ]   physical blocks
@@ -42,49 +45,52 @@ def slots_of_a_sequence() -> list[int]:
 
 
 def run() -> None:
-    say("""A sequence takes all blocks of its prompt at once. Later it takes one more block when its
-        last block is full. Here two sequences take blocks of 4 slots in turn. Block 0 is the
-        null block, which no sequence owns. A batch may be padded with unused rows (lesson 11b),
-        which must write somewhere: they write there.""")
+    say("""A step takes the blocks for the tokens that it computes: at first for the prompt, and
+        later one more each time the last block is full. To show blocks that are not side by side,
+        two sequences here take blocks of 4 slots in turn. The null block is there for steps that
+        also compute tokens which no sequence needs (lesson 11b): these are written to it.""")
     QUESTIONS.show(1)
     slots_of_a_sequence()
     QUESTIONS.show(2)
     say("""Attention reads through the block table (lesson 10b), so any free block will do. Paging
         saves memory. Contiguous memory for the 256 tokens that a request may need here is the same
-        as one block of 256 slots. 24 requests of about 20 tokens and 1,024 slots:""")
+        as one block of 256 slots. It never grows, so the reserve that is explained below the table
+        is switched off for it. 24 requests, each with an answer of 10 or 11 tokens:""")
     counts = []
     for size in (256, 16):
         options = dict(num_kv_cache_blocks=1024 // size, max_model_len=256)
         small = make_llm(block_size=size, enable_prefix_caching=False, **options)
-        if size == 256:  # contiguous memory is never extended, so it needs no reserve
+        if size == 256:
             small.engine.scheduler.reserve = lambda: 0  # type: ignore[method-assign]
         small.engine.observer = counters = Counters(small)
         ask(small, [f"What is 12 + {i}?\n" for i in range(24)], max_tokens=48)
         running = counters.running
         counts.append((f"{1024 // size} blocks of {size}", max(map(len, running)), len(running)))
     show_table(("cache", "requests at once", "steps"), counts)
-    say(f"""With blocks of 16, each request takes one block for its prompt, and one more must stay
-        available for each that runs (Scheduler.reserve): {2 * counts[1][1]} of 64 blocks. A
-        sequence of any length wastes less than one block.""")
+    say(f"""With blocks of 16, a request is admitted if there is a block for its prompt, and a free
+        one for each request that already runs, so that it can grow (Scheduler.reserve). The last
+        one needs {(n := counts[1][1])} + {n - 1} = {2 * n - 1} of the 64 blocks. A sequence of any
+        length wastes less than one block. All 24 share each step (lesson 6a), so there are only
+        as many steps as the longest answer has tokens.""")
     show_source(
         link("engine.block_manager.BlockManager.append_block"),
         link("runner.rows.Rows.slots"),
         link("engine.scheduler.Scheduler.reserve"),
     )
-    say("""Build it: `python -m lessons build slots`. On the ladder, blocks save memory and no time:
-        `python -m lessons ladder 5`.""")
+    say("""Build it: `python -m lessons build slots`. The ladder still runs one request at a time
+        here, so blocks save only memory: `python -m lessons ladder 5`.""")
 
 
 QUESTIONS = Questions("""
     Blocks have 4 slots. A sequence has the block table [13, 2, 7, 16, 1, 9]. Which slot has the
-    token at position 9?
-    Answer: 29. Position 9 is in logical block 9 // 4 = 2, which is physical block 7, at offset 9 %
-    4 = 1: slot 7 * 4 + 1.
-    Hint: Divide 9 by 4. The quotient is the index in the block table, the remainder the offset.
+    token at position 14?
+    Answer: 66. Position 14 is in logical block 14 // 4 = 3, which is physical block 16, at offset
+    14 % 4 = 2: slot 16 * 4 + 2.
+    Hint: Divide 14 by 4. The quotient is the index in the block table, the remainder the offset.
 
-    A cache has 1,024 slots in blocks of 256. 24 requests of about 20 tokens arrive together. How
-    many of them run at once?
-    Answer: 4. Each takes a whole block, of which it uses about 20 slots. In blocks of 16 all 24 fit
-    into the same memory.
-    Hint: How many blocks are there, and may two sequences write into the same one?
+    A cache has 1,024 slots. A request may have up to 256 tokens, and gets contiguous memory for all
+    of them when it begins. 24 requests of about 20 tokens arrive together. How many run at once?
+    Answer: 4. Each has 256 slots, of which it uses about 20. In blocks of 16 all 24 fit into the
+    same memory.
+    Hint: How many times do 256 slots fit into the cache?
 """)

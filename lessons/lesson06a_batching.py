@@ -43,24 +43,25 @@ def run() -> None:
     QUESTIONS.show(1, 2)
     say(f"""Eight requests and {ROWS} rows. An x is a step in which the request computes: the first
         computes its prompt, and each samples a token.""")
-    rows, runs = [], []
+    rows, runs, begins = [], [], []
     for name, size in (("static batches", ROWS), ("continuous batching", len(LENGTHS))):
         tokens, lines = serve(llm, LENGTHS, size)
         print(name, *(f"  request {i}  {line}" for i, line in enumerate(lines)), "", sep="\n")
         rows.append((name, len(lines[0]), ROWS * len(lines[0]) - sum(LENGTHS)))
         runs.append(tokens)
+        begins.append(1 + lines[4].index("x"))
     assert runs[0] == runs[1]
-    say(f"""Both compute the same tokens. With continuous batching request 4 computes its prompt in
-        the step after requests 0 and 3 end, and {rows[0][1]} steps become {rows[1][1]}. Fewer steps
-        do the same work, so each has more rows and takes a little longer.""")
+    say(f"""Both compute the same {sum(LENGTHS)} tokens, in {rows[0][1]} and in {rows[1][1]} steps.
+        Request 4 begins in step {begins[0]} with static batches, and in step {begins[1]} with
+        continuous batching. A step with more rows takes a little longer.""")
     show_table(("", "steps", "idle rows, summed over the steps"), rows)
     show_source(
         link("engine.scheduler.Scheduler._admit", "self.max_num_seqs"),
         link("engine.scheduler.Scheduler.leave", "free_rows.append"),
     )
-    say("""What to do: find a list of eight lengths (LENGTHS in this file) for which both ways take
-        as many steps, and one for which continuous batching takes little more than half. On the
-        ladder these are two rungs: `python -m lessons ladder 6`.""")
+    say("""What to do: find a list of eight lengths (LENGTHS in `lessons/lesson06a_batching.py`) for
+        which both ways take as many steps, and one for which continuous batching takes little more
+        than half. On the ladder these are two rungs: `python -m lessons ladder 6`.""")
 
 
 QUESTIONS = Questions("""

@@ -1,18 +1,20 @@
 """Lesson 6b: chunked prefill, and steps without phases.
 
 Continuous batching decides in every step who computes. Then a long prompt arrives. If one step
-computes all of it, the step is long, and every request that decodes waits for it: a user sees the
-text stop. So a step has a token budget (max_num_batched_tokens). The requests that decode get their
-tokens first, and the prompt is computed in chunks, as large as the rest of the budget
-(Sarathi-Serve, OSDI 2024, arXiv:2403.02310). With 4 decodes, a prompt of 600 and a budget of 64:
+computes all of it, the step is long, and the users of the other requests see their text stop. So a
+step has a token budget (max_num_batched_tokens), and the prompt is computed in chunks, as large as
+what is left of the budget (Sarathi-Serve, OSDI 2024, arXiv:2403.02310). With 4 decodes, a prompt of
+600 and a budget of 64, in the order in which they get their tokens:
 
     step 1   [ d d d d | 60 of the prompt ]      d: a decode, one token
     step 2   [ d d d d | the next 60      ]
     ...
     step 10  [ d d d d | the last 60      ]  and the prompt gets its first token
 
-The rule of the scheduler has no word for prefill or decode. A sequence has known tokens and
-computed tokens, and a step computes some of the difference.
+Here a step has no phase: it is neither a prefill nor a decode, but may compute both. A sequence has
+known tokens and computed tokens, and a step computes some of the difference. The scheduler gives
+tokens to the running sequences, in the order in which they were admitted. While budget is left, it
+then admits waiting ones. For this rule a decode is only a sequence with one token left to compute.
 """
 
 from lessons.lesson import Counters, make_llm, timed
@@ -56,6 +58,9 @@ def run() -> None:
         its first token later, because each step has a fixed cost. Only its last chunk yields a
         token: the logits of the others are not even computed.""")
     QUESTIONS.show(2)
+    say("""In the source, `decoding` and `decode_rows` only say where the token to compute is: that
+        of a decode is in its row already, because the step before sampled it there. A plan has the
+        tokens of its chunks.""")
     show_source(
         link("engine.scheduler.Scheduler.schedule", "decode_rows.append"),
         link("engine.scheduler.Scheduler.plan_chunk", "tokens = min("),
@@ -71,10 +76,10 @@ QUESTIONS = Questions("""
     Answer: 4. Six tokens of each step are decodes, so 50 are left for the prompt.
     Hint: How many tokens of the budget do the decodes take in each step?
 
-    Why do the requests that decode get their tokens before the chunk, and not after it? (a) Their
-    tokens need less memory. (b) Otherwise a long prompt could take the whole budget, and they would
-    wait again. (c) Chunks have to be the last part of a batch.
-    Answer: b. A decode takes one token of the budget, so it hardly delays the prompt, but the
-    prompt could delay all decodes.
-    Hint: What would the budget leave for the decodes if the chunk came first?
+    The scheduler does not look for decodes. Why do they get their tokens before the prompt that is
+    not finished? (a) They have fewer tokens to compute. (b) The prompt has used up the budget of
+    each step since its admission, so nobody was admitted after it. (c) A batch has to end with its
+    chunks.
+    Answer: b. So it is always the last of the running sequences, and those that decode come first.
+    Hint: When is a waiting sequence admitted, and what does the prompt leave of the budget?
 """)

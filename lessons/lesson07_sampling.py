@@ -2,11 +2,12 @@
 
 A step ends with logits, one for each token of the vocabulary. Until now the largest decided, which
 is called greedy: a model always gives the same answer, and often repeats itself. To draw a token,
-the softmax makes probabilities of the logits, which are divided by a temperature. Filters hide
-unlikely tokens. A random u in [0, 1) draws one. With probabilities 0.4, 0.3, 0.2, 0.07 and 0.03:
+divide the logits by a temperature T, hide unlikely tokens with filters, and let the softmax make
+probabilities of the rest. Each token has a part of the interval from 0 to 1, in the order of the
+token ids. A random u in [0, 1) draws one. With probabilities 0.2, 0.4, 0.07, 0.3 and 0.03:
 
-    probabilities   [ a a a a a a a a | b b b b b b | c c c c | d | e ]  0 to 1
-    u = 0.55        ------------------------^      b: its part is 0.4 to 0.7
+    probabilities   [ a a a a | b b b b b b b b | c | d d d d d d | e ]  0 to 1
+    u = 0.55        -------------------------^     b: its part is 0.2 to 0.6
 """
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from lessons.lesson import ask, make_llm, next_logprobs
 from lessons.pictures import show_formula
 from lessons.show import Questions, link, say, show_source, show_table
+from nanovllm import SamplingParams
 from nanovllm.models import sampler
 from nanovllm.models.batch import SamplingBatch
 
@@ -31,38 +33,42 @@ def probabilities(logits: torch.Tensor, temperature: float = 1.0, **values: floa
 def run() -> None:
     llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=64)
     show_formula(
-        "probability of token i = exp(logit_i / temperature) / sum of all exp(logit / temperature)",
+        "p_i = exp(logit_i / T) / sum of exp(logit_j / T) over all tokens j",
         r"p_i = \frac{\exp(z_i / T)}{\sum_j \exp(z_j / T)}",
     )
     tokenizer, logits = llm.get_tokenizer(), next_logprobs(llm, PROMPT)
-    say("""A temperature below 1 makes likely tokens more likely, one above 1 less likely. Filters
-        hide tokens, and the probabilities of the rest are divided by their sum. top_k keeps the k
-        most likely tokens. top_p keeps the most likely tokens until their sum reaches p. min_p
-        keeps tokens that are at least p times as likely as the most likely token.""")
+    say("""A temperature T below 1 makes likely tokens more likely, one above 1 less likely. T = 0
+        cannot divide: there the engine is greedy. After the temperature, filters run one after
+        another. top_k keeps the k most likely tokens. top_p keeps the most likely tokens until
+        their sum reaches p. min_p keeps tokens that are at least p times as likely as the most
+        likely token. The probabilities of the kept tokens are divided by their sum.""")
     QUESTIONS.show(1)
-    columns = {f"temperature {t:g}": probabilities(logits, t) for t in (0.5, 1, 2)}
+    columns = {f"T {t:g}": probabilities(logits, t) for t in (0.5, 1, 2)}
     for name, value in (("top_k", 3), ("top_p", 0.8), ("min_p", 0.1)):
-        columns[f"{name}={value:g}"] = probabilities(logits, **{name: value})
+        columns[f"{name} {value:g}"] = probabilities(logits, **{name: value})
     rows: list[tuple[object, ...]] = []
     for token in logits.topk(8).indices.tolist():
         cells = (f"{p[token]:.1%}" if p[token] else "hidden" for p in columns.values())
         rows.append((repr(tokenizer.decode([token])), *cells))
     rows.append(("tokens left", *(int((p > 0).sum()) for p in columns.values())))
-    say("The 8 most likely of 1,042 tokens after 'What is '. The filters are at temperature 1:")
+    say("The 8 most likely of 1,042 tokens after 'What is '. Each filter is alone, at T = 1:")
     show_table(("token", *columns), rows)
     QUESTIONS.show(2)
     position = len(tokenizer.encode(PROMPT))
-    say(f"""A draw at temperature 1. Each token has a part of the interval from 0 to 1, in the order
-        of the vocabulary. u depends only on the request's seed and on the position of the token,
-        {position} here. So a request draws the same tokens in any batch:""")
-    rows, whole = [], columns["temperature 1"]
-    for seed in range(1, 6):
+    say(f"""Draws at T = 1. u depends only on the request's seed and on the position of the token,
+        {position} here. So with equal logits a request draws the same tokens in any batch. Here
+        each request runs alone, and then all five in one batch:""")
+    rows, whole = [], columns["T 1"]
+    params = [SamplingParams(temperature=1, seed=seed, max_tokens=1) for seed in range(1, 6)]
+    batch = llm.generate([PROMPT] * len(params), params, use_tqdm=False)
+    for seed, output in enumerate(batch, 1):
         u = sampler.uniform(torch.tensor([seed]), torch.tensor([position]))
         [token] = ask(llm, [PROMPT], temperature=1, seed=seed, max_tokens=1)[0]["token_ids"]
         assert token == int(sampler.draw(logits[None], u))
         part = f"{whole[:token].sum():.4f} to {whole[: token + 1].sum():.4f}"
-        rows.append((seed, f"{float(u):.4f}", part, repr(tokenizer.decode([token]))))
-    show_table(("seed", "u", "the token's part of [0, 1)", "token"), rows)
+        words = (repr(tokenizer.decode(ids)) for ids in ([token], output["token_ids"]))
+        rows.append((seed, f"{float(u):.4f}", part, *words))
+    show_table(("seed", "u", "the token's part of [0, 1)", "token", "in the batch"), rows)
     show_source(
         link("models.sampler.filtered_logits", "batch.temperature"),
         *map(link, sampler.FILTER_FUNCTIONS.values()),
@@ -83,8 +89,7 @@ QUESTIONS = Questions("""
 
     Suppose that all requests of a batch draw from one random generator, in the order of their rows.
     What would change the tokens of a request with a seed? (a) Nothing, if the generator begins with
-    this seed. (b) Only its own parameters. (c) The other requests of its batch, or a preemption of
-    one of them.
+    this seed. (b) Only its own parameters. (c) Also the other requests of its batch.
     Answer: c. A state that others advance depends on them. So u must depend on the request alone.
     Hint: Who advances the generator between two draws of the request?
 """)

@@ -10,7 +10,7 @@ blocks, of which A, the older request, and B have two each:
     blocks     [ A | A | B | B ]      A needs a third block, and none is free
     preempt    [ A | A |   |   ]      B waits with all of its tokens
     A goes on  [ A | A | A |   ]
-    A ends     [ B | B | B |   ]      B is computed again, and needs a third block to go on
+    A ends     [ B | B | B |   ]      B is computed again, and has a third block
 """
 
 from lessons.lesson import ask, make_llm

@@ -1,15 +1,17 @@
 """A KV cache: attention that computes each token once.
 
 The task. Write `KVCache`. `attend` stores the keys and values of n new tokens behind those that the
-cache holds. It returns the attention of the n queries: of a query q over keys K and values V it is
-softmax(K q / sqrt(D)) V. A query attends to the stored tokens, to the new tokens before its own,
-and to its own.
+cache holds, and returns the attention of the n queries. There are H query heads and K KV heads of D
+numbers. In a head, the attention of a query q [D] to L tokens with the keys [L, D] and the values
+[L, D] is softmax(keys q / sqrt(D)) values. A query attends to the stored tokens, to the new tokens
+before its own, and to its own.
 
 Example: if the cache holds 3 tokens and 2 are new, query 0 attends to 4 tokens and query 1 to 5.
 
 What must stay true:
-  - Tokens in pieces of any size give what they give in one piece.
+  - Tokens in pieces of any size, and of any number, give what they give in one piece.
   - A group of H / K query heads shares a KV head: query head h reads KV head h // (H // K).
+  - `attend` does not change q, k and v. The caller may overwrite them after the call.
 
 In the engine: PlainAttention in nanovllm/models/attention.py. Hints: torch.cat grows a tensor.
 Tensor.repeat_interleave repeats KV heads. exp(-inf) is 0.

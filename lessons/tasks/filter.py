@@ -17,7 +17,8 @@ What must stay true:
 
 In the engine: FILTER_FUNCTIONS in nanovllm/models/sampler.py, where keep_top_p is similar. Hints:
 0 * log 0 is NaN in torch, and Tensor.nansum leaves NaN out. In the sorted order, the last token
-that is kept is the first one at which the sum of the probabilities reaches p.
+that is kept is the first one at which the sum of the probabilities reaches p. If rounding keeps
+the sum below a p of almost 1, all are kept.
 """
 
 from torch import Tensor

@@ -2,12 +2,15 @@
 
 The task. Block b of B slots has the slots b * B to b * B + B - 1. Write `slots`: the slots of the
 positions start to start + count - 1 of a sequence. Write `blocks_to_append`: how many blocks its
-block table needs in addition before these positions have slots.
+block table needs in addition to hold all positions before start + count, or 0 if it has enough. It
+may have more than it needs.
 
 Example: B = 4, block table [7, 2]. Positions 2 to 5 have the slots 30, 31, 8, 9. To hold positions
-6 to 8, one block must be appended, because two blocks have room for the positions 0 to 7.
+6 to 8, one block must be appended, because two blocks have room for the positions 0 to 7. If start
+is 12 and count is 1, two are missing: one for the positions 8 to 11, and one for 12.
 
-What must stay true: neither function changes its arguments; `count` may be 0.
+What must stay true: neither function changes its arguments, or a result that it has returned;
+`count` may be 0, and there are no slots then.
 
 In the engine: Rows.slots in nanovllm/runner/rows.py, num_needed in engine/block_manager.py. Hints:
 // and % split a position. -(-a // b) is a / b, rounded up.

@@ -1,15 +1,21 @@
 """One schedule: which sequences compute how many tokens in the next step.
 
 The task. Write `plan_step`. It gives the tokens of one step, as (sequence, tokens), first to the
-running sequences, the oldest first, then to the waiting ones, the first first. Each computes all
-tokens of seq.token_ids after the first seq.num_computed, or what is left of the budget. A waiting
-one that computes tokens is admitted: it moves from the list `waiting` to the end of `running`.
+running sequences, in the order of their list, which is that of admission. It does not matter
+whether they decode. Then come the waiting ones, in the order of theirs. Each computes all tokens of
+seq.token_ids after the first seq.num_computed, or what is left of the budget. A waiting one that
+computes tokens is admitted: it moves from the list `waiting` to the end of `running`. It may have
+output already, if it was preempted (lesson 9a).
 
 Example: a budget of 8 and max_num_seqs=3. Two running sequences have 1 token to compute each, three
 waiting ones have 4, 5 and 2. The plan is 1, 1, 4, and the second waiting one waits: 3 sequences
 run. With max_num_seqs=4, it is admitted and computes 2 of its 5 tokens.
 
-What must stay true: nobody gets 0 tokens or is overtaken; the sequences stay as they are.
+What must stay true:
+  - The plan has no entry of 0 tokens. A running sequence may have none to compute, because its
+    token is still in flight: leave it out, and go on with the next.
+  - No waiting sequence is passed over. The sequences, and the plans of earlier calls, stay as they
+    are.
 
 In the engine: schedule in nanovllm/engine/scheduler.py, which also finds blocks for the tokens.
 """

@@ -1,21 +1,24 @@
 """Stop strings: how much of the text may be shown after each token.
 
 The task. Write `StopStream`. `add` takes the bytes of one token and returns the text to show now.
-The output ends before the first stop string: `add` sets `ended` when it is complete, and what may
-be its beginning is held back. `finish` returns what is held back when no token follows.
+Text that may begin a stop string is held back. When a stop string is complete, `add` sets `ended`,
+and the output ends before it. `finish` returns what is held back when no token follows.
 
 Example: the stop string is "END". The tokens "in E", "N", "g", "l" and "ENDs" give "in ", "",
 "ENg", "l" and "". Then `ended` is true, and nothing is shown any more. "€" has the bytes E2 82 AC:
 the tokens E2 82 and AC give "" and "€".
 
 What must stay true:
-  - As little as possible is held back: the longest end of the text that begins a stop string.
+  - Hold back only the longest suffix of the text that is a prefix of a stop string.
   - The output ends where the first stop string is complete, as if characters came one by one. If
     one character completes several, the one that is first in the list counts.
   - `finish` leaves out a character that is not complete. It returns "" after a stop string.
+  - Invalid bytes give "\ufffd". All other text stays as it is: case, white space, line ends.
+  - A token may have no bytes, and the list may have no stop string. The list is not changed.
 
 In the engine: Detokenizer in nanovllm/engine/detokenizer.py. Hints: add the characters to the text
-that is held back one by one. codecs.getincrementaldecoder("utf-8")() keeps incomplete ones.
+that is held back one by one. codecs.getincrementaldecoder("utf-8")("replace") keeps the bytes of an
+incomplete one.
 """
 
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import fresh
-import numpy as np
 import pytest
 import torch
 from checkpoints import VOCAB, make_checkpoint, random_llm, weights_of, wrong_by_task
@@ -25,10 +24,8 @@ from tools.benchmarks import workloads
 try:
     import nanovllm.backends.cpu.kernels.int4 as int4_kernels
     import nanovllm.backends.cpu.kernels.int8 as int8_kernels
-    from nanovllm.backends.cpu.jit import compiled, has_feature
     from nanovllm.backends.cpu.kernels import product
     from nanovllm.backends.cpu.kernels.fused_decode import FusedLayers
-    from nanovllm.backends.cpu.kernels.llvm.dot_int4 import int4_rows
 except ImportError:
     int8_kernels = None
 
@@ -219,61 +216,39 @@ def test_integers_of_the_kernel_are_exact(shape: tuple[int, int, int]) -> None:
 
 
 @needs_numba
-@pytest.mark.parametrize("name", ["plain", "avx2"])
-@pytest.mark.parametrize("tokens", [1, 2])
-def test_tiles_without_vnni(name: str, tokens: int) -> None:
-    if name == "avx2" and not int8_kernels.HAS_AVX2:
-        pytest.skip("this processor has no AVX2")
-    torch.manual_seed(0)
-    x, weight = (torch.randint(-127, 128, (n, 320), dtype=torch.int8) for n in (tokens, 64))
-    stored = module(weight.float(), torch.float32, "int8", packed=True).weight
-    stored.store(0, weight, torch.ones(64))
-    sums = np.ones((tokens, 64), np.int32)
-    tile = getattr(int8_kernels, f"{name}_tile")
-    tile(sums.ctypes.data, x.data_ptr(), stored.values.data_ptr(), 80, 320, tokens)
-    assert torch.equal(torch.from_numpy(sums).long(), x.long() @ (weight.long() + 128).T + 1)
-
-
-def int4_tiles() -> dict[str, Any]:
-    """All tiles that this processor can run."""
-    if int8_kernels is None:
-        return {}
-    found = {"plain": int4_kernels.plain_tile}
-    if has_feature("avx2") and has_feature("f16c"):
-
-        @compiled()
-        def avx2(sums, x, weight, scale, groups, stride, tokens):
-            int4_rows(8, 2, x, stride, weight, scale, groups, sums)
-            int4_rows(8, 1, x + 2 * stride, stride, weight, scale, groups, sums + 128)
-
-        found["avx2"] = avx2
-    if has_feature("avx512vnni"):
-        found["vnni"] = int4_kernels.simd_tile
-    return found
-
-
-@needs_numba
-@pytest.mark.parametrize("name", int4_tiles())
-def test_sums_of_an_int4_tile_are_exact(name: str) -> None:
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_sums_in_int4_are_exact(tokens: int) -> None:
     """With scales that are powers of two, also for the largest sums of 16 bits."""
     torch.manual_seed(0)
     groups = 10
     values = torch.randint(-8, 8, (16, groups, GROUP), dtype=torch.int8)
-    x = torch.randint(-127, 128, (3, groups * GROUP), dtype=torch.int8)
-    values[0], values[1], values[2], x[0], x[1] = 7, -8, 7, 127, -127
-    scale = 2.0 ** torch.randint(-9, 3, (16, groups)).half()
+    x = integers(tokens, groups * GROUP)
+    values[0], values[1], values[2], x[0] = 7, -8, 7, 127
+    scale = 2.0 ** torch.randint(-4, 3, (16, groups)).half()
     scale[3] *= -1
-    weight = int4_kernels.PackedInt4.empty(torch.empty, 16, groups * GROUP)
-    weight.store(0, pack(values), scale)
-    starts = -8 * x.unflatten(1, (groups, GROUP)).sum(2, dtype=torch.int32)
-    rows = torch.zeros((3, product.quantized_bytes(groups * GROUP, GROUP)), dtype=torch.int8)
-    header = torch.cat((torch.ones(3, 1, dtype=torch.int32), starts), dim=1).view(torch.int8)
-    rows[:, : x.shape[1] + header.shape[1]] = torch.cat((x, header), dim=1)
-    sums = np.zeros((3, 16), np.float32)
-    addresses = (tensor.data_ptr() for tensor in (rows, weight.values, weight.scale))
-    int4_tiles()[name](sums.ctypes.data, *addresses, groups, rows.shape[1], len(x))
+    layer = module(torch.zeros(16, groups * GROUP), torch.float32, "int4", packed=True)
+    layer.weight.store(0, pack(values), scale)
     dense = (values.double() * scale.double()[:, :, None]).flatten(1)
-    assert torch.equal(torch.from_numpy(sums).double(), x.double() @ dense.T)
+    assert torch.equal(product.linear(x, layer).double(), x.double() @ dense.T)
+
+
+@pytest.mark.slow
+@needs_numba
+@pytest.mark.parametrize("names", [(), ("avx2",), ("avx2", "avx512f")])
+def test_kernels_of_other_processors(tmp_path: Path, names: tuple[str, ...]) -> None:
+    """The tests above, and those of weights in float32, if Numba sees only some instructions."""
+    code = f"""
+import sys, pytest
+from nanovllm.backends.cpu import jit
+known = jit.get_host_cpu_features()
+jit.get_host_cpu_features = lambda: {{name: known.get(name, False) for name in {names}}}
+names = "of_the_kernel or kernel_equals or int4_are_exact or (torch_packed and float32)"
+options = "-q", "-n", "0", "-k", names, "-p", "no:cacheprovider", "--noconftest"
+files = "tests/backends/test_quantized.py", "tests/backends/cpu/test_linear.py"
+sys.exit(pytest.main([*options, *files]))
+"""
+    done = fresh.run(code, NUMBA_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stdout
 
 
 @needs_numba

@@ -59,7 +59,7 @@ def make(
     num_blocks: int,
     block_size: int,
     dtype: torch.dtype = torch.float32,
-    dim: int = 8,
+    dim: int = 16,
     scales: Scales | None = None,
 ) -> PlainAttention | NumbaAttention:
     arguments = config(*heads, dim), num_blocks, block_size, dtype, torch.device("cpu")
@@ -74,7 +74,7 @@ def compare(
     seed: int,
     shared: dict[int, list[int]] | None = None,
     dtype: torch.dtype = torch.float32,
-    dim: int = 8,
+    dim: int = 16,
     scales: Scales | None = None,
 ) -> Any:
     """Any mix of (query length, tokens before it) against the reference, and what was prepared.

@@ -203,10 +203,10 @@ def test_command(
     assert "block_table =" in done.stdout
     # The command sets the level of the log; pytest restores it.
     caplog.set_level(logging.INFO, "nanovllm")
-    monkeypatch.setattr(sys, "argv", ["lessons", "5", "--answers", "29", "A"])
+    monkeypatch.setattr(sys, "argv", ["lessons", "5", "--answers", "66", "A"])
     command.main()
     compared = capsys.readouterr().out
-    assert "29 is right" in compared
+    assert "66 is right" in compared
     assert "block_table =" not in compared
 
 

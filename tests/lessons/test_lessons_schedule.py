@@ -127,7 +127,7 @@ def test_roofline(capsys, monkeypatch):
     assert float(least) == pytest.approx(float(read) / 20, rel=0.05)
     assert float(measured) > 0
     assert "1,192 MB of weights and 7,340 MB of the cache, for which" in words
-    assert "takes 427 ms" in words
+    assert "needs at least 427 ms" in words
     assert max(map(len, printed.splitlines())) <= 100
 
 

@@ -85,10 +85,7 @@ class CpuBackend(Backend):
         return delta_rule
 
     def fuse_layers(self, model: Any, attention: Any) -> fused_decode.FusedLayers | None:
-        kinds = {"Qwen3": fused_decode.FusedLayers, "Qwen3_5": delta_layers.HybridLayers}
-        has_experts = getattr(model.config, "experts", None) is not None
-        kind = None if has_experts else kinds.get(type(model).__name__)
-        return fused_decode.fuse_layers(model, attention, kind)
+        return fused_decode.fuse_layers(model, attention, delta_layers.HybridLayers)
 
     def fuse_step(self, layers: Any, attention: Any, rows: Any) -> Any:
         step = None

@@ -20,9 +20,9 @@ from nanovllm.backends.cpu.kernels import (
     sampler,
 )
 from nanovllm.backends.cpu.kernels.attention import attend, attend_groups
+from nanovllm.backends.cpu.kernels.blocks import unit_for
 from nanovllm.backends.cpu.kernels.parallel import Types
 from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE
-from nanovllm.backends.cpu.kernels.units.unit import unit_for
 from nanovllm.utils.log import logger
 
 
@@ -31,7 +31,7 @@ def kernels_in_parts(dtype: torch.dtype) -> list[Kernel]:
     unit = unit_for(dtype)
     return [
         attend_groups,
-        *([unit.linear_blocks] if unit else []),
+        *(unit[:1] if unit else ()),
         pointwise.add_rms_norm_rows,
         pointwise.silu_and_mul_rows,
         pointwise.norm_rope_store_rows,

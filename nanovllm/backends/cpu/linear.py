@@ -1,17 +1,12 @@
 """Linear layers on packed weights: oneDNN's blocked layout, made once instead of at every call.
 
 For the same number of tokens the results equal the results of the plain layout, bit for bit. With
-padding, sums may be formed in another order. Measured on 2 cores with the shape of Qwen3-0.6B, GB/s
-of weights read (plain and packed; layers and head):
-
-    AMX, 1 to 16 tokens         15 and 21; 17 and 25
-    AMX, 64 tokens              10 and 15; 12 and 18
-    AMX, 1,024 tokens and more  equal within 4 %, because the products take longer than the weights
-
-With AVX512-BF16 and without AMX, packed weights take 0.75 to 0.85 of the time for 1 to 16 tokens
-and the same time for many. In float32, with AVX2, large weights take 0.5 to 1.0 of the time for 4
-to 256 tokens (once 0.3) and 0.9 to 1.15 for one. Small ones gain little or lose: they are packed
-only in the sizes that the kernel of units/any.py reads.
+padding, sums may be formed in another order. On 2 cores with the shape of Qwen3-0.6B, products of 1
+to 64 tokens with AMX read 1.2 to 1.5 times as many bytes per second as with plain weights, and with
+AVX512-BF16 they take 0.75 to 0.85 of the time for 1 to 16 tokens. More tokens take the same time.
+In float32, with AVX2, large weights take 0.5 to 1.0 of the time for 4 to 256 tokens and 0.9 to 1.15
+for one. Small ones gain little or lose: they are packed only in the sizes that the kernel of
+kernels/blocks.py reads.
 
 torch.ops.mkldnn is private to torch, and its compiler is the only public way to packed weights. It
 would compile the model. Where an operator is missing, and on other processors than x86, where none
@@ -122,7 +117,7 @@ def repacked(weight: Tensor) -> Tensor:
 def is_packed_by(width: int, weight: Tensor) -> bool:
     """Return whether a packed weight [O, I] has the layout [blocks, I / n, width, n].
 
-    The last block may be padded. n is 2 in bfloat16 and 1 in float32. The units read this layout.
+    The last block may be padded. n is 2 in bfloat16 and 1 in float32. The kernels read this layout.
     It is not documented. Products with unit vectors are columns of the weight, which confirm it.
     """
     ops, (outputs, inputs) = torch.ops.mkldnn, weight.shape

@@ -91,13 +91,12 @@ def test_the_kernel_reads_what_torch_packed(
 ) -> None:
     pytest.importorskip("numba")
     from nanovllm.backends.cpu.kernels import parallel
+    from nanovllm.backends.cpu.kernels.blocks import unit_product
     from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE
-    from nanovllm.backends.cpu.kernels.units.unit import unit_for
 
-    unit = unit_for(dtype)
+    unit = unit_product(dtype)
     if unit is None:
         pytest.skip("neither AMX nor AVX512-BF16 on this processor")
-    linear_blocks = parallel.address_for(unit.linear_blocks, dtype, dtype)
     example = DTYPE_EXAMPLE[dtype]
     torch.manual_seed(0)
     weight = weights(*shape, dtype=dtype)
@@ -108,7 +107,7 @@ def test_the_kernel_reads_what_torch_packed(
         found = found.to(dtype)
         addresses = x.data_ptr(), address(tiles), 0, 0 if b is None else b.data_ptr()
         arguments = (*addresses, found.data_ptr(), rows, *shape[::-1], example)
-        parallel.in_parts(linear_blocks, arguments, shape[0] // unit.width, 3)
+        parallel.in_parts(unit.blocks, arguments, shape[0] // unit.width, 3)
         limit = (
             dict(atol=0.02, rtol=0.016) if dtype is torch.bfloat16 else dict(atol=1e-4, rtol=1e-5)
         )

@@ -13,6 +13,32 @@ from nanovllm.models.batch import ForwardBatch
 KVCache = load("cache.py", "KVCache")
 
 
+def random_tokens(number: int, heads: int, kv_heads: int) -> list[Tensor]:
+    """Return q [n, H, D], and k and v [n, K, D], with D = 8."""
+    generator = torch.Generator().manual_seed(number)
+    return [torch.randn(number, h, 8, generator=generator) for h in (heads, kv_heads, kv_heads)]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    each = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = F.scaled_dot_product_attention(*each, is_causal=True, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def compare(got: Tensor, want: Tensor, what: str) -> None:
+    same([*got.shape], [*want.shape], "The shape of the result")
+    wrong = [i for i in range(len(got)) if not torch.allclose(got[i], want[i], atol=1e-4)]
+    if wrong:
+        i = wrong[0]
+        head, d = divmod(int((got[i] - want[i]).abs().argmax()), got.shape[2])
+        expect(
+            False,
+            f"{what}: the attention of the tokens {wrong[:8]}{' and more' * (len(wrong) > 8)} "
+            f"differs from torch's. Number {d} of head {head} of token {i} should be "
+            f"{want[i, head, d]:.4f}, but with your code it is {got[i, head, d]:.4f}.",
+        )
+
+
 @pytest.mark.parametrize(
     ("lengths", "heads", "kv_heads", "scale"),
     [
@@ -23,28 +49,39 @@ KVCache = load("cache.py", "KVCache")
         ([6, 1, 1], 2, 2, 1),
         ([3, 1, 2], 6, 2, 1),
         ([3, 2], 2, 2, 20),  # exp of the largest scores is infinite
+        ([50, 1, 1100, 1], 2, 2, 1),  # longer than a buffer or a window
     ],
 )
 def test_attention(lengths: list[int], heads: int, kv_heads: int, scale: float) -> None:
     """Tokens that are computed in pieces of these lengths, compared with torch's attention."""
-    generator, dim = torch.Generator().manual_seed(sum(lengths)), 8
-    q, k, v = (
-        torch.randn(sum(lengths), h, dim, generator=generator) for h in (heads, kv_heads, kv_heads)
-    )
+    q, k, v = random_tokens(sum(lengths), heads, kv_heads)
     q, k = scale * q, scale * k
-    each = (x.transpose(0, 1)[None] for x in (q, k, v))
-    want = F.scaled_dot_product_attention(*each, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
-    cache, pieces = KVCache(kv_heads, dim), []
+    cache, pieces = KVCache(kv_heads, 8), []
     for piece in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
         pieces.append(cache.attend(*(x.clone() for x in piece)))
-    got = torch.cat(pieces)
-    same([*got.shape], [*want.shape], "The shape of the result")
-    wrong = [i for i in range(len(got)) if not torch.allclose(got[i], want[i], atol=1e-4)]
     large = f", keys and queries times {scale}" if scale > 1 else ""
-    expect(
-        not wrong,
-        f"{heads} query heads, {kv_heads} KV heads, tokens in pieces of {lengths}{large}: the "
-        f"attention of the tokens {wrong} differs from torch's.",
+    what = f"{heads} query heads, {kv_heads} KV heads, tokens in pieces of {lengths}{large}"
+    compare(torch.cat(pieces), attention(q, k, v), what)
+
+
+def test_the_tensors_are_the_callers() -> None:
+    cache, tokens = KVCache(2, 8), random_tokens(5, 2, 2)
+    first, second = ([x[a:b].clone() for x in tokens] for a, b in ((0, 3), (3, 5)))
+    cache.attend(*first)
+    for name, given, x in zip("qkv", first, tokens, strict=True):
+        expect(given.equal(x[:3]), f"`attend` changes {name}, which is the caller's.")
+        given.fill_(9.0)
+    what = "The caller has overwritten q, k and v of the tokens 0 to 2 after their `attend`"
+    got = torch.cat((attention(*(x[:3] for x in tokens)), cache.attend(*second)))
+    compare(got, attention(*tokens), what)
+
+
+def test_two_caches_are_independent() -> None:
+    one, other = KVCache(2, 8), KVCache(2, 8)
+    one.attend(*random_tokens(3, 2, 2))
+    tokens = random_tokens(4, 2, 2)
+    compare(
+        other.attend(*tokens), attention(*tokens), "Another cache holds 3 tokens, this one none"
     )
 
 

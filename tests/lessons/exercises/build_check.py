@@ -5,6 +5,7 @@ import importlib.util
 import io
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from lessons.oracle.oracle import (
     replay,
 )
 
-__all__ = ["OracleRunner", "answer", "check_history", "expect", "load", "make_samples", "same"]
+__all__ = ["OracleRunner", "answer", "case", "check_history", "expect", "load", "make_samples"]
+__all__ += ["same"]
 FAILS = "Random requests fail with your code. This is a short history of those that fail."
 FAULT = "What fails after the last step of this history:"
 
@@ -59,6 +61,16 @@ def expect(is_right: bool, message: str) -> None:
     """Fail with `message` alone, which says what was expected and what came out."""
     if not is_right:
         raise pytest.fail.Exception(message, pytrace=False) from None
+
+
+@contextlib.contextmanager
+def case(what: str) -> Iterator[None]:
+    """Let an exception that the solution raises say in which case."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"It is raised for: {what}")
+        raise
 
 
 def same(got: object, want: object, what: str) -> None:

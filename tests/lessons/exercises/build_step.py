@@ -1,13 +1,13 @@
 """Checks `plan_step`: python -m lessons build step --check FILE"""
 
 import random
+from itertools import count
 
 import pytest
 from build_check import expect, load, make_samples, same
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence
 
 plan_step = load("step.py", "plan_step")
 
@@ -26,31 +26,42 @@ plan_step = load("step.py", "plan_step")
         ([1], [9, 1], 4, 4, [1, 3], 1),
         ([], [], 4, 4, [], 0),
         ([6, 1], [], 4, 4, [4], 0),
+        ([6, 1], [], 30, 4, [6, 1], 0),
     ],
 )
 def test_the_plan(
     running: list[int], waiting: list[int], budget: int, most: int, want: list[int], left: int
 ) -> None:
-    every = [make_samples([0] * (n + 3), 99, i)[0] for i, n in enumerate(running + waiting)]
-    for seq in every:
-        seq.num_computed = 3
+    # The order of admission is not that of arrival.
+    every = [make_samples([0] * (n + 3), 99, 9 - i)[0] for i, n in enumerate(running + waiting)]
+    for seq, n in zip(every, running + waiting, strict=True):
+        seq.num_computed, seq.decoding = 3, n == 1
     first, second = every[: len(running)], every[len(running) :]
+    before = repr(every)
     planned = plan_step(first, second, budget, most)
-    order = [every.index(seq) for seq, _ in planned]
+    plan = list(planned)
+    plan_step([], [], budget, most)
+    expect(planned == plan, "A call of plan_step should not change an earlier plan, but it does.")
+    expect(all(seq in every for seq, _ in plan), "The plan has a sequence that is in neither list.")
+    order = [every.index(seq) for seq, _ in plan]
     expect(
         order == sorted(order),
-        f"The plan has the sequences in the order {order}. The running ones come first, and the "
-        "oldest of them before the others.",
+        f"The plan has the sequences in the order {order}. The running ones come first, in the "
+        "order of their list, and then the waiting ones in the order of theirs.",
     )
-    expect(
-        [(len(s.token_ids), s.num_computed) for s in every]
-        == [(n + 3, 3) for n in running + waiting],
-        "A sequence has other numbers of known or computed tokens than before.",
-    )
+    expect(repr(every) == before, "plan_step should not change a sequence, but it does.")
     what = f"A budget of {budget} and max_num_seqs={most}. Running sequences have {running} tokens "
     what += f"to compute, waiting ones {waiting}. "
-    same([tokens for _, tokens in planned], want, f"{what}The plan")
+    same([tokens for _, tokens in plan], want, f"{what}The plan")
     same(len(second), left, f"{what}The number of those that wait then")
+    expect(first + second == every, f"{what}`running` and then `waiting` should keep their order.")
+
+
+def test_a_preempted_sequence() -> None:
+    [seq] = make_samples([0] * 10, 99)
+    seq.token_ids += [1] * 5
+    what = "A waiting sequence was preempted: its prompt has 10 tokens, and its output 5. The plan"
+    same([n for _, n in plan_step([], [seq], 30, 4)], [15], what)
 
 
 def test_as_the_engine() -> None:
@@ -59,32 +70,22 @@ def test_as_the_engine() -> None:
         rng = random.Random(seed)
         budget, most = rng.randint(1, 20), rng.randint(1, 5)
         scheduler = Scheduler(BlockManager(1000, 4), most, budget)
-        mine: dict[Sequence, Sequence] = {}
-        running, waiting, number = [], [], 0
         for arrival in range(8):
             size = rng.randint(1, 30)
-            most_tokens = size + rng.randint(1, 6)
-            seq, copy = (make_samples([arrival] * size, most_tokens, arrival)[0] for _ in "12")
-            scheduler.add(seq)
-            mine[seq] = copy
-            waiting.append(copy)
-        while scheduler.has_work():
-            number += 1
-            before = {seq: seq.num_computed for seq in mine}
+            scheduler.add(make_samples([arrival] * size, size + rng.randint(1, 6), arrival)[0])
+        for number in count(1):
+            running, waiting = list(scheduler.running), list(scheduler.waiting)
+            if not running + waiting:
+                break
+            before = {seq: seq.num_computed for seq in running + waiting}
+            got = plan_step(running, waiting, budget, most)
             planned = scheduler.schedule()
             assert planned is not None
-            got, names = plan_step(running, waiting, budget, most), list(mine.values())
-            computed = [seq.num_computed - before[seq] for seq in mine]
+            computed = {seq.request_id: seq.num_computed - n for seq, n in before.items()}
             same(
-                {names.index(seq): tokens for seq, tokens in got},
-                {i: tokens for i, tokens in enumerate(computed) if tokens},
+                {seq.request_id: tokens for seq, tokens in got},
+                {name: tokens for name, tokens in computed.items() if tokens},
                 f"Step {number} of random requests, a budget of {budget} and max_num_seqs={most}: "
                 "the plan (request: tokens)",
             )
-            updated = scheduler.commit(planned, [1] * len(planned.sampling_seqs))
-            for one, tokens in got:
-                one.num_computed += tokens
-            for seq in updated:
-                mine[seq].token_ids.append(1)
-                if seq.finish_reason:
-                    running.remove(mine[seq])
+            scheduler.commit(planned, [1] * len(planned.sampling_seqs))

@@ -1,5 +1,6 @@
 """Checks `StopStream`: python -m lessons build stop --check FILE"""
 
+import codecs
 from itertools import pairwise, product
 
 import pytest
@@ -10,9 +11,14 @@ from lessons.lesson import ask, make_llm
 StopStream = load("stop.py", "StopStream")
 
 
+def decode(tokens: list[bytes]) -> str:
+    """The text of tokens, without an incomplete character at the end."""
+    return codecs.getincrementaldecoder("utf-8")("replace").decode(b"".join(tokens))
+
+
 def by_definition(stops: list[str], tokens: list[bytes]) -> tuple[str, bool]:
     """What is shown after these tokens, and whether a stop string is complete."""
-    text = b"".join(tokens).decode(errors="ignore")  # without an incomplete character at the end
+    text = decode(tokens)
     for end in range(len(text) + 1):
         for stop in stops:
             if text[:end].endswith(stop):
@@ -23,24 +29,25 @@ def by_definition(stops: list[str], tokens: list[bytes]) -> tuple[str, bool]:
 
 def compare(stops: list[str], *tokens: bytes) -> None:
     """Add the tokens one by one, and compare what is shown."""
-    stream, shown, ended, given = StopStream(stops), "", False, list(stops)
+    given, shown, ended = list(stops), "", False
+    stream = StopStream(given)
     for number, token in enumerate(tokens, 1):
         said = [*tokens[:number]]
         text = stream.add(token)
         expect(isinstance(text, str), f"`add` should return a string, but it returns {text!r}.")
         shown += text
-        want, ended = by_definition(given, said)
-        what = f"Stop strings {given}, tokens {said}: "
+        want, ended = by_definition(stops, said)
+        what = f"Stop strings {stops}, tokens {said}: "
         expect(shown == want, f"{what}{want!r} should be shown by now, but it is {shown!r}.")
         same(stream.ended, ended, f"{what}`ended`")
-    want = want if ended else b"".join(tokens).decode(errors="ignore")
+    want = want if ended else decode([*tokens])
     last = stream.finish()
     expect(
         shown + last == want,
         f"{what}and no more follow: {want!r} should be shown in all, but with {last!r} from "
         f"`finish` it is {shown + last!r}.",
     )
-    same(stops, given, "The list of stop strings")
+    same(given, stops, "The list of stop strings, which is the caller's,")
 
 
 def cut(data: bytes, *ends: int) -> list[bytes]:
@@ -52,6 +59,14 @@ def test_the_example() -> None:
     compare(["END"], b"an E")
 
 
+def test_two_streams_are_independent() -> None:
+    one, other = StopStream(["ab"]), StopStream(["ab"])
+    one.add(b"a")
+    same(other.add(b"b"), "b", "Another stream has held back 'a'. What this one shows of 'b'")
+    one.add(b"\xe2\x82")
+    same(other.add(b"c"), "c", "Another stream has two bytes of '€'. What this one shows of 'c'")
+
+
 def test_characters_of_several_tokens() -> None:
     for text in ("€", "a€b", "né", "😀!"):
         data = text.encode()
@@ -59,6 +74,7 @@ def test_characters_of_several_tokens() -> None:
             compare([], *cut(data, end))
         compare([], *cut(data, *range(1, len(data))))
     compare([], b"a", b"\xe2\x82")
+    compare(["b"], b"a\xff", b"\xe2A", b"b")  # invalid bytes
 
 
 @pytest.mark.parametrize(
@@ -82,12 +98,23 @@ def test_several_stop_strings_and_bytes() -> None:
     compare(["é"], b"a\xc3", b"\xa9b")
     for end in range(1, 7):
         compare(["€€"], *cut("a€€b".encode(), end))
+    compare(["E€"], b"xE", b"\xe2\x82", b"\xac y")
+    compare(["END"], b"xE", b"\xe2")
+    compare(["END"], b"xE", b"", b"ND")
 
 
-def test_two_streams_are_independent() -> None:
-    one, other = StopStream(["ab"]), StopStream(["ab"])
-    one.add(b"a")
-    same(other.add(b"b"), "b", "Another stream has held back 'a'. What this one shows of 'b'")
+def test_text_stays_as_it_is() -> None:
+    compare(["END"], b"The end. ", b" ENd ", b"END")
+    compare([" ab", "a"], b"1 a")
+    compare(["\n\n"], b"1\n")
+    compare([], b"\xef\xbb\xbf1\r\n", b"2\n\n")
+
+
+def test_long_stop_strings() -> None:
+    stop = b"This is a long line of forty characters\n"
+    for end in range(1, len(stop)):
+        compare([stop.decode()], b"1", *cut(stop, end), b"2")
+        compare([stop.decode()], b"1", stop[:end], b"2")
 
 
 def test_answers_of_the_model() -> None:

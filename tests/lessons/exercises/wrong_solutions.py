@@ -21,6 +21,21 @@ stop
 - self.decoder.decode(token)
 + token.decode(errors='ignore')
 ? Stop strings [], tokens [b'\xe2', b'\x82\xac']: '€' should be shown by now, but it is ''.
+- while self.held and not any(stop.startswith(self.held) for stop in self.stops)
++ while len(self.held) > 9 or self.held and not any(s.startswith(self.held) for s in self.stops)
+? tokens [b'1', b'T', b'his is a long line of forty characters\n']: '1' should be shown by now
+- self.held.endswith(stop)
++ self.held.lower().endswith(stop.lower())
+? tokens [b'The end. ', b' ENd ']: 'The end.  ENd ' should be shown by now, but it is 'The end.  '.
+- shown = ""
++ shown, self.held = ("", self.held) if token else (self.held, "")
+? Stop strings ['END'], tokens [b'xE', b'']: 'x' should be shown by now, but it is 'xE'.
+-         return self.held
++         return "" if self.decoder.getstate()[0] else self.held
+? tokens [b'xE', b'\xe2']: and no more follow: 'xE' should be shown in all, but with '' from `finish` it is 'x'.
+- self.stops, self.ended, self.held = stops, False, ""
++ self.stops, self.ended, self.held = stops, False, stops.sort(key=len, reverse=True) or ""
+? The list of stop strings, which is the caller's, should be ['b', 'ab'], but with your code it is ['ab', 'b'].
 -         return self.held
 +         return self.held + self.decoder.getstate()[0].decode(errors='replace')
 ? [b'a', b'\xe2\x82']: and no more follow: 'a' should be shown in all, but with '�' from `finish` it is 'a�'.
@@ -54,26 +69,27 @@ cache
 ? 2 query heads, 2 KV heads, tokens in pieces of [3, 2]: the attention of the tokens [3] differs from torch's.
 - self.
 + KVCache.
-? 'What is 12 + 30?' should be '12 + 30 = 42', but with your code it is
+? Another cache holds 3 tokens, this one none: the attention of the tokens [0, 1, 2, 3] differs from torch's.
 - scores.masked_fill(~seen, -torch.inf).softmax(-1)
 + (e := scores.exp() * seen) / e.sum(-1, keepdim=True)
 ? of [3, 2], keys and queries times 20: the attention of the tokens [0, 1, 2, 3, 4] differs from torch's.
+- <= before + torch.arange(len(q))[:, None]
++ <= (last := before + torch.arange(len(q))[:, None])
++         seen &= torch.arange(len(keys)) > last - 1024
+? pieces of [50, 1, 1100, 1]: the attention of the tokens [1024, 1025, 1026, 1027, 1028, 1029, 1030, 1031] and more
+- torch.cat((self.k, k)), torch.cat((self.v, v))
++ (torch.cat((self.k, k)), torch.cat((self.v, v))) if before else (k, v)
+? overwritten q, k and v of the tokens 0 to 2 after their `attend`: the attention of the tokens [3, 4] differs
+- q, keys) / q.shape[2] ** 0.5
++ q.div_(q.shape[2] ** 0.5), keys)
+? `attend` changes q, which is the caller's.
 slots
 - * block_size + position % block_size
 + + position % block_size
-? 2], 4 positions from 2 on: their slots should be [30, 31, 8, 9], but with your code it is [9, 10, 2, 3].
+? 2], 4 positions from 2 on: the list of slots should be [30, 31, 8, 9], but with your code it is [9, 10, 2, 3].
 - -(-(start + count) // block_size)
 + (start + count) // block_size
 ? [7, 2], 3 positions from 6 on: the number of blocks to append should be 1, but with your code it is 0.
--  + position % block_size
-+
-? 2], 4 positions from 2 on: their slots should be [30, 31, 8, 9], but with your code it is [28, 28, 8, 8].
-- range(start, start + count)
-+ range(start, count)
-? [7, 2], 4 positions from 2 on: their slots should be [30, 31, 8, 9], but with your code it is [30, 31].
-- max(0, needed - len(block_table))
-+ needed
-? [7, 2], 4 positions from 2 on: the number of blocks to append should be 0, but with your code it is 2.
 - max(0, needed - len(block_table))
 + needed - len(block_table)
 ? [7, 2, 1], 4 positions from 0 on: the number of blocks to append should be 0, but with your code it is -2.
@@ -82,7 +98,17 @@ slots
 ? [7, 2], 3 positions from 6 on: the number of blocks to append should be 1, but with your code it is 0.
 - block_table[position // block_size] * block_size
 + block_table[start // block_size + (position - start) // block_size] * block_size
-? 2], 4 positions from 2 on: their slots should be [30, 31, 8, 9], but with your code it is [30, 31, 28, 29].
+? 2], 4 positions from 2 on: the list of slots should be [30, 31, 8, 9], but with your code it is [30, 31, 28, 29].
+- max(0, needed - len(block_table))
++ len({p // block_size for p in range(len(block_table) * block_size, start + count) if p >= start})
+? [7, 2], 1 positions from 12 on: the number of blocks to append should be 2, but with your code it is 1.
+- max(0, needed
++ max(0.0, needed
+? [7, 2], 4 positions from 2 on: the number of blocks to append should be 0, but with your code it is 0.0.
+- def slots
++ @lambda f, out=[]: lambda *given: out.__setitem__(slice(None), f(*given)) or out
++ def slots
+? the list of slots, after another call, should be [30, 31, 8, 9], but with your code it is [4, 5, 6].
 step
 - if tokens > 0:
 + if True:
@@ -94,15 +120,9 @@ step
 -             budget -= tokens
 + plan.append((seq, tokens))
 ? to compute, waiting ones [4, 5, 2]. The plan should be [1, 1, 4, 2], but with your code it is [1, 1, 4, 4].
-- for seq in running:
-+ for seq in reversed(running):
-? sequences in the order [1, 0, 2]. The running ones come first, and the oldest of them before the others.
 - waiting.pop(0)
 + waiting.pop()
 ? to compute, waiting ones [4, 5, 2]. The plan should be [1, 1, 4], but with your code it is [1, 1, 2].
--         running.append(seq)
-+
-? to compute, waiting ones [4, 5, 2]. The plan should be [1, 1, 4], but with your code it is [1, 1, 4, 2].
 - while waiting and budget > 0
 + while waiting and budget >= len(waiting[0].token_ids) - waiting[0].num_computed
 ? to compute, waiting ones [4, 5, 2]. The plan should be [1, 1, 4, 2], but with your code it is [1, 1, 4].
@@ -114,6 +134,26 @@ step
 - len(running) < max_num_seqs
 + len(plan) < max_num_seqs
 ? 0, 1] tokens to compute, waiting ones [1]. The plan should be [1, 1], but with your code it is [1, 1, 1].
+- running.append(seq)
+-         tokens = min(len(seq.token_ids)
++ running.append(seq)
++         tokens = min(seq.num_prompt
+? its prompt has 10 tokens, and its output 5. The plan should be [15], but with your code it is [10].
+- if tokens > 0:
++ if tokens > 0 and not (plan and plan[-1][1] > 1):
+? have [6, 1] tokens to compute, waiting ones []. The plan should be [6, 1], but with your code it is [6].
+- for seq in running:
++ for seq in sorted(running, key=lambda seq: not seq.decoding):
+? The plan has the sequences in the order [1, 0].
+- running.append(seq)
++ running.insert(0, seq)
+? waiting ones [4, 5, 2]. `running` and then `waiting` should keep their order.
+- running.append(seq)
++ running.append(seq); seq.row = 0
+? plan_step should not change a sequence, but it does.
+- plan = []
++ (plan := plan_step.__dict__.setdefault('plan', [])).clear()
+? A call of plan_step should not change an earlier plan, but it does.
 filter
 - (typical_p < 1)[:, None]
 + (typical_p < 1).any()
@@ -143,6 +183,16 @@ filter
 - logits.masked_fill(
 + logits.masked_fill_(
 ? The tensor of logits that your function gets must not change.
+- kept = (before < typical_p[:, None]).sum(dim=-1, keepdim=True).clamp(min=1)
++ kept = 1 + (before + sorted_probs >= typical_p[:, None]).byte().argmax(-1, keepdim=True)
+? p=0.99999994, the number of tokens that are kept should be 1042, but with your code it is
+- typical_p < 1
++ typical_p < 0.99
+? the tokens that typical_p=0.995 keeps, as in transformers,
+- log_probs = logits
++ logits = logits.clamp(min=-1e4)
++     log_probs = logits
+? typical_p=1 should not change the logits, but it does.
 prefix
 - (len(seq.token_ids) - 1) //
 + len(seq.token_ids) //
@@ -172,21 +222,9 @@ eviction
 - self.hits[block.block_id] = 0
 + pass
 ? with 0 hits. Then 4 gets one. The order of eviction should be [5, 4], but with your code it is [4, 5].
-- min(self.evictable,
-+ min(reversed(self.evictable),
-? are computed, with 0 hits. The order of eviction should be [3, 2, 1], but with your code it is [2, 3, 1].
 - min(self.evictable, key=self.hits.__getitem__)
 + super().choose_victim()
 ? are computed, with 0 hits. The order of eviction should be [3, 2, 1], but with your code it is [1, 3, 2].
-- += 1
-+ = 1
-? in this order. The order of eviction should be [5, 4, 3, 2, 1], but with your code it is [5, 1, 2, 3, 4].
-- for block in matched:
-+ for block in matched[:1]:
-? is released first. The order of eviction should be [4, 3, 2, 1], but with your code it is [3, 2, 4, 1].
-- for block in matched:
-+ for block in matched[-1:]:
-? is released first. The order of eviction should be [4, 3, 2, 1], but with your code it is [2, 1, 4, 3].
 - += 1
 + += len(matched)
 ? and blocks 1 to 32 of one prompt have one each. The order of eviction should be [32, 31,
@@ -221,9 +259,6 @@ preempt
 +  = -1
 ? What fails after the last step of this history: context: slot 10 of request 2 holds (1, 2) and not
 - self.queue(seq)
-+ self.queue(seq, seq.arrival)
-? and then sequence 8, by self.queue(seq). The queue should be [1, 8, 7], but with your code it is [8, 7, 1].
-- self.queue(seq)
 + self.waiting.insert(0, seq); seq.status = type(seq.status).WAITING
 ? and then sequence 8, by self.queue(seq). The queue should be [1, 8, 7], but with your code it is [8, 1, 7].
 - seq.row, seq.decoding = -1, False
@@ -236,28 +271,10 @@ preempt
 + seq.block_table.reverse()
 +         self.block_manager.release(seq)
 ? the last first, should be [3, 2], but with your code it is [2, 3].
-- += seq.num_computed
-+ += 2 * seq.num_computed
-? 0 needs 1. After _make_room, self.recomputed_tokens should be 2, but with your code it is 4.
-- return seq in self.running
-+ return True
-? _make_room, what it has returned: whether sequence 1 runs should be False, but with your code it is True.
 -         self.queue(seq)
 +         del seq.token_ids[seq.num_prompt :]
 +         self.queue(seq)
 ? be [[0, 0, 0, 0, 2], [1, 1, 0], [2, 2, 0]], but with your code it is [[0, 0, 0, 0, 2], [1, 1, 0], [2, 2]].
-- seq in self.running:
-+ seq is not self.running[-1]:
-? and sequence 1 needs 1. After _make_room, those that run should be [0], but with your code it is [0, 1].
-- and seq in self.running:
-+ and len(self.running) > 1:
-? and sequence 2 needs 4. After _make_room, those that run should be [0, 1], but with your code it is [0].
-- self.running[-1]
-+ max(self.running, key=lambda s: s.arrival)
-? What fails after the last step of this history: oldest: the oldest sequence was preempted
-- seq.num_computed + tokens
-+ seq.num_computed + tokens - 1
-? sequence 0 needs 1. After _make_room, those that run should be [0, 1], but with your code it is [0, 1, 2].
 policy
 - AGING * seq.arrival - (
 + -(
@@ -271,27 +288,9 @@ policy
 - AGING *
 + 1.0 * AGING *
 ? The key must be an int, but it is 15998.0.
--     return
-+     seq.num_prompt -= 1
-+     return
-? The key must change nothing. The fields that it changed should be [], but with your code it is ['num_prompt'].
--     return
-+     f = longest_output_first
-+     f.n = getattr(f, 'n', 0) + 1
-+     return f.n +
-? prompt of request 0 has 3 tokens. The order of admission should be [1, 0], but with your code it is [0, 1].
-- AGING *
-+ blocks.num_available + AGING *
-? 16098, 16098, 16098, 16098, 16098], but with your code it is [16098, 16098, 16005, 16005, 15998, 15998].
 - arrival - (
 + arrival - len(blocks.match(seq)) * blocks.block_size - (
 ? 15998, 15998, 15998, 15998, 15998], but with your code it is [15998, 15998, 15998, 15998, 15966, 15966].
--     return
-+     return -(seq.num_prompt > 100) +
-? of request 0 has 200 tokens. The order of admission should be [1, 0], but with your code it is [0, 1].
-- AGING * seq.arrival
-+ AGING * (seq.arrival % 1000)
-? of request 0 has 3 tokens. The order of admission should be [1, 2, 0], but with your code it is [2, 1, 0].
 - AGING * seq.arrival - (seq.max_length - seq.num_prompt)
 + max(0, AGING * seq.arrival - (seq.max_length - seq.num_prompt))
 ? Whether the key of request 1 is the smaller one should be True, but with your code it is False.

@@ -8,6 +8,8 @@ import numpy as np
 
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels.few_queries import attend_few, kv_address
+from nanovllm.backends.cpu.kernels.llvm.dot import dot_rows
+from nanovllm.backends.cpu.kernels.llvm.vectors import LANES
 from nanovllm.backends.cpu.kernels.parallel import in_parts
 from nanovllm.backends.cpu.kernels.primitives import (
     array,
@@ -21,13 +23,13 @@ from nanovllm.backends.cpu.kernels.words import (
     HEIGHT,
     WIDTH,
     joined,
-    multiply,
     stored_word,
     word,
     word_array,
 )
 
 # From so many rows of a group on (times the numbers of a word) its attention is two products.
+# So is all attention with heads whose size is no multiple of 16.
 MANY_ROWS = 16
 # The largest number of rows of a group of several queries.
 MAX_ROWS = 64
@@ -65,7 +67,8 @@ def attend_groups(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_
     example, q_example = k_cache[0, 0, 0, 0], qkv[0, 0, 0]
     stored, q_stored = stored_word(example, example), stored_word(q_example, example)
     per_word = bytes_of(stored) // bytes_of(example)
-    if queries.shape[1] * q_per_kv * per_word < MANY_ROWS:
+    many_rows = MANY_ROWS if dim % LANES == 0 else 1
+    if queries.shape[1] * q_per_kv * per_word < many_rows:
         attend_few(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_tables, is_prefix,
                    start, stop)
         return
@@ -83,7 +86,7 @@ def attend_groups(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_
         p, head = item // num_kv_heads, item % num_kv_heads
         table, count = block_tables[p], np.sum(queries[p] >= 0)
         rows, context_len = count * q_per_kv, context_lens[p, count - 1]
-        if rows * per_word < MANY_ROWS:
+        if rows * per_word < many_rows:
             following = min(stop, item + num_kv_heads - head)
             attend_few(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_tables,
                        is_prefix, item, following)
@@ -116,7 +119,7 @@ def attend_groups(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_
                     x = np.int64(keys[j:].ctypes.data), 4 * words, 4
                     to = np.int64(scores[first + j :, r:].ctypes.data), 4 * max_rows
                     w = np.int64(query[r // WIDTH].ctypes.data), 4 * WIDTH
-                    multiply(x, w, words, to, example)
+                    dot_rows(keys[0, 0], HEIGHT, WIDTH, x, w, words, to, (0, 0))
 
         for t in range(num_keys):
             for r in range(padded):
@@ -153,7 +156,7 @@ def attend_groups(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_
                 for d in range(0, wide, WIDTH):
                     w = np.int64(values[:, d:].ctypes.data), 4 * wide
                     to = np.int64(acc[r:, d:].ctypes.data), 4 * wide
-                    multiply(x, w, KEYS // per_word, to, example)
+                    dot_rows(keys[0, 0], HEIGHT, WIDTH, x, w, KEYS // per_word, to, (0, 0))
 
         for r in range(rows):
             token, h = queries[p, r // q_per_kv], head * q_per_kv + r % q_per_kv

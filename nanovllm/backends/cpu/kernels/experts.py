@@ -22,6 +22,7 @@ from torch import Tensor
 
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels import pointwise
+from nanovllm.backends.cpu.kernels.blocks import unit_product
 from nanovllm.backends.cpu.kernels.parallel import address_for, call_at, in_parts
 from nanovllm.backends.cpu.kernels.primitives import (
     DTYPE_EXAMPLE,
@@ -31,8 +32,6 @@ from nanovllm.backends.cpu.kernels.primitives import (
     to_float32,
 )
 from nanovllm.backends.cpu.kernels.product import Product, quantized, quantized_bytes
-from nanovllm.backends.cpu.kernels.units.any import Unit
-from nanovllm.backends.cpu.kernels.units.unit import product_of, unit_for
 from nanovllm.models.backend import num_experts
 from nanovllm.models.layers import Linear
 
@@ -55,11 +54,11 @@ class PackedExperts:
     """Weights [X O, I] in blocks of outputs that a unit reads."""
 
     values: Tensor  # [X O / width, I / n, width, n], where n is 2 in bfloat16 and 1 in float32
-    unit: Unit
+    code: Product
     shape: torch.Size
 
     def product(self) -> Product:
-        return product_of(self.unit, self.values.dtype)
+        return self.code
 
     def unpack(self) -> Tensor:
         """Return the weights [X O, I]."""
@@ -71,12 +70,12 @@ def pack(module: Linear) -> None:
 
     The condition is the same for both Linears of a mixture: hidden and inner size in whole blocks.
     """
-    weight, unit = module.weight, unit_for(module.weight.dtype)
+    weight, code = module.weight, unit_product(module.weight.dtype)
     inputs, n = weight.shape[1], 4 // weight.itemsize
-    if unit is None or any(size % 64 for size in (inputs, *module.projections.values())):
+    if code is None or any(size % 64 for size in (inputs, *module.projections.values())):
         return
-    blocks = weight.view(-1, unit.width, inputs // n, n).transpose(1, 2)
-    module.weight = PackedExperts(blocks.contiguous(), unit, weight.shape)
+    blocks = weight.view(-1, code.width, inputs // n, n).transpose(1, 2)
+    module.weight = PackedExperts(blocks.contiguous(), code, weight.shape)
 
 
 class ExpertWeights(NamedTuple):
@@ -117,7 +116,7 @@ def product(weights, blocks, x_ptr, out_ptr, work_ptr, hits, ends, itemsize, exa
     """
     code, inputs, outputs = weights.code, weights.inputs, weights.outputs
     x_ptr = quantized(code, x_ptr, ends[-1], inputs, work_ptr, example, parts)
-    x_bytes = itemsize * inputs if code.quantize == 0 else quantized_bytes(inputs, code.group)
+    x_bytes = itemsize * inputs if code.quantize == 0 else quantized_bytes(inputs)
     arguments = (code.blocks, x_ptr, weights.weight_ptr, weights.scale_ptr, out_ptr, hits, ends,
                  inputs, outputs, code.width, x_bytes, weights.weight_bytes, weights.scale_bytes,
                  itemsize * outputs, example)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nanovllm.backends.cpu.jit import compiled
-from nanovllm.backends.cpu.kernels.llvm.vectors import LANES, add_two, score_two
+from nanovllm.backends.cpu.kernels.llvm.vectors import add_two, score_two
 from nanovllm.backends.cpu.kernels.primitives import (
     exp,
     f32,
@@ -73,14 +73,14 @@ def element_address(x, i, j):
 @compiled()
 def attend_few(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_tables, is_prefix,
                  start, stop):
-    """Compute attend_groups for groups of few rows.
+    """Compute attend_groups for groups of few rows. D is a multiple of 16.
 
     All items of a group are computed together, to read the cache as it lies in memory: blocks, then
     heads, then tokens. An odd last row is paired with zeros.
     """
     _, num_kv_heads, block_size, dim = k_cache.shape
-    q_per_kv, wide = out.shape[1] // num_kv_heads, (dim + LANES - 1) // LANES * LANES
-    scale, example = f32(1) / np.sqrt(f32(dim)), k_cache[0, 0, 0, 0]
+    q_per_kv, scale = out.shape[1] // num_kv_heads, f32(1) / np.sqrt(f32(dim))
+    example = k_cache[0, 0, 0, 0]
     item = start
     while item < stop:
         p, first_head = item // num_kv_heads, item % num_kv_heads
@@ -89,7 +89,7 @@ def attend_few(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_tab
         table, count = block_tables[p], np.sum(queries[p] >= 0)
         rows, context_len = count * q_per_kv, context_lens[p, count - 1]
         height, tiles = rows + rows % 2, (context_len + block_size - 1) // block_size * heads
-        query, acc = np.zeros((heads * height, wide), f32), np.zeros((heads * height, wide), f32)
+        query, acc = np.zeros((heads * height, dim), f32), np.zeros((heads * height, dim), f32)
         weights = np.empty((heads * height, context_len), f32)  # the scores until the softmax
         row_sum = np.empty(heads * height, f32)
         for h in range(heads):

@@ -20,17 +20,16 @@ from torch import Tensor
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels import pointwise
 from nanovllm.backends.cpu.kernels.attention import attend
+from nanovllm.backends.cpu.kernels.blocks import unit_product
 from nanovllm.backends.cpu.kernels.few_queries import AttentionWork, QueryGroups
 from nanovllm.backends.cpu.kernels.parallel import address_for, in_parts, parts_for
 from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE
 from nanovllm.backends.cpu.kernels.product import Product, multiply, pointers, product
-from nanovllm.backends.cpu.kernels.units.any import Unit
-from nanovllm.backends.cpu.kernels.units.unit import product_of, unit_for
 from nanovllm.backends.cpu.linear import PACKED_FOR, address, is_packed_by, repacked
 from nanovllm.backends.cpu.linear import linear as linear_by_torch
 from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.layers import Linear
-from nanovllm.models.qwen3 import Qwen3
+from nanovllm.models.qwen3 import MLP, DecoderLayer, Qwen3, SelfAttention
 
 if TYPE_CHECKING:
     from nanovllm.backends.cpu.attention import NumbaAttention
@@ -282,8 +281,8 @@ class FusedLayers:
 class UnitLinear:
     """Linear layers by the kernel of a unit, which reads the weights faster than oneDNN does."""
 
-    def __init__(self, model: Qwen3, unit: Unit) -> None:
-        self.product = product_of(unit, model.backend.dtype)
+    def __init__(self, model: Qwen3, unit: Product) -> None:
+        self.product = unit
         fits: dict[Any, bool] = {}  # by shape, because confirming a layout takes a product
         # The keys are ids of modules. Modules as keys would form a cycle of references, which keeps
         # the weights in memory: they refer to the backend, and the backend to this object.
@@ -313,9 +312,11 @@ class UnitLinear:
 
 
 def fuse_layers(
-    model: Qwen3, attention: NumbaAttention, layers: type[FusedLayers] | None
+    model: Qwen3, attention: NumbaAttention, hybrid: type[FusedLayers]
 ) -> FusedLayers | None:
-    """Return `layers` of the model, or None if they do not read one of its weights.
+    """Return the layers of the model in one call, or None if it has other layers or weights.
+
+    `hybrid` is for layers of linear attention and attention with a gate.
 
     Outside fused layers, the unit computes all products of few rows whose weights it reads.
     """
@@ -324,13 +325,20 @@ def fuse_layers(
     find: Pointers = pointers
     if not isinstance(modules[0].weight, Tensor) and hasattr(modules[0].weight, "product"):
         product = modules[0].weight.product()
-    elif unit := unit_for(dtype):
+    elif unit := unit_product(dtype):
         model.backend.linear = linear = UnitLinear(model, unit)
         if any(id(module) not in linear.addresses for module in modules):
             return None
         product, find = linear.product, linear.pointers
     else:
         return None
-    if layers is None or attention.cache.dtype is not dtype:
+    kinds = {(type(layer).__call__, type(layer.mlp).__call__) for layer in model.layers}
+    attns: list[Any] = [layer.self_attn for layer in model.layers]
+    is_plain = all(type(attn).__call__ is SelfAttention.__call__ for attn in attns)
+    is_hybrid = all(hasattr(attn, "conv1d") or hasattr(attn, "qkv_gate_proj") for attn in attns)
+    inherits = type(model).forward is Qwen3.forward
+    inherits &= kinds == {(DecoderLayer.__call__, MLP.__call__)}
+    if not inherits or attention.cache.dtype is not dtype:
         return None
-    return layers(model, attention, product, find)
+    kind = FusedLayers if is_plain else hybrid if is_hybrid else None
+    return kind and kind(model, attention, product, find)

@@ -15,7 +15,7 @@ from nanovllm.backends.cpu.kernels.fused_decode import decode_layers, norm
 from nanovllm.backends.cpu.kernels.int8 import OUTPUTS
 from nanovllm.backends.cpu.kernels.parallel import call_at, in_parts
 from nanovllm.backends.cpu.kernels.primitives import array, f32, from_float32
-from nanovllm.backends.cpu.kernels.product import Product, quantized
+from nanovllm.backends.cpu.kernels.product import Product, padded_inputs, quantized
 from nanovllm.backends.cpu.kernels.sampler import GROUP, load_maxima, most_likely
 
 
@@ -80,7 +80,7 @@ def embed(host, token, x, example):
         for c in range(size):  # the error message of `x[:] = row` would take seconds to compile
             x[c] = row[c]
         return
-    block, output, columns = token // OUTPUTS, token % OUTPUTS, (size + 3) // 4
+    block, output, columns = token // OUTPUTS, token % OUTPUTS, padded_inputs(size) // 4
     values = array(host.embeddings, (block + 1, columns, OUTPUTS, 4), np.uint8(0))[block]
     scale = array(host.scale, (token + 1,), f32(0))[token]
     for c in range(size):

@@ -15,23 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.backends.cpu.jit import compiled, has_feature
-from nanovllm.backends.cpu.kernels.llvm.calls import decode_float16
-from nanovllm.backends.cpu.kernels.llvm.dot_int4 import int4_rows
-from nanovllm.backends.cpu.kernels.parallel import address_for
+from nanovllm.backends.cpu.jit import compiled
+from nanovllm.backends.cpu.kernels.llvm.dot import int4_rows
 from nanovllm.backends.cpu.kernels.primitives import array, bytes_of
 from nanovllm.backends.cpu.kernels.product import (
     PackedRows,
     Product,
     finish,
-    quantize_rows,
     quantized_bytes,
+    quantized_product,
 )
 from nanovllm.backends.int4 import GROUP, Int4Weight
 
@@ -54,7 +51,7 @@ class PackedInt4(PackedRows, Int4Weight):
         return cls(values, scale, inputs, empty(0).dtype, range(outputs))
 
     def product(self) -> Product:
-        return int4_product(self.dtype)
+        return quantized_product(int4_blocks, OUTPUTS, self.dtype)
 
     def store(self, start: int, packed: Tensor, scale: Tensor) -> None:
         rows = torch.tensor(self.rows[start : start + len(packed)])
@@ -70,7 +67,7 @@ class PackedInt4(PackedRows, Int4Weight):
 
 
 @compiled()
-def simd_tile(sums_ptr, x_ptr, weight_ptr, scale_ptr, groups, stride, tokens):
+def multiply_block(sums_ptr, x_ptr, weight_ptr, scale_ptr, groups, stride, tokens):
     """Compute sums [tokens, 16] float32 of quantized rows times a block of weights.
 
     The first four arguments are addresses. The rows begin `stride` bytes apart.
@@ -78,70 +75,35 @@ def simd_tile(sums_ptr, x_ptr, weight_ptr, scale_ptr, groups, stride, tokens):
     t = 0
     while t < tokens:
         x, sums, left = x_ptr + t * stride, sums_ptr + 4 * OUTPUTS * t, tokens - t
-        if left >= TILE:
-            int4_rows(LANES, TILE, x, stride, weight_ptr, scale_ptr, groups, sums)
-            t += TILE
-        elif left >= HALF_TILE:
-            int4_rows(LANES, HALF_TILE, x, stride, weight_ptr, scale_ptr, groups, sums)
-            t += HALF_TILE
+        if left >= 8:
+            int4_rows(8, x, stride, weight_ptr, scale_ptr, groups, sums)
+            t += 8
+        elif left >= 4:
+            int4_rows(4, x, stride, weight_ptr, scale_ptr, groups, sums)
+            t += 4
         elif left >= 2:
-            int4_rows(LANES, 2, x, stride, weight_ptr, scale_ptr, groups, sums)
+            int4_rows(2, x, stride, weight_ptr, scale_ptr, groups, sums)
             t += 2
         else:
-            int4_rows(LANES, 1, x, stride, weight_ptr, scale_ptr, groups, sums)
+            int4_rows(1, x, stride, weight_ptr, scale_ptr, groups, sums)
             t += 1
-
-
-@compiled()
-def plain_tile(sums_ptr, x_ptr, weight_ptr, scale_ptr, groups, stride, tokens):
-    """Compute the same as simd_tile."""
-    sums = array(sums_ptr, (tokens, OUTPUTS), f32(0))
-    weight = array(weight_ptr, (groups, 4, OUTPUTS, 4), np.uint8(0))
-    scale = array(scale_ptr, (groups, OUTPUTS), np.uint16(0))
-    for t in range(tokens):
-        x = array(x_ptr + t * stride, (groups, GROUP), np.int8(0))
-        starts = array(x_ptr + t * stride + groups * GROUP + 4, (groups,), np.int32(0))
-        sums[t] = 0
-        for g in range(groups):
-            for o in range(OUTPUTS):
-                total = starts[g]
-                for p in range(4):
-                    for i in range(4):
-                        both = np.int32(weight[g, p, o, i])
-                        total += (both & 15) * np.int32(x[g, 4 * p + i])
-                        total += (both >> 4) * np.int32(x[g, 16 + 4 * p + i])
-                sums[t, o] += f32(total) * decode_float16(scale[g, o])
-
-
-HAS_SIMD = has_feature("avx512vnni") or (has_feature("avx2") and has_feature("f16c"))
-LANES = 16 if has_feature("avx512vnni") else 8
-TILE = 8 if has_feature("avx512vnni") else 2  # tokens whose sums stay in registers
-HALF_TILE = max(2, TILE // 2)
-tile = simd_tile if HAS_SIMD else plain_tile
 
 
 @compiled()
 def int4_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, outputs, example,
                 start, stop):
     """Compute blocks of 16 outputs, as product.py describes."""
-    groups, stride = (inputs + GROUP - 1) // GROUP, quantized_bytes(inputs, GROUP)
+    groups, stride = (inputs + GROUP - 1) // GROUP, quantized_bytes(inputs)
     sums, itemsize = np.empty((TOKEN_BLOCK, OUTPUTS), f32), bytes_of(example)
     for first in range(0, rows, TOKEN_BLOCK):
         tokens, x = min(TOKEN_BLOCK, rows - first), x_ptr + first * stride
         for block in range(start, stop):
             o, sums_ptr = block * OUTPUTS, np.int64(sums.ctypes.data)
             bias = bias_ptr + o * itemsize if bias_ptr != 0 else np.int64(0)
-            tile(sums_ptr, x, weight_ptr + o * groups * GROUP // 2, scale_ptr + 2 * o * groups,
-                 groups, stride, tokens)
+            multiply_block(sums_ptr, x, weight_ptr + o * groups * GROUP // 2,
+                           scale_ptr + 2 * o * groups, groups, stride, tokens)
             for i in range(tokens):
                 token_scale = array(x + i * stride + groups * GROUP, (1,), f32(0))[0]
                 out = out_ptr + ((first + i) * outputs + o) * itemsize
                 finish(sums_ptr + 4 * OUTPUTS * i, token_scale, np.int64(0), bias, out,
                        min(OUTPUTS, outputs - o), f32(0), example)
-
-
-@cache
-def int4_product(dtype: torch.dtype) -> Product:
-    """Return how weights of this file are multiplied with rows of a dtype."""
-    quantize, blocks = (address_for(k, dtype, dtype) for k in (quantize_rows, int4_blocks))
-    return Product(blocks, OUTPUTS, quantize, GROUP, offset=8)

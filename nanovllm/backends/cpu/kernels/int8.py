@@ -2,7 +2,7 @@
 
 VNNI, the dot product of AVX-512 for int8, adds to each of 16 numbers in int32 the products of 4
 neighbours. The weights are stored in the order in which the kernel reads them:
-[O / 64, I / 4, 64, 4].
+[O / 64, I / 4, 64, 4], where I is a multiple of 32.
 
     four vectors     output    0       1    ..   63
     inputs 0 to 3         [ wwww | wwww | .. | wwww ]       x of a token: inputs 0 to 3 in all lanes
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -26,36 +25,33 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanovllm.backends.cpu.jit import compiled, has_feature
-from nanovllm.backends.cpu.kernels.llvm.dot import INT8, INT8_PAIRS, dot_rows
-from nanovllm.backends.cpu.kernels.parallel import address_for
-from nanovllm.backends.cpu.kernels.primitives import array, bytes_of
-from nanovllm.backends.cpu.kernels.product import (
-    PackedRows,
-    Product,
-    finish,
-    padded_inputs,
-    quantize_rows,
-    quantized_bytes,
-)
-from nanovllm.backends.cpu.kernels.units import amx
-from nanovllm.backends.cpu.kernels.units.amx import (
+from nanovllm.backends.cpu.jit import compiled
+from nanovllm.backends.cpu.kernels import amx
+from nanovllm.backends.cpu.kernels.amx import (
     tile_config,
     tile_dot_int8,
     tile_load,
     tile_release,
     tile_store,
 )
+from nanovllm.backends.cpu.kernels.blocks import add_product
+from nanovllm.backends.cpu.kernels.primitives import array, bytes_of
+from nanovllm.backends.cpu.kernels.product import (
+    PackedRows,
+    Product,
+    finish,
+    padded_inputs,
+    quantized_bytes,
+    quantized_product,
+)
+from nanovllm.backends.int4 import GROUP
 from nanovllm.backends.int8 import Int8Weight
 
 f32, int32 = np.float32, np.int32
 OUTPUTS = 64  # of a block of weights
 HAS_AMX = amx.is_available("amx-int8")
-HAS_VNNI, HAS_AVX2 = has_feature("avx512vnni"), has_feature("avx2")
-TOKENS = 16 if HAS_AMX else 6 if HAS_VNNI else 2  # their sums stay in registers
 TOKEN_BLOCK = 64  # tokens that stay in the L2 cache
-AHEAD = 4096  # bytes between the weights that are used and those that are prefetched
-STEPS = 32  # four inputs each; their weights are 8 kB
+TOKENS = amx.TILE_ROWS if HAS_AMX else TOKEN_BLOCK  # of a call of add_block
 
 
 @dataclass(slots=True)
@@ -67,16 +63,16 @@ class PackedWeight(PackedRows, Int8Weight):
 
     @classmethod
     def empty(cls, empty: Callable[..., Tensor], outputs: int, inputs: int) -> PackedWeight:
-        shape = -(-outputs // OUTPUTS), -(-inputs // 4), OUTPUTS
+        shape = -(-outputs // OUTPUTS), -(-inputs // GROUP) * GROUP // 4, OUTPUTS
         values, scale = empty(*shape, dtype=torch.int32), empty(outputs, dtype=torch.float32)
         return cls(values, scale, empty(0).dtype, range(outputs), inputs)
 
     def product(self) -> Product:
-        return int8_product(self.dtype)
+        return quantized_product(product_blocks, OUTPUTS, self.dtype)
 
     def store(self, start: int, values: Tensor, scale: Tensor) -> None:
         rows = torch.tensor(self.rows[start : start + len(values)])
-        unsigned = F.pad(values.view(torch.uint8) ^ 128, (0, -self.inputs % 4))
+        unsigned = F.pad(values.view(torch.uint8) ^ 128, (0, -self.inputs % GROUP))
         self.values[rows // OUTPUTS, :, rows % OUTPUTS] = unsigned.view(torch.int32)
         self.scale[rows] = scale
 
@@ -88,35 +84,8 @@ class PackedWeight(PackedRows, Int8Weight):
 
 
 @compiled()
-def vnni_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
-    """Compute sums [tokens, 64] int32 += x [tokens, 4 * steps] int8 times a block of weights.
-
-    tokens is at most TOKENS. The first three arguments are addresses. The rows of x begin `stride`
-    bytes apart.
-    """
-    w, row = (weight_ptr, 4 * OUTPUTS), 4 * OUTPUTS
-    t, lines = 0, 4
-    while t < tokens:
-        x, sums, left = (x_ptr + t * stride, stride, 4), (sums_ptr + t * row, row), tokens - t
-        ahead = weight_ptr + AHEAD, row, lines
-        lines = 0
-        if left >= 6:
-            dot_rows(INT8, 6, 4, 1, x, w, steps, sums, ahead)
-            t += 6
-        elif left >= 4:
-            dot_rows(INT8, 4, 4, 1, x, w, steps, sums, ahead)
-            t += 4
-        elif left >= 2:
-            dot_rows(INT8, 2, 4, 1, x, w, steps, sums, ahead)
-            t += 2
-        else:
-            dot_rows(INT8, 1, 4, 1, x, w, steps, sums, ahead)
-            t += 1
-
-
-@compiled()
-def amx_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
-    """Compute the same as vnni_tile, 64 inputs at a time. The remaining ones are left to it.
+def amx_tile(word, sums_ptr, x_ptr, stride, weight_ptr, steps, tokens):
+    """Compute the same as add_product, 64 inputs at a time. The remaining ones are left to it.
 
     Each of four tiles B is 64 inputs of 16 outputs, as the weights are stored.
     """
@@ -145,53 +114,17 @@ def amx_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
     tile_store(3, sums_ptr + 192, 4 * OUTPUTS)
     tile_release()
     if steps % amx.TILE_ROWS > 0:
-        vnni_tile(sums_ptr, x_ptr, weight_ptr, steps % amx.TILE_ROWS, stride, tokens)
+        add_product(word, sums_ptr, x_ptr, stride, weight_ptr, steps % amx.TILE_ROWS, tokens)
 
 
-@compiled()
-def avx2_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
-    """Compute the same as vnni_tile, for STEPS inputs of all outputs at a time.
-
-    Each of them prefetches the next ones, because it reads a row of weights in two or four parts.
-    """
-    for first in range(0, steps, STEPS):
-        count, x = min(STEPS, steps - first), (x_ptr + 4 * first, stride, 4)
-        weight = weight_ptr + 4 * OUTPUTS * first
-        ahead = weight + 4 * OUTPUTS * STEPS
-        if tokens == 2:
-            for c in range(0, 4 * OUTPUTS, 64):
-                w, sums = (weight + c, 4 * OUTPUTS), (sums_ptr + c, 4 * OUTPUTS)
-                dot_rows(INT8_PAIRS, 2, 4, 1, x, w, count, sums, (ahead + c * count, 64, 1))
-        else:
-            for c in range(0, 4 * OUTPUTS, 128):
-                w, sums = (weight + c, 4 * OUTPUTS), (sums_ptr + c, 4 * OUTPUTS)
-                dot_rows(INT8_PAIRS, 1, 8, 1, x, w, count, sums, (ahead + c * count, 128, 2))
-
-
-@compiled()
-def plain_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
-    """Compute the same as vnni_tile."""
-    sums = array(sums_ptr, (tokens, OUTPUTS), int32(0))
-    x = array(x_ptr, (tokens, stride), np.int8(0))
-    weight = array(weight_ptr, (steps, OUTPUTS, 4), np.uint8(0))
-    for t in range(tokens):
-        for s in range(steps):
-            for o in range(OUTPUTS):
-                total = int32(0)
-                for i in range(4):
-                    total += int32(weight[s, o, i]) * int32(x[t, 4 * s + i])
-                sums[t, o] += total
-
-
-tile: Any = (
-    amx_tile if HAS_AMX else vnni_tile if HAS_VNNI else avx2_tile if HAS_AVX2 else plain_tile)
+add_block: Any = amx_tile if HAS_AMX else add_product
 
 
 @compiled()
 def product_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, outputs, example,
                    start, stop):
     """Compute blocks of 64 outputs, as product.py describes."""
-    size, stride = padded_inputs(inputs, 0), quantized_bytes(inputs, 0)
+    size, stride = padded_inputs(inputs), quantized_bytes(inputs)
     sums, itemsize = np.empty((TOKENS, OUTPUTS), np.int32), bytes_of(example)
     for first in range(0, rows, TOKEN_BLOCK):
         last = min(first + TOKEN_BLOCK, rows)
@@ -202,16 +135,9 @@ def product_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs
                 x, tokens = x_ptr + t * stride, min(TOKENS, last - t)
                 for i in range(tokens):
                     sums[i] = array(x + i * stride + size + 4, (1,), int32(0))[0]
-                tile(sums_ptr, x, weight_ptr + o * size, size // 4, stride, tokens)
+                add_block(int32(0), sums_ptr, x, stride, weight_ptr + o * size, size // 4, tokens)
                 for i in range(tokens):
                     token_scale = array(x + i * stride + size, (1,), f32(0))[0]
                     out = out_ptr + ((t + i) * outputs + o) * itemsize
                     finish(sums_ptr + 4 * OUTPUTS * i, token_scale, scale_ptr + 4 * o, bias, out,
                            min(OUTPUTS, outputs - o), int32(0), example)
-
-
-@cache
-def int8_product(dtype: torch.dtype) -> Product:
-    """Return how weights of this file are multiplied with rows of a dtype."""
-    quantize, blocks = (address_for(k, dtype, dtype) for k in (quantize_rows, product_blocks))
-    return Product(blocks, OUTPUTS, quantize, group=0, offset=128)

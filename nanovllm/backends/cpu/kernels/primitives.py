@@ -125,12 +125,3 @@ def maximum(x):
 def prefetch_range(address, size):
     for offset in range(0, size, CACHE_LINE):
         prefetch(address + offset)
-
-
-@compiled()
-def load_bias(bias_ptr, first, addend, example):
-    """Set addend [N] to the numbers of a bias from `first`, unless bias_ptr is 0."""
-    if bias_ptr != 0:
-        bias = array(bias_ptr, (first + len(addend),), example)
-        for c in range(len(addend)):
-            addend[c] = to_float32(bias[first + c])

@@ -9,6 +9,7 @@ kernels of int8.py and int4.py read the rows that `quantize_rows` makes of x.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +17,8 @@ import torch
 from numba import get_num_threads
 from torch import Tensor
 
-from nanovllm.backends.cpu.jit import compiled
-from nanovllm.backends.cpu.kernels.parallel import in_parts, parts_for
+from nanovllm.backends.cpu.jit import Kernel, compiled
+from nanovllm.backends.cpu.kernels.parallel import address_for, in_parts, parts_for
 from nanovllm.backends.cpu.kernels.primitives import (
     DTYPE_EXAMPLE,
     array,
@@ -26,6 +27,7 @@ from nanovllm.backends.cpu.kernels.primitives import (
     int32,
     to_float32,
 )
+from nanovllm.backends.int4 import GROUP
 from nanovllm.backends.int8 import INT8_MAX, MIN_ABSMAX
 from nanovllm.models.layers import Linear
 
@@ -54,26 +56,30 @@ class Product(NamedTuple):
     blocks: int  # the address of the kernel of blocks
     width: int  # outputs of a block
     quantize: int = 0  # the address of quantize_rows, or 0
-    group: int = 0  # inputs whose weights share a scale, a multiple of 4; 0 for all inputs
-    offset: int = 0  # what makes the stored weights unsigned
 
     def row_bytes(self, inputs: int) -> int:
         """Return the bytes of a quantized row, or 0 if rows are not quantized."""
-        return quantized_bytes(inputs, self.group) if self.quantize else 0
+        return quantized_bytes(inputs) if self.quantize else 0
+
+
+@cache
+def quantized_product(blocks: Kernel, width: int, dtype: torch.dtype) -> Product:
+    """Return how a kernel of blocks multiplies with rows of a dtype, which it reads quantized."""
+    code, quantize = (address_for(kernel, dtype, dtype) for kernel in (blocks, quantize_rows))
+    return Product(code, width, quantize)
 
 
 @compiled()
-def padded_inputs(inputs, group):
-    """Return the number of values of a quantized row."""
-    group = group if group > 0 else 4
-    return (inputs + group - 1) // group * group
+def padded_inputs(inputs):
+    """Return the number of values of a quantized row, and of its packed weights in int8."""
+    return (inputs + GROUP - 1) // GROUP * GROUP
 
 
 @compiled()
-def quantized_bytes(inputs, group):
+def quantized_bytes(inputs):
     """Return the bytes of a quantized row, whose parts begin at multiples of 4 bytes."""
-    size = padded_inputs(inputs, group)
-    return (size + 4 + 4 * (size // group if group > 0 else 1) + 63) // 64 * 64
+    size = padded_inputs(inputs)
+    return (size + 8 + 4 * (size // GROUP) + 63) // 64 * 64
 
 
 @compiled(exact=True)
@@ -99,29 +105,29 @@ def round_values(x, inverse, values):
 
 
 @compiled(exact=True)
-def quantize_rows(x_ptr, out_ptr, rows, inputs, group, offset, example, start, stop):
+def quantize_rows(x_ptr, out_ptr, rows, inputs, example, start, stop):
     """Quantize rows [start, stop) of x [rows, inputs].
 
-    A row of the result has the values [I] int8, padded with zeros, their scale in float32, and
-    `starts` [I / group] int32: -offset times the sum of the values of each group.
+    A row of the result has the values [I] int8, padded with zeros to whole groups of GROUP, their
+    scale in float32, and in int32 what makes up for stored weights that are larger by 128 or 8:
+    -128 times the sum of the values, and -8 times the sum of each group.
     """
-    size, stride = padded_inputs(inputs, group), quantized_bytes(inputs, group)
-    group = group if group > 0 else size
+    size, stride = padded_inputs(inputs), quantized_bytes(inputs)
     x = array(x_ptr, (rows, inputs), example)
     for i in range(start, stop):
         row, values = x[i], array(out_ptr + i * stride, (size,), np.int8(0))
         scale = array(out_ptr + i * stride + size, (1,), f32(0))
-        starts = array(out_ptr + i * stride + size + 4, (size // group,), int32(0))
-        largest = largest_magnitude(row)
+        starts = array(out_ptr + i * stride + size + 4, (1 + size // GROUP,), int32(0))
+        largest, whole = largest_magnitude(row), int32(0)
         inverse = f32(INT8_MAX) / largest
-        for g in range(len(starts)):
-            first, last = g * group, min(inputs, (g + 1) * group)
+        for g in range(size // GROUP):
+            first, last = g * GROUP, min(inputs, (g + 1) * GROUP)
             # LLVM vectorizes loops over whole arrays, such as these slices: 10 times as fast.
             total = round_values(row[first:last], inverse, values[first:last])
-            starts[g] = int32(-offset * total)
+            starts[1 + g], whole = int32(-8 * total), int32(whole + total)
         for c in range(inputs, size):
             values[c] = 0
-        scale[0] = largest * f32(1 / INT8_MAX)
+        scale[0], starts[0] = largest * f32(1 / INT8_MAX), int32(-128 * whole)
 
 
 @compiled()
@@ -129,7 +135,7 @@ def quantized(code, x_ptr, rows, inputs, work_ptr, example, parts):
     """Return the address of the rows that code.blocks reads: x itself, or quantized at `work`."""
     if code.quantize == 0:
         return x_ptr
-    arguments = (x_ptr, work_ptr, rows, inputs, code.group, code.offset, example)
+    arguments = x_ptr, work_ptr, rows, inputs, example
     in_parts(code.quantize, arguments, rows, parts_for(rows * inputs, parts))
     return work_ptr
 

@@ -9,12 +9,10 @@ from numba import types
 from numba.extending import overload
 
 from nanovllm.backends.cpu.jit import has_feature
-from nanovllm.backends.cpu.kernels.llvm.dot import BF16, FLOAT32, dot_rows
 from nanovllm.backends.cpu.kernels.primitives import BFLOAT16, from_float32, to_float32
 
 # The sums of a product of HEIGHT rows and WIDTH columns stay in registers.
-HEIGHT, VECTORS = (8, 2) if has_feature("avx512f") else (4, 1)
-WIDTH = 16 * VECTORS
+HEIGHT, WIDTH = (8, 32) if has_feature("avx512f") else (4, 16)
 HAS_PAIRS = has_feature("avx512bf16")
 
 
@@ -73,19 +71,3 @@ def _joined(a, b, example):
     if in_pairs(example):
         return pair if a == types.uint16 else rounded
     return lambda a, b, example: to_float32(a)
-
-
-def multiply(x, w, steps, out, example):
-    """Compute out [HEIGHT, WIDTH] += x [HEIGHT, steps] w [steps, WIDTH] as dot_rows does."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(multiply)
-def _multiply(x, w, steps, out, example):
-    def pairs(x, w, steps, out, example):
-        dot_rows(BF16, HEIGHT, VECTORS, 1, x, w, steps, out, (0, 0, 0))
-
-    def floats(x, w, steps, out, example):
-        dot_rows(FLOAT32, HEIGHT, VECTORS, 1, x, w, steps, out, (0, 0, 0))
-
-    return pairs if in_pairs(example) else floats

@@ -10,8 +10,8 @@ from hybrid_checkpoints import make_hybrid_checkpoint
 
 from nanovllm import SamplingParams
 from nanovllm.backends.cpu.kernels import fused_decode
+from nanovllm.backends.cpu.kernels.blocks import unit_for
 from nanovllm.backends.cpu.kernels.delta_layers import HybridLayers
-from nanovllm.backends.cpu.kernels.units.unit import unit_for
 
 
 # The 264 projections of linear attention in the second case do not fill whole blocks.

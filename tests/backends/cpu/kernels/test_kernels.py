@@ -12,6 +12,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.models import sampler
 from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.layers import RotaryEmbedding, add_rms_norm, rms_norm, rotate, silu_and_mul
+from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.rope import RopeConfig
 from nanovllm.models.sampler import uniform
 
@@ -19,7 +20,9 @@ numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests
 
 from nanovllm.backends.cpu import linear  # noqa: E402
 from nanovllm.backends.cpu.kernels import (  # noqa: E402
+    amx,
     attention,
+    blocks,
     fused_decode,
     int8,
     parallel,
@@ -28,11 +31,9 @@ from nanovllm.backends.cpu.kernels import (  # noqa: E402
 from nanovllm.backends.cpu.kernels import pointwise as cpu  # noqa: E402
 from nanovllm.backends.cpu.kernels import sampler as cpu_sampler  # noqa: E402
 from nanovllm.backends.cpu.kernels.attention import attend  # noqa: E402
+from nanovllm.backends.cpu.kernels.blocks import unit_for  # noqa: E402
 from nanovllm.backends.cpu.kernels.few_queries import AttentionWork, QueryGroups  # noqa: E402
 from nanovllm.backends.cpu.kernels.fused_decode import FusedLayers  # noqa: E402
-from nanovllm.backends.cpu.kernels.units import amx, avx512  # noqa: E402
-from nanovllm.backends.cpu.kernels.units import any as any_unit  # noqa: E402
-from nanovllm.backends.cpu.kernels.units.unit import unit_for  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -253,7 +254,7 @@ def test_a_filter_that_the_kernel_does_not_have(monkeypatch: pytest.MonkeyPatch)
 def test_nothing_is_compiled_while_serving(dtype: str) -> None:
     """What `compile_all` compiled fits every call: prompts, decodes, a prefix in common."""
     llm = LLM(dtype=dtype, device="cpu")
-    modules = cpu, attention, any_unit, amx, avx512, fused_decode, int8, parallel, cpu_sampler
+    modules = cpu, attention, blocks, amx, fused_decode, int8, parallel, cpu_sampler
     kernels = [k for m in modules for k in vars(m).values() if hasattr(k, "signatures")]
     before = [len(k.signatures) for k in kernels]
     assert max(before) > 0
@@ -355,6 +356,21 @@ def test_fused_layers_are_the_models(tmp_path, family: str, tie: bool, dtype: to
     assert max(calls) == 64
 
 
+def test_models_of_the_same_layers_are_fused(tmp_path) -> None:
+    """Whatever their classes are called, unless they compute something else."""
+    make_checkpoint(tmp_path)
+    runner = random_llm(tmp_path, dtype="float32").engine.runner
+    model, mlp = runner.model, runner.model.layers[1].mlp
+    model.__class__ = type("Other", (type(model),), {})
+    mlp.__class__ = type("OtherMLP", (type(mlp),), {})
+    assert isinstance(model.backend.fuse_layers(model, runner.attention), FusedLayers)
+    model.__class__ = type("Scaled", (type(model),), {"forward": None})
+    assert model.backend.fuse_layers(model, runner.attention) is None
+    model.__class__ = Qwen3
+    mlp.__class__ = type("Doubled", (type(mlp),), {"__call__": lambda self, x: 2 * x})
+    assert model.backend.fuse_layers(model, runner.attention) is None
+
+
 def test_padded_weights(tmp_path) -> None:
     """The unit computes products with them, of which the last block has fewer outputs."""
     make_checkpoint(tmp_path, "qwen3", 32, 1, 1, hidden_size=2752)
@@ -379,8 +395,8 @@ def test_without_amx(tmp_path) -> None:
     code = (
         "from nanovllm import LLM\n"
         "from nanovllm.backends.cpu import backend, compile\n"
-        "from nanovllm.backends.cpu.kernels import attention, int4, int8, product, sampler\n"
-        "from nanovllm.backends.cpu.kernels.units import amx, avx512\n"
+        "from nanovllm.backends.cpu.kernels import amx, attention, blocks, int4, int8\n"
+        "from nanovllm.backends.cpu.kernels import product, sampler\n"
         "from nanovllm.models import sampler as plain\n"
         "same = [sampler.draw_rows, sampler._logprobs_of_rows]\n"
         "same += [product.quantize_rows, int8.product_blocks, int4.int4_blocks]\n"
@@ -392,8 +408,8 @@ def test_without_amx(tmp_path) -> None:
         "question = [{'role': 'user', 'content': 'What is 34 + 58?'}]\n"
         "print(llm.chat(question, use_tqdm=False)[0].outputs[0].text)\n"
         "assert llm.engine.runner.fused_model is llm.engine.runner.model\n"
-        "assert not amx.linear_blocks.signatures and not avx512.linear_blocks.signatures\n"
-        "assert attention.attend_groups.signatures and int8.tile is int8.plain_tile\n"
+        "assert not amx.linear_blocks.signatures and not blocks.linear_blocks.signatures\n"
+        "assert attention.attend_groups.signatures\n"
     )
     variables = dict(NUMBA_CPU_NAME="x86-64-v3", NUMBA_CACHE_DIR=str(tmp_path), NUMBA_OPT="0")
     done = fresh.run(code, **variables)

@@ -6,7 +6,7 @@ import codecs
 class StopStream:
     def __init__(self, stops: list[str]) -> None:
         self.stops, self.ended, self.held = stops, False, ""
-        self.decoder = codecs.getincrementaldecoder("utf-8")()
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: bytes) -> str:
         shown = ""

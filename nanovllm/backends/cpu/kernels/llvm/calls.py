@@ -69,16 +69,6 @@ def prefetch_line(builder, pointer):
     call(builder, "prefetch.p0", VOID, pointer, INT32(0), INT32(3), INT32(1))
 
 
-def keep_rolled(module, branch):
-    """Keep LLVM from unrolling a loop, whose last instruction is the branch to its start.
-
-    A description of a loop is a node that begins with itself, which makes it different from others.
-    """
-    loop = module.add_metadata([module.add_metadata(["llvm.loop.unroll.disable"])])
-    loop.operands = (loop, *loop.operands)
-    branch.set_metadata("llvm.loop", loop)
-
-
 def stored_to_float32(builder, x):
     """Convert a stored number, or a vector of them: a byte is fp8, and 16 bits are bfloat16.
 
@@ -136,13 +126,3 @@ def to_float32(typing, x):
         return stored_to_float32(builder, args[0])
 
     return types.float32(x), generate
-
-
-@intrinsic
-def decode_float16(typing, bits):
-    """Convert a number in float16, given as uint16, to float32."""
-
-    def generate(context, builder, signature, args):
-        return builder.fpext(builder.bitcast(args[0], HALF), FLOAT)
-
-    return types.float32(types.uint16), generate

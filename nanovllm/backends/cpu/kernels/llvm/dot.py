@@ -1,67 +1,102 @@
-"""The inner loops of the CPU's products, with dot products of the processor for bfloat16 and int8.
+"""The inner loop of the CPU's products, with dot products of the processor for bfloat16 and int8.
 
 LLVM compiles them only for a processor with the instruction: vdpbf16ps (AVX512-BF16), vpdpbusd
-(VNNI) or vpmaddwd (AVX2).
+(VNNI), vpmaddwd and vpmaddubsw (AVX2).
 """
+
+from itertools import product
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from nanovllm.backends.cpu.jit import has_feature
 from nanovllm.backends.cpu.kernels.llvm.calls import (
     BYTE,
     FLOAT,
+    HALF,
     INT,
     INT16,
     INT32,
     call,
     element,
-    keep_rolled,
     pointer_to,
     prefetch_line,
     without_result,
 )
 from nanovllm.backends.cpu.kernels.llvm.vectors import FLAGS, FLOATS, LANES, copies
 
-INT8, BF16, FLOAT32, INT8_PAIRS = range(4)
+HAS_AVX2, HAS_VNNI = has_feature("avx2"), has_feature("avx512vnni")
 WORDS = ir.VectorType(INT16, LANES)
+HAS_AVX512 = has_feature("avx512f")
+GROUP = 32  # weights in int4 with the same scale
+AHEAD = 8192  # bytes between the weights in int4 that are used and those that are prefetched
+FUSED = ("contract",)  # a product may be fused with a sum
+
+
+def add_neighbors(builder, a, b, name):
+    """Return the sums of two neighbors each of a * b, in integers of twice the width.
+
+    `name` is of AVX2's instruction. For "ub.sw", a is unsigned and a sum must fit in 16 bits.
+    """
+    number, count = a.type.element.width, a.type.count
+    wide, result = (ir.VectorType(ir.IntType(2 * number), n) for n in (count, count // 2))
+    if HAS_AVX2:
+        return call(builder, f"x86.avx2.pmadd.{name}", result, a, b)
+    extend = builder.zext if name == "ub.sw" else builder.sext
+    products = builder.mul(extend(a, wide), builder.sext(b, wide))
+    orders = (ir.Constant(ir.VectorType(INT32, count // 2), [*range(h, count, 2)]) for h in (0, 1))
+    even, odd = (builder.shuffle_vector(products, products, order) for order in orders)
+    return builder.add(even, odd)
 
 
 @intrinsic(prefer_literal=True)
-def dot_rows(typing, kind, rows, vectors, chains, x, w, steps, out, ahead):
-    """out [rows, 16 * vectors] += x [rows, steps, N] w [steps, 16 * vectors, N].
+def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
+    """out [rows, columns] += x [rows, steps] w [steps, columns], all of words of 4 bytes.
 
-    BF16: N = 2 numbers in bfloat16, and out is float32. INT8: N = 4, x is int8, w uint8, out int32.
-    The first four arguments are literals, and `steps` is a multiple of `chains`. x is (address, row
-    stride, step stride), w (address, step stride), and out (address, row stride), with all strides
-    in bytes. `ahead` is (address, stride, lines): step s prefetches `lines` cache lines that begin
-    at address + s * stride.
+    The type of `word` tells what the words are: float32 a number, uint16 and uint32 two numbers in
+    bfloat16, int32 four numbers, in int8 in x and in uint8 in w. out is float32, or int32 for int8.
+    The product of two words is the sum of the products of their numbers.
 
-    The instruction multiplies N numbers of one row of x with the weights of 16 outputs and adds the
-    products to 16 sums, which stay in registers. It waits for the instruction before it that adds
-    to the same sums. Few rows therefore have several `chains` of sums, which take turns and are
-    added at the end.
+    rows and columns (16, 32 or 64) are literals. `steps` is a multiple of 4 in bfloat16. x is
+    (address, row stride, step stride), w (address, step stride), and out (address, row stride),
+    with all strides in bytes. `ahead` is (address, lines): step s prefetches `lines` cache lines
+    from address + 64 * lines * s.
 
-    INT8_PAIRS is INT8 with AVX2, where a vector has 4 outputs instead of 16. Its instruction
-    multiplies 16 numbers in int16 and adds each product to its neighbour. An output therefore has
-    two sums until the end.
+    As many sums as possible stay in registers during all steps. An instruction waits for the one
+    before it that adds to the same sums. In bfloat16, few rows therefore have several `chains` of
+    sums, which take turns and are added at the end.
+
+    With AVX2 a vector of int8 has 4 outputs instead of 16. Its instruction multiplies 16 numbers in
+    int16 and adds each product to its neighbor. An output therefore has two sums until the end.
     """
-    numbers_of, num_rows, num_vectors, num_chains = (
-        literal.literal_value for literal in (kind, rows, vectors, chains))
-    is_float32, is_pairs = numbers_of == FLOAT32, numbers_of == INT8_PAIRS
-    is_float = numbers_of in (BF16, FLOAT32)
+    num_rows, width = rows.literal_value, columns.literal_value
+    is_float32, is_int8 = word == types.float32, word == types.int32
+    is_pairs = is_int8 and not HAS_VNNI
     lanes = 4 if is_pairs else LANES
     numbers = ir.VectorType(FLOAT if is_float32 else INT32, lanes)
-    result = FLOATS if is_float else numbers
+    result = numbers if is_int8 else FLOATS
     sums = ir.VectorType(INT32, 8) if is_pairs else result
-    name = {INT8: "avx512.vpdpbusd.512", BF16: "avx512bf16.dpbf16ps.512"}.get(numbers_of)
+    name = "avx512.vpdpbusd.512" if is_int8 else "avx512bf16.dpbf16ps.512"
+    # Sums may take three quarters of the registers. `unit`: how many 16 outputs of a row take.
+    registers, unit = (24, 1) if HAS_AVX512 and not is_pairs else (12, 4 if is_pairs else 2)
+    height = num_rows if num_rows * unit <= registers else min(num_rows, 2)
+    outputs = max(n for n in (16, 32, 64) if height * n // 16 * unit <= registers and n <= width)
+    num_vectors = outputs // lanes
+    num_chains = 1 if is_float32 or is_int8 else max(1, 4 // num_rows)
+    passes = [(r, c) for r in range(0, num_rows, height) for c in range(0, width, outputs)]
 
-    def emit(builder, _kind, _rows, _vectors, _chains, x, w, steps, out, ahead):
+    def emit(builder, _word, _rows, _width, x, w, steps, out, ahead):
         x, x_row, x_step = cgutils.unpack_tuple(builder, x)
         w, w_step = cgutils.unpack_tuple(builder, w)
         out, out_row = cgutils.unpack_tuple(builder, out)
-        ahead, ahead_step, lines = cgutils.unpack_tuple(builder, ahead)
+        ahead, lines = cgutils.unpack_tuple(builder, ahead)
+        count = INT(len(passes))
+        ahead_step = builder.udiv(builder.mul(lines, INT(64)), count)
+        lines = builder.udiv(builder.add(lines, builder.sub(count, INT(1))), count)
+        if is_float32 and num_rows == 1:  # the processor's own prefetching is faster
+            lines = INT(0)
 
         def row_of(address, row, step):
             return builder.add(address, builder.mul(INT(row), step))
@@ -72,61 +107,137 @@ def dot_rows(typing, kind, rows, vectors, chains, x, w, steps, out, ahead):
                 return loaded
             return builder.zext(builder.bitcast(loaded, ir.VectorType(BYTE, LANES)), WORDS)
 
-        def load_number(address):
-            number = builder.load(pointer_to(builder, address, numbers.element), align=4)
+        def load_word(address):
+            loaded = builder.load(pointer_to(builder, address, numbers.element), align=4)
             if not is_pairs:
-                return copies(builder, number)
-            four = builder.bitcast(number, ir.VectorType(BYTE, 4))
-            number = builder.bitcast(builder.sext(four, ir.VectorType(INT16, 4)), INT)
-            return builder.bitcast(copies(builder, number, 4), WORDS)
+                return copies(builder, loaded)
+            four = builder.bitcast(loaded, ir.VectorType(BYTE, 4))
+            loaded = builder.bitcast(builder.sext(four, ir.VectorType(INT16, 4)), INT)
+            return builder.bitcast(copies(builder, loaded, 4), WORDS)
 
         def add(one, other):
-            return builder.fadd(one, other, flags=FLAGS) if is_float else builder.add(one, other)
+            return builder.add(one, other) if is_int8 else builder.fadd(one, other, flags=FLAGS)
 
         def add_products(total, w, x):
             if is_float32:
                 return add(total, builder.fmul(w, x, flags=FLAGS))
             if is_pairs:
-                return add(total, call(builder, "x86.avx2.pmadd.wd", sums, w, x))
+                return add(total, add_neighbors(builder, w, x, "wd"))
             return call(builder, f"x86.{name}", sums, total, w, x)
 
-        results = {
-            (row, v): element(builder, row_of(out, row, out_row), INT(v), 4 * lanes, result)
-            for row in range(num_rows) for v in range(num_vectors)}
-        # LLVM keeps them in registers. The first chain continues what `out` has.
-        totals = {}
-        for chain in range(num_chains):
-            for (row, v), pointer in results.items():
-                is_new = chain > 0 or is_pairs
-                start = ir.Constant(sums, None) if is_new else builder.load(pointer, align=4)
-                totals[chain, row, v] = cgutils.alloca_once_value(builder, start)
-        with cgutils.for_range_slice(builder, INT(0), steps, INT(num_chains)) as (step, _):
+        def add_pass(x, w, out, ahead):
+            results = {
+                (row, v): element(builder, row_of(out, row, out_row), INT(v), 4 * lanes, result)
+                for row in range(height) for v in range(num_vectors)}
+            # LLVM keeps them in registers. The first chain continues what `out` has.
+            totals = {}
             for chain in range(num_chains):
-                this = builder.add(step, INT(chain))
-                block = builder.add(w, builder.mul(this, w_step))
-                line = builder.add(ahead, builder.mul(this, ahead_step))
-                with cgutils.for_range(builder, lines) as later:
-                    prefetch_line(builder, element(builder, line, later.index, 64, BYTE))
-                weights = [load_weights(block, v) for v in range(num_vectors)]
-                first = builder.add(x, builder.mul(this, x_step))
-                for row in range(num_rows):
-                    number = load_number(row_of(first, row, x_row))
-                    for v in range(num_vectors):
-                        total = totals[chain, row, v]
-                        added = add_products(builder.load(total), weights[v], number)
-                        builder.store(added, total)
-            last = builder.basic_block
-        if is_float32:  # unrolled, it takes 4 to 13 % longer for 2 to 4 rows
-            keep_rolled(builder.module, last.terminator)
-        for (row, v), pointer in results.items():
-            total = builder.load(totals[0, row, v])
-            for chain in range(1, num_chains):
-                total = add(total, builder.load(totals[chain, row, v]))
-            if is_pairs:
-                even, odd = (ir.Constant(numbers, [h, 2 + h, 4 + h, 6 + h]) for h in range(2))
-                both, total = total, builder.load(pointer, align=4)
-                for half in even, odd:
-                    total = add(total, builder.shuffle_vector(both, both, half))
-            builder.store(total, pointer, align=4)
+                for (row, v), pointer in results.items():
+                    is_new = chain > 0 or is_pairs
+                    start = ir.Constant(sums, None) if is_new else builder.load(pointer, align=4)
+                    totals[chain, row, v] = cgutils.alloca_once_value(builder, start)
+            with cgutils.for_range_slice(builder, INT(0), steps, INT(num_chains)) as (step, _):
+                for chain in range(num_chains):
+                    this = builder.add(step, INT(chain))
+                    block = builder.add(w, builder.mul(this, w_step))
+                    line = builder.add(ahead, builder.mul(this, ahead_step))
+                    with cgutils.for_range(builder, lines) as later:
+                        prefetch_line(builder, element(builder, line, later.index, 64, BYTE))
+                    weights = [load_weights(block, v) for v in range(num_vectors)]
+                    first = builder.add(x, builder.mul(this, x_step))
+                    for row in range(height):
+                        number = load_word(row_of(first, row, x_row))
+                        for v in range(num_vectors):
+                            total = totals[chain, row, v]
+                            added = add_products(builder.load(total), weights[v], number)
+                            builder.store(added, total)
+            for (row, v), pointer in results.items():
+                total = builder.load(totals[0, row, v])
+                for chain in range(1, num_chains):
+                    total = add(total, builder.load(totals[chain, row, v]))
+                if is_pairs:
+                    even, odd = (ir.Constant(numbers, [h, 2 + h, 4 + h, 6 + h]) for h in range(2))
+                    both, total = total, builder.load(pointer, align=4)
+                    for half in even, odd:
+                        total = add(total, builder.shuffle_vector(both, both, half))
+                builder.store(total, pointer, align=4)
 
-    return types.void(kind, rows, vectors, chains, x, w, steps, out, ahead), without_result(emit)
+        for i, (row, column) in enumerate(passes):
+            place = builder.add(row_of(out, row, out_row), INT(4 * column))
+            later = builder.add(ahead, builder.mul(builder.mul(INT(i), ahead_step), steps))
+            add_pass(row_of(x, row, x_row), builder.add(w, INT(4 * column)), place, later)
+
+    return types.void(word, rows, columns, x, w, steps, out, ahead), without_result(emit)
+
+
+@intrinsic(prefer_literal=True)
+def int4_rows(typing, rows, x, stride, weight, scale, groups, out):
+    """out [rows, 16] float32 = sum over groups of scale * (start + x values).
+
+    rows is a literal, all others are addresses or sizes: x has the rows of `quantize_rows`,
+    `stride` bytes apart, weight [groups, 4, 16] int32, scale [groups, 16] float16. The instruction
+    is vpdpbusd (VNNI), or vpmaddubsw (AVX2), whose sums of 16 bits hold the 16 products of a group
+    that belong to them: 16 * 15 * 127 < 2^15.
+    """
+    lanes, num_rows = LANES if HAS_VNNI else LANES // 2, rows.literal_value
+    height = num_rows if HAS_VNNI else min(num_rows, 2)
+    numbers, floats, halves, bytes_kind = (
+        ir.VectorType(kind, count)
+        for kind, count in ((INT32, lanes), (FLOAT, lanes), (HALF, lanes), (BYTE, 4 * lanes)))
+
+    def integer_sum(builder, start, pairs):
+        """Return start plus the products of all (weights, numbers of x)."""
+        if HAS_VNNI:
+            for pair in pairs:
+                start = call(builder, "x86.avx512.vpdpbusd.512", numbers, start, *pair)
+            return start
+        words = ir.VectorType(INT16, 2 * lanes)
+        total = ir.Constant(words, None)
+        for pair in pairs:
+            w, number = (builder.bitcast(vector, bytes_kind) for vector in pair)
+            total = builder.add(total, add_neighbors(builder, w, number, "ub.sw"))
+        ones = ir.Constant(words, [1] * 2 * lanes)
+        return builder.add(start, add_neighbors(builder, ones, total, "wd"))
+
+    def emit(builder, _rows, x, stride, weight, scale, groups, out):
+        mask, four = (ir.Constant(numbers, [n] * lanes) for n in (0x0F0F0F0F, 4))
+
+        def load(address, number, size, kind):
+            return builder.load(element(builder, address, number, size, kind), align=size)
+
+        for first_row, offset in product(range(0, num_rows, height), range(0, LANES, lanes)):
+            totals = [
+                cgutils.alloca_once_value(builder, ir.Constant(floats, None))
+                for _ in range(height)]
+            with cgutils.for_range(builder, groups) as loop:
+                group = loop.index
+                first = builder.add(builder.mul(group, INT(4 * LANES)), INT(offset))
+                lines = builder.mul(group, INT(4))
+                for line in range(AHEAD // 64, AHEAD // 64 + 4):
+                    number = builder.add(lines, INT(line))
+                    prefetch_line(builder, element(builder, weight, number, 64, BYTE))
+                both = [
+                    load(weight, builder.add(first, INT(p * LANES)), 4, numbers) for p in range(4)]
+                low = [builder.and_(vector, mask) for vector in both]
+                high = [builder.and_(builder.lshr(vector, four), mask) for vector in both]
+                number = builder.add(builder.mul(group, INT(LANES)), INT(offset))
+                group_scale = builder.fpext(load(scale, number, 2, halves), floats)
+                for row, total in enumerate(totals, first_row):
+                    values = builder.add(x, builder.mul(INT(row), stride))
+                    # They follow the values, their scale and the start of all groups.
+                    starts = builder.add(builder.mul(groups, INT(GROUP)), INT(8))
+                    starts = builder.add(values, starts)
+                    start = copies(builder, load(starts, group, 4, INT32), lanes)
+                    pairs = []
+                    for p, w in enumerate(low + high):
+                        at = builder.add(builder.mul(group, INT(GROUP // 4)), INT(p))
+                        pairs.append((w, copies(builder, load(values, at, 4, INT32), lanes)))
+                    exact = builder.sitofp(integer_sum(builder, start, pairs), floats)
+                    scaled = builder.fmul(exact, group_scale, flags=FUSED)
+                    added = builder.fadd(builder.load(total), scaled, flags=FUSED)
+                    builder.store(added, total)
+            for row, total in enumerate(totals, first_row):
+                place = element(builder, out, INT(row * LANES + offset), 4, floats)
+                builder.store(builder.load(total), place, align=4)
+
+    return types.void(rows, x, stride, weight, scale, groups, out), without_result(emit)

@@ -38,32 +38,18 @@ def copies(builder, number, lanes=LANES):
     return builder.shuffle_vector(first, first, order)
 
 
-def load_stored(builder, address, ahead, number, mask, example):
-    """Load 16 numbers like `example` as float32, 0 where there is a mask and it is false.
-
-    Prefetch the numbers at the same place in `ahead`.
-    """
+def load_stored(builder, address, ahead, number, example):
+    """Load 16 numbers like `example` as float32. Prefetch them at the same place in `ahead`."""
     size = example.bitwidth // 8
     prefetch_line(builder, element(builder, ahead, number, size, BYTE))
     kind = ir.VectorType(FLOAT if example == types.float32 else ir.IntType(8 * size), LANES)
-    pointer = element(builder, address, number, size, kind)
-    if mask is None:
-        return stored_to_float32(builder, builder.load(pointer, align=size))
-    suffix = f"v16{'f' if example == types.float32 else 'i'}{8 * size}.p0"
-    zeros = ir.Constant(kind, None)
-    loaded = call(builder, f"masked.load.{suffix}", kind, pointer, INT32(size), mask, zeros)
+    loaded = builder.load(element(builder, address, number, size, kind), align=size)
     return stored_to_float32(builder, loaded)
 
 
-def for_columns(builder, dim, body):
-    """Call body(column, mask) for every 16 columns, with a mask if fewer are left."""
-    vectors, rest = builder.udiv(dim, INT(LANES)), builder.urem(dim, INT(LANES))
-    with cgutils.for_range(builder, vectors) as step:
-        body(builder.mul(step.index, INT(LANES)), None)
-    with builder.if_then(builder.icmp_unsigned("!=", rest, INT(0))):
-        lanes = ir.Constant(ir.VectorType(INT, LANES), list(range(LANES)))
-        mask = builder.icmp_unsigned("<", lanes, copies(builder, rest))
-        body(builder.mul(vectors, INT(LANES)), mask)
+def for_columns(builder, dim):
+    """Return a loop over the first of every 16 columns."""
+    return cgutils.for_range_slice(builder, INT(0), dim, INT(LANES))
 
 
 def add_product(builder, total, x, y):
@@ -72,36 +58,26 @@ def add_product(builder, total, x, y):
     builder.store(builder.fadd(builder.load(total), product, flags=FLAGS), total)
 
 
-def padded(builder, dim):
-    """Return the next multiple of 16, which is the width of rows that are padded."""
-    return builder.and_(builder.add(dim, INT(LANES - 1)), INT(-LANES))
-
-
 @intrinsic
 def score_two(typing, query, keys, ahead, tokens, dim, scores, stride, example):
     """scores [2, tokens] = query [2, dim] keys [tokens, dim]^T. Prefetch as many keys at `ahead`.
 
-    All are addresses: query and scores of float32, keys of numbers like `example`. The rows of
-    query are padded with zeros to a multiple of 16 numbers. The rows of scores begin `stride`
-    numbers apart.
+    All are addresses: query and scores of float32, keys of numbers like `example`. `dim` is a
+    multiple of 16. The rows of scores begin `stride` numbers apart.
     """
 
     def emit(builder, query, keys, ahead, tokens, dim, scores, stride, _):
-        wide = padded(builder, dim)
         sums = [cgutils.alloca_once(builder, FLOATS) for _ in range(2)]
         with cgutils.for_range(builder, tokens) as token:
             first = builder.mul(token.index, dim)
             for total in sums:
                 builder.store(ZEROS, total)
-
-            def add(column, mask):
-                key = load_stored(builder, keys, ahead, builder.add(first, column), mask, example)
+            with for_columns(builder, dim) as (column, _):
+                key = load_stored(builder, keys, ahead, builder.add(first, column), example)
                 for r, total in enumerate(sums):
-                    number = builder.add(builder.mul(INT(r), wide), column)
+                    number = builder.add(builder.mul(INT(r), dim), column)
                     x = builder.load(element(builder, query, number, 4, FLOATS), align=4)
                     add_product(builder, total, x, key)
-
-            for_columns(builder, dim, add)
             for r, total in enumerate(sums):
                 number = builder.add(builder.mul(INT(r), stride), token.index)
                 score = call(builder, "vector.reduce.fadd.v16f32", FLOAT, FLOAT(0.0),
@@ -116,25 +92,21 @@ def add_two(typing, weights, stride, values, ahead, tokens, dim, acc, example):
     """acc [2, dim] += weights [2, tokens] values [tokens, dim], as in score_two."""
 
     def emit(builder, weights, stride, values, ahead, tokens, dim, acc, _):
-        wide = padded(builder, dim)
         sums = [cgutils.alloca_once(builder, FLOATS) for _ in range(2)]
-
-        def add(column, mask):
+        with for_columns(builder, dim) as (column, _):
             places = []
             for r, total in enumerate(sums):
-                number = builder.add(builder.mul(INT(r), wide), column)
+                number = builder.add(builder.mul(INT(r), dim), column)
                 places.append(element(builder, acc, number, 4, FLOATS))
                 builder.store(builder.load(places[r], align=4), total)
             with cgutils.for_range(builder, tokens) as token:
                 number = builder.add(builder.mul(token.index, dim), column)
-                value = load_stored(builder, values, ahead, number, mask, example)
+                value = load_stored(builder, values, ahead, number, example)
                 for r, total in enumerate(sums):
                     number = builder.add(builder.mul(INT(r), stride), token.index)
                     weight = builder.load(element(builder, weights, number, 4, FLOAT))
                     add_product(builder, total, copies(builder, weight), value)
             for place, total in zip(places, sums, strict=True):
                 builder.store(builder.load(total), place, align=4)
-
-        for_columns(builder, dim, add)
 
     return types.void(*[types.int64] * 7, example), without_result(emit)

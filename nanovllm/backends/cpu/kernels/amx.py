@@ -17,15 +17,8 @@ from numba.extending import intrinsic
 
 from nanovllm.backends.cpu.jit import compiled, has_feature
 from nanovllm.backends.cpu.kernels.llvm.calls import instruction
-from nanovllm.backends.cpu.kernels.primitives import (
-    BFLOAT16,
-    array,
-    f32,
-    from_float32,
-    load_bias,
-    prefetch_range,
-)
-from nanovllm.backends.cpu.kernels.units.any import Unit
+from nanovllm.backends.cpu.kernels.primitives import BFLOAT16, f32, prefetch_range
+from nanovllm.backends.cpu.kernels.product import finish
 
 TILE_ROWS = 16
 WIDTH = 32  # outputs of a block of the packed weight
@@ -65,7 +58,6 @@ def linear_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs,
     computed at a time: each tile of x serves both, and memory is read at two places, which is
     faster than at one. Tiles 0 to 3 accumulate.
     """
-    out = array(out_ptr, (rows, outputs), BFLOAT16)
     panels = (rows + 2 * TILE_ROWS - 1) // (2 * TILE_ROWS)
     two_sets = rows > TILE_ROWS
     height = (rows + 2 * panels - 1) // (2 * panels) if two_sets else rows
@@ -73,9 +65,9 @@ def linear_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs,
     config[0], config[16:32:2], config[48:54], config[54:56] = 1, 64, height, TILE_ROWS
     tile_config(config)
     acc = np.empty((2, height, 32), f32)
-    acc_ptr, half_bytes, x_stride = np.int64(acc.ctypes.data), 128 * height, 2 * inputs
-    bias = np.zeros(32, f32)
+    half_bytes, x_stride = 128 * height, 2 * inputs
     for block in range(start, stop, 1 if two_sets else 2):
+        acc_ptr = np.int64(acc.ctypes.data)
         other_block = block if two_sets else min(block + 1, stop - 1)
         for panel in range(panels):
             first = min(2 * panel * height, rows - height)
@@ -114,11 +106,11 @@ def linear_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs,
                 begin, column = (second, other_block) if half else (first, block)
                 o = WIDTH * column
                 count = min(WIDTH, outputs - o)
-                load_bias(bias_ptr, o, bias[:count], BFLOAT16)
+                bias = bias_ptr + 2 * o if bias_ptr != 0 else np.int64(0)
                 for i in range(height):
-                    total, row = acc[half, i], out[begin + i, o : o + count]
-                    for c in range(count):
-                        row[c] = from_float32(total[c] + bias[c], BFLOAT16)
+                    out = out_ptr + ((begin + i) * outputs + o) * 2
+                    finish(acc_ptr + half * half_bytes + 128 * i, f32(1), np.int64(0), bias, out,
+                           count, f32(0), BFLOAT16)
     tile_release()
 
 
@@ -128,6 +120,3 @@ def is_available(feature="amx-bf16"):
         return False
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
     return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
-
-
-AMX = Unit(linear_blocks, WIDTH, is_available)

@@ -1,1 +1,0 @@
-"""Units: products of few rows, for processors with the same instructions."""
