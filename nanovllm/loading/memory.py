@@ -119,10 +119,13 @@ def plan_memory(
     weights = weight_bytes(on_meta, backend)
     if weights > free:
         kind = config.quantization or str(dtype).removeprefix("torch.")
+        smaller = ["dtype='bfloat16'", "quantization='int8'", "quantization='int4'"]
+        while any(kind in option for option in smaller):
+            del smaller[0]
         raise ValueError(
             f"the weights of {name} take {weights / 2**30:,.2f} GiB in {kind}, and "
-            f"{free / 2**30:,.2f} GiB of memory are free on {device}; use dtype='bfloat16', "
-            "quantization='int8' or 'int4' or a smaller model, or end other programs"
+            f"{free / 2**30:,.2f} GiB of memory are free on {device}; "
+            f"{', '.join([*smaller, 'end other programs'])} or use a smaller model"
         )
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else FP8
     block_bytes = max(1, model_config.block_bytes(config.block_size, cache_dtype.itemsize))
