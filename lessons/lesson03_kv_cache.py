@@ -85,7 +85,7 @@ def run() -> None:
     say(f"""The price is memory. In bfloat16 a token of Qwen3-0.6B takes 2 (a key and a value) *
         {c.num_layers} layers * {c.num_kv_heads} KV heads * {c.head_dim} numbers * 2 bytes =
         {c.block_bytes(1, 2):,} bytes. This lesson reserved memory for the longest text that the
-        model can read, and used little of it. Lessons 5 to 9 are about this memory.""")
+        model can read, and used little of it. Lessons 5, 8, 9 are about this memory.""")
     show_source(
         link("runner.model_runner.ModelRunner.run"),
         link("models.attention.PlainAttention.store"),

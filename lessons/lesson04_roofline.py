@@ -98,8 +98,8 @@ def run() -> None:
     say(f"""What to do: look up how many FLOPs (bfloat16, dense) a GPU computes in a second, and how
         many bytes it reads. From how many rows on is its decode compute-bound? How much memory does
         the KV of so many rows take, each with 4,000 tokens of Qwen3-0.6B? An example: an H100 has
-        989 TFLOPs and 3.35 TB a second, so it is {rows:.0f} rows. Their KV takes
-        {rows * 4000 * token_bytes / 1e9:.0f} GB, and its memory has 80 GB.""")
+        989 TFLOPs and 3.35 TB a second, so it is {rows:.0f} rows without
+        attention. Their KV takes {rows * 4000 * token_bytes / 1e9:.0f} GB, more than its 80 GB.""")
 
 
 QUESTIONS = Questions("""
