@@ -81,7 +81,7 @@ def run() -> None:
         the two decides ({max(DEVICE_MS, HOST_MS)} ms at least).
 
         Step N+1 is planned when the tokens of step N are counted but not known. What is its input?
-        The plan says only that row 0 computes, for example, position 12. The token stays on the
+        The plan names only the row, and the runner knows its position. The token stays on the
         device: step N writes it to `Rows.last_tokens`, where step N+1 reads it.
 
         The price: a sequence that sampled a stop token is computed once more, and the token of this

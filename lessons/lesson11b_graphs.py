@@ -70,8 +70,8 @@ def run() -> None:
     say(f"""Fixed addresses: the second replay has computed rows 3, 0 and 5 again, because it knows
         nothing of the new tensor. So every tensor that a kernel reads or writes keeps its address:
         weights, KV cache, inputs, block tables, outputs. Only contents change: the engine copies
-        the rows of each step into the recorded tensor, and their order by length, in which the
-        kernels of attention start (`longest_first`).
+        the rows of a step into the recorded tensor, if they have changed, and the order in which
+        attention takes them, the longest first.
 
         Sizes: a recording has a fixed number of rows. With max_num_seqs={ROWS} the engine captures
         {", ".join(map(str, batch_sizes(ROWS)))} rows, and fills a step up to the next size with the

@@ -53,8 +53,8 @@ def run() -> None:
         (docs/vllm-map.md has all names, and the files):""")
     show_table(("lesson and part", "build", "here, in nanovllm/", "in vLLM"), PARTS)
     show_source(link("engine.llm_engine.LLMEngine.run_step", "self.runner.run"))
-    say("""Build it: `python -m lessons build engine`. It imports your files of the other tasks, and
-        its loop has about 50 lines. The check compares its answers with transformers', and its
+    say("""Build it: `python -m lessons build engine`. It imports your files of eight other tasks,
+        and its loop has about 50 lines. The check compares its answers with transformers', and its
         speed with transformers and with nanovllm.
 
         The ladder: `python -m lessons ladder` runs the same requests with one idea after another,

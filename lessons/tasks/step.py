@@ -12,8 +12,8 @@ waiting ones have 4, 5 and 2. The plan is 1, 1, 4, and the second waiting one wa
 run. With max_num_seqs=4, it is admitted and computes 2 of its 5 tokens.
 
 What must stay true:
-  - The plan has no entry of 0 tokens. A running sequence may have none to compute, because its
-    token is still in flight: leave it out, and go on with the next.
+  - The plan has no entry of 0 tokens. A running sequence may have none to compute, because a
+    step has not returned its token yet: leave it out, and go on with the next.
   - No waiting sequence is passed over. The sequences, and the plans of earlier calls, stay as they
     are.
 
