@@ -58,9 +58,9 @@ def run() -> None:
         its first token later, because each step has a fixed cost. Only its last chunk yields a
         token: the logits of the others are not even computed.""")
     QUESTIONS.show(2)
-    say("""In the source, `decoding` and `decode_rows` only say where the token to compute is: that
-        of a decode is in its row already, because the step before sampled it there. A plan has the
-        tokens of its chunks.""")
+    say("""In the source, `decoding` and `decode_rows` only say where the token to compute is. The
+        token of a decode is in its row already, because the step before sampled it there. A plan
+        has the tokens of its chunks.""")
     show_source(
         link("engine.scheduler.Scheduler.schedule", "decode_rows.append"),
         link("engine.scheduler.Scheduler.plan_chunk", "tokens = min("),
@@ -77,9 +77,9 @@ QUESTIONS = Questions("""
     Hint: How many tokens of the budget do the decodes take in each step?
 
     The scheduler does not look for decodes. Why do they get their tokens before the prompt that is
-    not finished? (a) They have fewer tokens to compute. (b) The prompt has used up the budget of
-    each step since its admission, so nobody was admitted after it. (c) A batch has to end with its
-    chunks.
+    not finished? (a) They have fewer tokens to compute. (b) In each step the prompt takes all of
+    the budget that is left, so no other request was admitted after it. (c) A batch has to end with
+    its chunks.
     Answer: b. So it is always the last of the running sequences, and those that decode come first.
     Hint: When is a waiting sequence admitted, and what does the prompt leave of the budget?
 """)

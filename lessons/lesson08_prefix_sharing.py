@@ -43,7 +43,7 @@ def run() -> None:
     a, b = encode(PROMPTS["A"]), encode(PROMPTS["B"])
     say(f"""Prompts A, {PROMPTS["A"]!r}, and B, {PROMPTS["B"]!r}, begin with the same 6 tokens.
         Blocks have 4 slots. Below is the trace of their first step. Its columns free, cached and
-        shared count blocks; cached are those of the prefix cache that no sequence owns now.""")
+        shared count blocks. A cached block is in the prefix cache, and no sequence owns it now.""")
     with Trace(llm) as trace:
         run_prompts(llm, [a, b])
     print(trace, end="\n\n")

@@ -42,8 +42,8 @@ def run() -> None:
     tile = torch.tensor([2, 3])[:, None] * 8 + torch.tensor([4, 5, 6, 7])[None, :]
     say(f"""x + i is a tile of pointers, one for each number. A masked load reads nothing and gives
         `other`, and a masked store writes nothing (-). The launch double[(3,)](x, out, 10, 4)
-        starts three programs. (3,) is the grid: the number of programs in each dimension, of which
-        there are at most three. tl.program_id(0) is the program's number in the first dimension.
+        starts three programs. (3,) is the grid: it has up to three dimensions, and gives the number
+        of programs in each. tl.program_id(0) is the program's number in the first dimension.
 
         A tile of a matrix has two dimensions. The number in row r and column c of a matrix of 8
         columns is r * 8 + c numbers after the first one. With i = [2, 3] and j = [4, 5, 6, 7] the

@@ -204,6 +204,11 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
                     f"{name}={value!r:.80} is not supported; the engine works as with "
                     f"{' or '.join(f'{name}={other!r}' for other in accepted)}"
                 )
+        elif option in values and values[option] != value:
+            raise ValueError(
+                f"{name}={value!r} sets {option}, which is {values[option]!r} already; give one of "
+                "them"
+            )
         else:
             values[option] = value
     return EngineConfig(**values)

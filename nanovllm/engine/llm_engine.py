@@ -282,11 +282,9 @@ class LLMEngine(SharedEngine):
         blocks = scheduler.block_manager
         self.run_pending_aborts()
         others = {} if scheduler.speculation is None else scheduler.speculation.stats()
-        seqs = [seq for request in list(self.requests.values()) for seq in request.seqs]
-        num_unfinished = sum(seq.status is not Status.FINISHED for seq in seqs)
         return {
             "running": len(scheduler.running),
-            "waiting": num_unfinished - len(scheduler.running),
+            "waiting": scheduler.num_unfinished - len(scheduler.running),
             "blocks_in_use": blocks.num_blocks - blocks.num_available,
             "blocks_evictable": len(blocks.evictable),
             "blocks_free": len(blocks.free),

@@ -35,7 +35,7 @@ def revert_in_flight(scheduler: Scheduler, seqs: Iterable[Sequence]) -> None:
     scheduler.block_manager.revert([*ran, *scheduler.waiting, *unfinished])
     scheduler.in_flight.clear()
     scheduler.running = []
-    scheduler.waiting = []
+    scheduler.waiting.clear()
     scheduler.free_rows = list(range(scheduler.max_num_seqs - 1, -1, -1))
     for seq in unfinished:
         seq.status, seq.row, seq.decoding, seq.lookup = Status.UNQUEUED, -1, False, None
@@ -46,6 +46,8 @@ def revert_in_flight(scheduler: Scheduler, seqs: Iterable[Sequence]) -> None:
             is_new = not seq.preemptions and seq.parent is None
             key = scheduler.policy_key(seq, scheduler.block_manager) if is_new else HEAD
             scheduler.queue(seq, key)
+    left = (seq for seq in unfinished if seq.status is not Status.FINISHED)
+    scheduler.num_unfinished = sum(1 + len(seq.forks) for seq in left)
 
 
 def rewind_samples(task: Sampling, request: Request) -> list[Sequence]:

@@ -24,7 +24,6 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from nanovllm.engine import result_kinds
@@ -67,9 +66,10 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.token_budget = token_budget
         self.policy_key = POLICIES[policy]
-        self.waiting: list[Sequence] = []  # sorted; the first is admitted first
+        self.waiting = deque[Sequence]()  # sorted; the first is admitted first
         self.why_waiting = ""  # why the last plan did not admit the first of them
         self.running: list[Sequence] = []  # in order of admission
+        self.num_unfinished = 0  # sequences, including forks that are not queued yet
         self.in_flight: deque[InFlightStep] = deque()
         self.preemptions = self.recomputed_tokens = 0
         self.prompt_tokens = 0  # prompt tokens of admitted sequences
@@ -82,13 +82,13 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence. Its forks are queued when its first token is committed."""
-        key = self.policy_key(seq, self.block_manager)
-        self.queue(seq, key)
+        self.num_unfinished += 1 + len(seq.forks)
+        self.queue(seq, self.policy_key(seq, self.block_manager))
 
     def queue(self, seq: Sequence, key: int = HEAD) -> None:
         """Insert a sequence into the queue by its key. By default, it becomes the head."""
         seq.status, seq.queue_key = Status.WAITING, (key, seq.arrival, seq.index)
-        insort(self.waiting, seq, key=attrgetter("queue_key"))
+        insort(self.waiting, seq, key=lambda waiting: waiting.queue_key)
 
     # ---- planning ----
 
@@ -295,6 +295,7 @@ class Scheduler:
             return
         seq.finish_reason, seq.stop_reason = reason, stop_reason  # first; see recovery.py
         self.leave(seq)
+        self.num_unfinished -= 1
         seq.status = Status.FINISHED
         if seq.sampling.rules is not None:  # they can refer to large objects
             seq.sampling = replace(seq.sampling, rules=None)

@@ -20,7 +20,7 @@ from nanovllm.backends.cpu.kernels import (
     sampler,
 )
 from nanovllm.backends.cpu.kernels.attention import attend, attend_groups
-from nanovllm.backends.cpu.kernels.blocks import unit_for
+from nanovllm.backends.cpu.kernels.blocks import kernel_for
 from nanovllm.backends.cpu.kernels.parallel import Types
 from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE
 from nanovllm.utils.log import logger
@@ -28,10 +28,10 @@ from nanovllm.utils.log import logger
 
 def kernels_in_parts(dtype: torch.dtype) -> list[Kernel]:
     """Return the kernels that backends/cpu/kernels/parallel.py calls."""
-    unit = unit_for(dtype)
+    blocks = kernel_for(dtype)
     return [
         attend_groups,
-        *(unit[:1] if unit else ()),
+        *(blocks[:1] if blocks else ()),
         pointwise.add_rms_norm_rows,
         pointwise.silu_and_mul_rows,
         pointwise.norm_rope_store_rows,

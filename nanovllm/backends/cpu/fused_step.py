@@ -17,7 +17,7 @@ from nanovllm.backends.cpu.attention import (
 )
 from nanovllm.backends.cpu.kernels import sampler
 from nanovllm.backends.cpu.kernels.few_queries import AttentionWork, QueryGroups
-from nanovllm.backends.cpu.kernels.fused_decode import NO_STATES, FusedLayers, UnitLinear
+from nanovllm.backends.cpu.kernels.fused_decode import NO_STATES, BlocksLinear, FusedLayers
 from nanovllm.backends.cpu.kernels.fused_step import Head, Host, group_blocks, sample_tokens
 from nanovllm.backends.cpu.kernels.int8 import PackedWeight
 from nanovllm.backends.cpu.kernels.parallel import address_for
@@ -102,7 +102,7 @@ def fuse_step(layers: FusedLayers, attention: NumbaAttention, rows: Rows) -> Fus
     """Return the FusedStep of a model, or None if it does not read the model's tables."""
     model = layers.model
     table, linear, dtype = model.embed_tokens, model.backend.linear, model.backend.dtype
-    is_packed = not isinstance(linear, UnitLinear) or id(model.lm_head) in linear.addresses
+    is_packed = not isinstance(linear, BlocksLinear) or id(model.lm_head) in linear.addresses
     is_read = isinstance(table, PackedWeight) or (isinstance(table, Tensor) and not table.is_mkldnn)
     if not (is_packed and is_read and model.rotary.table.dtype is table.dtype is dtype):
         return None

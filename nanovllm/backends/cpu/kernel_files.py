@@ -35,8 +35,8 @@ def digest() -> str:
 
 def make_directory() -> Path:
     """Make the directory. Raises ImportError if none can be written."""
-    beside, home = str(Path(__file__).with_name("__pycache__")), "~/.cache/numba"
-    for place in filter(None, (os.environ.get("NUMBA_CACHE_DIR"), beside, home)):
+    default, home = str(Path(__file__).with_name("__pycache__")), "~/.cache/numba"
+    for place in filter(None, (os.environ.get("NUMBA_CACHE_DIR"), default, home)):
         path = Path(os.path.expanduser(place)).absolute() / f"kernels-{digest()}"
         with suppress(OSError):
             path.mkdir(parents=True, exist_ok=True)

@@ -101,8 +101,8 @@ def repacked(weight: Tensor) -> Tensor:
     """Return a weight in the layout that oneDNN chooses for one thread.
 
     For several threads it makes the blocks of outputs narrower if each thread then has about as
-    many outputs as the others: for 576 outputs and 6 threads, for 896 and 8. A unit cannot read
-    such blocks.
+    many outputs as the others: for 576 outputs and 6 threads, for 896 and 8. The kernels
+    cannot read such blocks.
     """
     if not weight.is_mkldnn:
         return weight

@@ -171,6 +171,7 @@ class BeamSearch(Task):
             else:
                 token_ids = [*parent.token_ids, token]
                 beam = result_kinds.make_fork(parent, token_ids, parent.sampling, index)
+                self.scheduler.num_unfinished += 1
                 parent.parent = None  # else a beam would keep all its ancestors in memory
             beam.index = index
             new.append(beam)

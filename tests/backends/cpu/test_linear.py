@@ -91,10 +91,10 @@ def test_the_kernel_reads_what_torch_packed(
 ) -> None:
     pytest.importorskip("numba")
     from nanovllm.backends.cpu.kernels import parallel
-    from nanovllm.backends.cpu.kernels.blocks import unit_product
+    from nanovllm.backends.cpu.kernels.blocks import blocks_product
     from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE
 
-    unit = unit_product(dtype)
+    unit = blocks_product(dtype)
     if unit is None:
         pytest.skip("neither AMX nor AVX512-BF16 on this processor")
     example = DTYPE_EXAMPLE[dtype]

@@ -1,4 +1,4 @@
-"""The unit of processors with AMX, Intel's matrix instructions: products of few rows in bfloat16.
+"""Products of few rows in bfloat16 with AMX, the matrix instructions of Intel's processors.
 
 The rules and shapes are in kernels/pointwise.py. LLVM compiles this kernel only for a processor
 with AMX.

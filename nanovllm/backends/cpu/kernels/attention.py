@@ -171,7 +171,7 @@ def attend(qkv_ptr, rows, row_heads, out_ptr, num_heads, k_ptr, v_ptr, shape, wo
            cache_example, attend_groups_at, parts):
     """Compute the AttentionWork `work`: qkv [rows, row_heads, D] -> out [rows, H, D].
 
-    attend_groups_at is the address of a unit's attend_groups.
+    attend_groups_at is the address of attend_groups.
     """
     num_kv_heads, dim = shape[1], shape[3]
     qkv = array(qkv_ptr, (rows, row_heads, dim), example)

@@ -77,7 +77,7 @@ def linear_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs,
                    min(WIDTH, outputs - o), np.float32(0), example)
 
 
-def unit_for(dtype: torch.dtype) -> tuple[Kernel, int] | None:
+def kernel_for(dtype: torch.dtype) -> tuple[Kernel, int] | None:
     """Return the kernel for weights in this dtype that oneDNN packed, and its outputs of a block.
 
     None: there is none for this processor, and oneDNN computes all products.
@@ -89,7 +89,7 @@ def unit_for(dtype: torch.dtype) -> tuple[Kernel, int] | None:
     return None
 
 
-def unit_product(dtype: torch.dtype) -> Product | None:
+def blocks_product(dtype: torch.dtype) -> Product | None:
     """Return how this kernel multiplies, or None if there is none."""
-    unit = unit_for(dtype)
-    return unit and Product(address_for(unit[0], dtype, dtype), unit[1])
+    found = kernel_for(dtype)
+    return found and Product(address_for(found[0], dtype, dtype), found[1])

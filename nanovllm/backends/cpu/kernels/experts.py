@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels import pointwise
-from nanovllm.backends.cpu.kernels.blocks import unit_product
+from nanovllm.backends.cpu.kernels.blocks import blocks_product
 from nanovllm.backends.cpu.kernels.parallel import address_for, call_at, in_parts
 from nanovllm.backends.cpu.kernels.primitives import (
     DTYPE_EXAMPLE,
@@ -51,7 +51,7 @@ def check_sizes(outputs: int, names: list[str], block: int) -> None:
 
 @dataclass(slots=True, frozen=True)
 class PackedExperts:
-    """Weights [X O, I] in blocks of outputs that a unit reads."""
+    """Weights [X O, I] in the blocks that `linear_blocks` reads."""
 
     values: Tensor  # [X O / width, I / n, width, n], where n is 2 in bfloat16 and 1 in float32
     code: Product
@@ -66,11 +66,11 @@ class PackedExperts:
 
 
 def pack(module: Linear) -> None:
-    """Reorder the weights of experts if a unit has a kernel for the result.
+    """Reorder the weights of experts if there is a kernel for the result.
 
     The condition is the same for both Linears of a mixture: hidden and inner size in whole blocks.
     """
-    weight, code = module.weight, unit_product(module.weight.dtype)
+    weight, code = module.weight, blocks_product(module.weight.dtype)
     inputs, n = weight.shape[1], 4 // weight.itemsize
     if code is None or any(size % 64 for size in (inputs, *module.projections.values())):
         return

@@ -20,7 +20,7 @@ from torch import Tensor
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels import pointwise
 from nanovllm.backends.cpu.kernels.attention import attend
-from nanovllm.backends.cpu.kernels.blocks import unit_product
+from nanovllm.backends.cpu.kernels.blocks import blocks_product
 from nanovllm.backends.cpu.kernels.few_queries import AttentionWork, QueryGroups
 from nanovllm.backends.cpu.kernels.parallel import address_for, in_parts, parts_for
 from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE
@@ -278,11 +278,11 @@ class FusedLayers:
         return self.model.logits(hidden)
 
 
-class UnitLinear:
-    """Linear layers by the kernel of a unit, which reads the weights faster than oneDNN does."""
+class BlocksLinear:
+    """Linear layers by `linear_blocks`, which reads the weights faster than oneDNN does."""
 
-    def __init__(self, model: Qwen3, unit: Product) -> None:
-        self.product = unit
+    def __init__(self, model: Qwen3, product: Product) -> None:
+        self.product = product
         fits: dict[Any, bool] = {}  # by shape, because confirming a layout takes a product
         # The keys are ids of modules. Modules as keys would form a cycle of references, which keeps
         # the weights in memory: they refer to the backend, and the backend to this object.
@@ -294,7 +294,7 @@ class UnitLinear:
                 weight = pack(module.weight) if pack else module.weight
                 key = weight.shape, pack
                 if key not in fits:
-                    fits[key] = is_packed_by(unit.width, weight)
+                    fits[key] = is_packed_by(product.width, weight)
                 if fits[key]:
                     module.weight = weight
                     bias = 0 if module.bias is None else module.bias.data_ptr()
@@ -318,15 +318,15 @@ def fuse_layers(
 
     `hybrid` is for layers of linear attention and attention with a gate.
 
-    Outside fused layers, the unit computes all products of few rows whose weights it reads.
+    Outside fused layers, `linear_blocks` computes all products of few rows whose weights it reads.
     """
     dtype = model.backend.dtype
     modules = [module for layer in model.layers for module in layer.linears()]
     find: Pointers = pointers
     if not isinstance(modules[0].weight, Tensor) and hasattr(modules[0].weight, "product"):
         product = modules[0].weight.product()
-    elif unit := unit_product(dtype):
-        model.backend.linear = linear = UnitLinear(model, unit)
+    elif blocks := blocks_product(dtype):
+        model.backend.linear = linear = BlocksLinear(model, blocks)
         if any(id(module) not in linear.addresses for module in modules):
             return None
         product, find = linear.product, linear.pointers

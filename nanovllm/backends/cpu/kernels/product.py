@@ -3,8 +3,8 @@
     (x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, outputs, example, start, stop)
 
 computes blocks [start, stop) of out [rows, outputs] = x W^T + bias. scale_ptr and bias_ptr may
-be 0. In float32 and bfloat16 the kernel is `linear_blocks` of a unit, and x is [rows, inputs]. The
-kernels of int8.py and int4.py read the rows that `quantize_rows` makes of x.
+be 0. In float32 and bfloat16 the kernel is `linear_blocks` of blocks.py or amx.py, and x is
+[rows, inputs]. The kernels of int8.py and int4.py read the rows that `quantize_rows` makes of x.
 """
 
 from collections.abc import Sequence

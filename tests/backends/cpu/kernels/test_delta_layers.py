@@ -10,7 +10,7 @@ from hybrid_checkpoints import make_hybrid_checkpoint
 
 from nanovllm import SamplingParams
 from nanovllm.backends.cpu.kernels import fused_decode
-from nanovllm.backends.cpu.kernels.blocks import unit_for
+from nanovllm.backends.cpu.kernels.blocks import kernel_for
 from nanovllm.backends.cpu.kernels.delta_layers import HybridLayers
 
 
@@ -25,7 +25,7 @@ from nanovllm.backends.cpu.kernels.delta_layers import HybridLayers
 def test_one_call_is_the_model(
     tmp_path: Path, layers: str, heads: int, size: int, weights: str | None, dtype: torch.dtype
 ) -> None:
-    if weights is None and unit_for(dtype) is None:
+    if weights is None and kernel_for(dtype) is None:
         pytest.skip("neither AMX nor AVX512-BF16 on this processor")
     make_hybrid_checkpoint(tmp_path, layers, heads, hidden_size=size, intermediate_size=128)
     options: dict[str, Any] = {"attention_backend": "numba", "num_kv_cache_blocks": 60}

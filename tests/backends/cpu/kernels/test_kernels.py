@@ -31,7 +31,7 @@ from nanovllm.backends.cpu.kernels import (  # noqa: E402
 from nanovllm.backends.cpu.kernels import pointwise as cpu  # noqa: E402
 from nanovllm.backends.cpu.kernels import sampler as cpu_sampler  # noqa: E402
 from nanovllm.backends.cpu.kernels.attention import attend  # noqa: E402
-from nanovllm.backends.cpu.kernels.blocks import unit_for  # noqa: E402
+from nanovllm.backends.cpu.kernels.blocks import kernel_for  # noqa: E402
 from nanovllm.backends.cpu.kernels.few_queries import AttentionWork, QueryGroups  # noqa: E402
 from nanovllm.backends.cpu.kernels.fused_decode import FusedLayers  # noqa: E402
 
@@ -313,7 +313,7 @@ def test_a_query_sees_nothing_of_later_tokens(dtype: torch.dtype, count: int) ->
 @pytest.mark.parametrize("tie", [False, True])
 def test_fused_layers_are_the_models(tmp_path, family: str, tie: bool, dtype: torch.dtype) -> None:
     """Both compute every batch of a run: decodes of 1 to 70 sequences, a shared prefix, chunks."""
-    if unit_for(dtype) is None:
+    if kernel_for(dtype) is None:
         pytest.skip("neither AMX nor AVX512-BF16 on this processor")
     make_checkpoint(tmp_path, family, tie=tie)
     llm = random_llm(tmp_path, dtype=str(dtype)[6:], num_kv_cache_blocks=1000)
