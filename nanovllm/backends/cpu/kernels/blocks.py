@@ -32,14 +32,14 @@ def add_product(word, sums_ptr, x_ptr, stride, weight_ptr, steps, rows):
     The type of `word` is as in dot_rows. The rows of x begin `stride` bytes apart.
 
     The first rows read weights from memory, and the others read them from the cache. All of them
-    together prefetch the next ones, to keep memory busy meanwhile.
+    together prefetch the next `span` of weights, to keep memory busy meanwhile.
     """
     parts = (rows + HEIGHT - 1) // HEIGHT
     span = steps if parts == 1 else STEPS
     lines = (parts + 3) // parts  # of the four cache lines of a step, what each part prefetches
     for first in range(0, steps, span):
         count, w = min(span, steps - first), weight_ptr + 4 * WIDTH * first
-        ahead, row = w + AHEAD, 0
+        ahead, row = w + (AHEAD if parts == 1 else 4 * WIDTH * span), 0
         while row < rows:
             x, left = (x_ptr + row * stride + 4 * first, stride, 4), rows - row
             out = sums_ptr + 4 * WIDTH * row, 4 * WIDTH
