@@ -22,7 +22,10 @@ from nanovllm.backends.cpu.kernels.product import Product, finish
 WIDTH = 64  # outputs of a block
 STEPS = 64  # words of each output that all rows are multiplied with before the next ones: 16 kB
 AHEAD = 4096  # bytes between the weights that are used and those that are prefetched
-HEIGHT = 6  # rows whose sums stay in registers
+HEIGHT = 6  # rows of a part
+# The most rows that read each weight once. With AVX2, even the sums of one row in int8 do not fit
+# into the registers, and dot_rows reads weights several times.
+READ_ONCE = HEIGHT if has_feature("avx512vnni") else 0
 
 
 @compiled()
@@ -31,15 +34,15 @@ def add_product(word, sums_ptr, x_ptr, stride, weight_ptr, steps, rows):
 
     The type of `word` is as in dot_rows. The rows of x begin `stride` bytes apart.
 
-    The first rows read weights from memory, and the others read them from the cache. All of them
-    together prefetch the next `span` of weights, to keep memory busy meanwhile.
+    If weights are read several times, the first time is from memory, and the others are from the
+    cache. All of them together prefetch the next `span` of weights, to keep memory busy meanwhile.
     """
-    parts = (rows + HEIGHT - 1) // HEIGHT
-    span = steps if parts == 1 else STEPS
+    parts, once = (rows + HEIGHT - 1) // HEIGHT, rows <= READ_ONCE
+    span = steps if once else STEPS
     lines = (parts + 3) // parts  # of the four cache lines of a step, what each part prefetches
     for first in range(0, steps, span):
         count, w = min(span, steps - first), weight_ptr + 4 * WIDTH * first
-        ahead, row = w + (AHEAD if parts == 1 else 4 * WIDTH * span), 0
+        ahead, row = w + (AHEAD if once else 4 * WIDTH * span), 0
         while row < rows:
             x, left = (x_ptr + row * stride + 4 * first, stride, 4), rows - row
             out = sums_ptr + 4 * WIDTH * row, 4 * WIDTH
