@@ -139,7 +139,8 @@ def combine(runs: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 def combine_blocks(versions: Sequence[str]) -> str:
     if versions[0].startswith("Figures: "):
-        return versions[0] + f" Ranges are of {len(versions)} runs." * (len(versions) > 1)
+        times = f" Measured {len(versions)} times; ranges are from the smallest to the largest."
+        return versions[0] + times * (len(versions) > 1)
     texts, numbers = NUMBER.split(versions[0]), [*map(NUMBER.findall, versions)]
     values = [range_of(found) for found in zip(*numbers, strict=True)]
     return "".join(part for pair in zip(texts, [*values, ""], strict=True) for part in pair)

@@ -1,8 +1,8 @@
 """Lesson 1a: one request, from text to text.
 
-`LLM.generate` takes a text and returns a text. In between, the engine makes eight objects, each
-from the one before it. vLLM has the same ones, under other names (docs/vllm-map.md). This lesson
-runs one prompt and prints each object once.
+`LLM.generate` takes a text (1) and returns a text (8). In between the engine makes six objects,
+each from the one before it. vLLM has the same ones, under other names (docs/vllm-map.md). This
+lesson runs one prompt and prints each object once.
 
     1 text --> 2 token ids          encoded, once
     3 Sequence     <-- commit --+   the tokens, queued
@@ -77,16 +77,16 @@ def run() -> None:
     show_source(
         link("engine.input_processor.InputProcessor.encode", "tokenizer.encode"),
         link("engine.input_processor.InputProcessor.check", "seq = Sequence("),
-        link("engine.scheduler.Scheduler.schedule", "plan := StepPlan()"),
+        link("engine.scheduler.Scheduler.plan_chunk", "step.plan.chunks.append"),
         link("runner.rows.Rows.build", "ForwardBatch("),
         link("models.qwen3.Qwen3.logits", "lm_head("),
         link("runner.model_runner.PendingOutput.wait", "StepOutput("),
-        link("engine.sampling.Sampling.completion", "CompletionOutput("),
+        link("engine.sampling.Sampling.completion", ".add(self.text_ids(seq))"),
     )
     say("""What to do: run `python example.py --trace` and open the page that it writes
-        (docs/trace.md explains it). Find in one step the text of a request, which is in its
-        Sequence (3), the tokens that the step computes (4), and the token that it samples (7). Its
-        blocks have only 4 places, and prefix hits and the budget are ideas of lessons 8 and 6.""")
+        (docs/trace.md explains it). Choose a step. Find the text of a request so far, the
+        tokens that the step computes (4), and the token that it samples (7). Blocks have only 4
+        places there. Lessons 6 and 8 explain the budget and prefix hits.""")
 
 
 QUESTIONS = Questions("""

@@ -3,7 +3,7 @@
 In lesson 1 the model was a black box. What an engine may store and share depends on what is in it:
 which results of a token depend on other tokens? This is the complete Qwen3, first as formulas and
 then in plain torch, with the weights of the embedded model. x [T, E] has E numbers for each of T
-tokens:
+tokens, and the vocabulary has V tokens:
 
     token ids --> rows of the embedding matrix: x
     each layer    x = x + o_proj(attention(RMSNorm(x)))
@@ -12,14 +12,15 @@ tokens:
 
     RMSNorm(x) = x / sqrt(mean(x^2) + eps) * weight, for each row of x
     attention  = softmax(q k / sqrt(D)) v per head, over tokens up to this one,
-                 where q and k are first changed to rope(RMSNorm(q or k))
+                 where a head of q or k is first changed to rope(RMSNorm(head))
     rope(x)    = x[i] and x[i + D / 2] are a pair, for i < D / 2: it is rotated
                  by the angle position * theta^(-2 i / D)
     SwiGLU(x)  = down(silu(gate(x)) * up(x)), silu(x) = x / (1 + exp(-x))
 
 q, k, v, o_proj, gate, up and down are products with weights; eps = 1e-6 and theta = 10,000 are
-fixed numbers of the model. A head has D numbers, and a group of several heads of q uses the same
-head of k and v (RMSNorm: Zhang and Sennrich 2019; rope: Su et al. 2021; SwiGLU: Shazeer 2020).
+fixed numbers of the model. q has H heads, k and v have K heads, all of D numbers. A group of H / K
+heads of q uses the same head of k and v (RMSNorm: Zhang and Sennrich 2019; rope: Su et al. 2021;
+SwiGLU: Shazeer 2020).
 """
 
 from collections.abc import Callable, Sequence

@@ -86,6 +86,8 @@ def run() -> None:
         {c.num_layers} layers * {c.num_kv_heads} KV heads * {c.head_dim} numbers * 2 bytes =
         {c.block_bytes(1, 2):,} bytes. This lesson reserved memory for the longest text that the
         model can read, and used little of it. Lessons 5, 8, 9 are about this memory.""")
+    say("""In the engine, `run` computes the tokens of a plan, `store` writes their keys and values
+        to the cache, and a decode is a row in the plan: its last token is on the device.""")
     show_source(
         link("runner.model_runner.ModelRunner.run"),
         link("models.attention.PlainAttention.store"),

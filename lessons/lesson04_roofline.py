@@ -1,10 +1,10 @@
 """Lesson 4: the roofline of a step.
 
-In lesson 3 the cache saved 84 of 85 tokens, but much less of the time. And a step of 16 requests
-takes about twice as long as a step of one, and not 16 times. Why? A step reads weights, keys and
-values (bytes), and multiplies and adds numbers (FLOPs, floating-point operations). A processor can
-do both at the same time, so a step takes at least as long as the slower of the two. This is its
-roofline (Williams et al. 2009).
+In lesson 3 the cache saved 84 of 85 tokens, but much less of the time. And the table below shows
+that a step of 16 requests takes one to two times as long as a step of one, and not 16 times. Why? A
+step reads weights, keys and values (bytes), and multiplies and adds numbers (FLOPs, floating-point
+operations). A processor can do both at the same time, so a step takes at least as long as the
+slower of the two. This is its roofline (Williams et al. 2009).
 
     FLOPs/s |          .-----------------   compute-bound: all that it computes
             |        .'
@@ -87,19 +87,31 @@ def run() -> None:
     first, *_, last, _ = seconds
     say(f"""A decode of {ROWS[-1]} rows takes {last / first:.1f} times as long as a decode of
         {ROWS[0]}. Each token is {faster(first / ROWS[0], last / ROWS[-1])}.""")
+    say("""A real step takes longer than the least time: reads and products do not overlap all the
+        time, and the norms and the sampling are not counted.
+
+        So a token of a large batch costs less than a token that is computed alone. This also
+        explains lesson 3. Without a cache a step computes the whole text, but it reads the weights
+        once for all of its tokens. The cache saves the FLOPs of the earlier tokens, and no reads of
+        weights. A step has fixed costs too, such as the calls of torch, which no cache saves.""")
     QUESTIONS.show(2)
     long, short = (decode_costs(shape_of("qwen3-0.6b"), 16, context) for context in (4000, 100))
     say(f"""This decode reads {long["weight_bytes"] / 1e6:,.0f} MB of weights and
         {long["kv_bytes"] / 1e6:,.0f} MB of the cache, for which this machine needs at least
         {1e3 * long["decode_bytes"] / peak["bandwidth"]:,.0f} ms. Of 16 rows of 100 tokens the cache
         has only {short["kv_bytes"] / 1e6:,.0f} MB: there smaller weights help more.""")
-    show_source(link(roofline.costs, "linear = 2 *"), link(roofline.bounds))
+    show_source(
+        link(roofline.costs, '"decode_flops"'),
+        link(roofline.costs, '"decode_bytes"'),
+        link(roofline.bounds),
+    )
     token_bytes, rows = shape_of("qwen3-0.6b").block_bytes(1, 2), 989 / 3.35
     say(f"""What to do: look up how many FLOPs (bfloat16, dense) a GPU computes in a second, and how
         many bytes it reads. From how many rows on is its decode compute-bound? How much memory does
         the KV of so many rows take, each with 4,000 tokens of Qwen3-0.6B? An example: an H100 has
-        989 TFLOPs and 3.35 TB a second, so it is {rows:.0f} rows without
-        attention. Their KV takes {rows * 4000 * token_bytes / 1e9:.0f} GB, more than its 80 GB.""")
+        989 TFLOPs and 3.35 TB a second, so it is {rows:.0f} rows without attention. Their KV takes
+        {rows * 4000 * token_bytes / 1e9:.0f} GB, more than its 80 GB. And each row reads its own
+        KV, so with contexts as long as these a decode is memory-bound with any number of rows.""")
 
 
 QUESTIONS = Questions("""
@@ -111,10 +123,10 @@ QUESTIONS = Questions("""
     Hint: How many FLOPs for each byte does a decode of R rows compute? Where is the ridge?
 
     In bfloat16 Qwen3-0.6B has 1.2 GB of weights, and 115 kB of keys and values for each token. A
-    GPU decodes 16 rows of 4,000 tokens. What makes this decode faster, weights or a KV cache of 8
-    bits a number (int8 or fp8)? (a) The weights: all rows read them. (b) The cache: each row reads
-    other keys and values, together more bytes than the weights. (c) Both equally: each halves the
-    bytes of a number.
+    GPU decodes 16 rows of 4,000 tokens. Numbers of 8 bits (int8 or fp8) can store the weights, or
+    the KV cache. Which of the two shortens this decode more? (a) The weights: all rows read them.
+    (b) The cache: each row reads other keys and values, together more bytes than the weights. (c)
+    Both equally: each halves the bytes of a number.
     Answer: b. 64,000 tokens of KV take 7.3 GB, and the weights 1.2 GB.
     Hint: The rows share one read of the weights. How many tokens' keys and values do they read?
 """)

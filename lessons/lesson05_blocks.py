@@ -54,8 +54,10 @@ def run() -> None:
     QUESTIONS.show(2)
     say("""Attention reads through the block table (lesson 10b), so any free block will do. Paging
         saves memory. Contiguous memory for the 256 tokens that a request may need here is the same
-        as one block of 256 slots. It never grows, so the reserve that is explained below the table
-        is switched off for it. 24 requests, each with an answer of 10 or 11 tokens:""")
+        as one block of 256 slots. A request begins when there are free blocks for its prompt, and
+        one more for each request that already runs, so that all of them can grow
+        (Scheduler.reserve). A block of 256 slots is enough for any request, so this lesson asks for
+        no such reserve there. 24 requests, each with an answer of 10 or 11 tokens:""")
     counts = []
     for size in (256, 16):
         options = dict(num_kv_cache_blocks=1024 // size, max_model_len=256)
@@ -67,11 +69,10 @@ def run() -> None:
         running = counters.running
         counts.append((f"{1024 // size} blocks of {size}", max(map(len, running)), len(running)))
     show_table(("cache", "requests at once", "steps"), counts)
-    say(f"""With blocks of 16, a request is admitted if there is a block for its prompt, and a free
-        one for each request that already runs, so that it can grow (Scheduler.reserve). The last
-        one needs {(n := counts[1][1])} + {n - 1} = {2 * n - 1} of the 64 blocks. A sequence of any
-        length wastes less than one block. All 24 share each step (lesson 6a), so there are only
-        as many steps as the longest answer has tokens.""")
+    say(f"""With blocks of 16, each prompt takes one block. When the last request begins,
+        {(n := counts[1][1])} blocks are taken and {n - 1} are in reserve, which is {2 * n - 1} of
+        the 64. A sequence of any length wastes less than one block. All 24 share each step (lesson
+        6a), so there are only as many steps as the longest answer has tokens.""")
     show_source(
         link("engine.block_manager.BlockManager.append_block"),
         link("runner.rows.Rows.slots"),

@@ -1,6 +1,6 @@
 """Lesson 6a: continuous batching.
 
-A step of 16 rows takes less than twice as long as a step of one (lesson 4), and lesson 5 has the
+A step of 16 rows takes one to two times as long as a step of one (lesson 4), and lesson 5 has the
 memory for them. So an engine computes the next tokens of several requests, a batch, in one step.
 Each request of the batch has a row, and max_num_seqs is the number of rows. But requests do not
 end together. A static batch runs until its last request has ended, and the rows of the others are

@@ -80,8 +80,11 @@ def run() -> None:
         because a sequence releases its last block first. The table shows how many tokens of each
         prompt the next request would find in the cache:""")
     show_table(("after", "of A", "of C", "of D"), evict())
+    say("""In `match`, `targets` are tokens of a request that scores a given text. It needs logits
+        of earlier tokens too, so fewer blocks match.""")
     show_source(
         link("engine.block_manager.BlockManager.match"),
+        link("engine.block_manager.BlockManager.cache_full_blocks"),
         link("engine.block_manager.BlockManager.choose_victim"),
     )
     say("""Build it: `python -m lessons build prefix`, and then `python -m lessons build eviction`,

@@ -53,7 +53,10 @@ def run() -> None:
         link("engine.scheduler.Scheduler._make_room", "self.preempt("),
         link("engine.scheduler.Scheduler.preempt"),
     )
-    say("""Build it: `python -m lessons build preempt`. Then find a fault:
+    say("""One case of `preempt` is for beams (elective `beams`): a beam whose next token is not
+        chosen yet (`awaits_token`) is not put into the queue.
+
+        Build it: `python -m lessons build preempt`. Then find a fault:
         `python -m lessons break 16`.""")
 
 

@@ -1,9 +1,9 @@
 """Lesson 9b: policies: who is admitted first.
 
 When the token budget, rows or blocks are short, requests wait in a queue, and a policy orders it.
-First come, first served (FCFS) is fair, but a long prompt delays all after it: with a budget of 32
-tokens a step, 150 tokens take five steps. Shortest job first (SJF) admits the request with the
-smallest key, which here is the number of uncached prompt tokens:
+First come, first served (FCFS) is the simplest. With a budget of 32 tokens a step, a prompt of 150
+tokens takes five steps. Shortest job first (SJF) admits the request with the smallest key, which
+here is the number of uncached prompt tokens:
 
     arrived    150   9   9   9   9      tokens of the prompts
     FCFS      [150   9   9   9   9]     the order of admission

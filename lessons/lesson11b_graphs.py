@@ -84,9 +84,9 @@ def run() -> None:
 
         Grids: the number of programs of a kernel is recorded too. Attention splits each context
         among several programs (lesson 10b), and contexts grow with each step: a number that was
-        right for 100 tokens would leave out keys of longer contexts. So it depends on the number of
-        rows alone. A program reads the length of its row on the device, and ends at once if its
-        split is empty.""")
+        right for 100 tokens would leave out keys of longer contexts. So the number of programs
+        depends on the number of rows alone. A program reads the length of its row on the device,
+        and ends at once if its split is empty.""")
     show_source(
         link("backends.gpu.graphs.CudaCapture.__call__", "function()"),
         link(DecodeGraphs.replay, "self.padding_row"),

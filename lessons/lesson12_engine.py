@@ -53,15 +53,14 @@ def run() -> None:
         (docs/vllm-map.md has all names, and the files):""")
     show_table(("lesson and part", "build", "here, in nanovllm/", "in vLLM"), PARTS)
     show_source(link("engine.llm_engine.LLMEngine.run_step", "self.runner.run"))
-    say("""Build it: `python -m lessons build engine`. It imports your files of eight other tasks,
-        and its loop has about 50 lines. The check compares its answers with transformers', and its
-        speed with transformers and with nanovllm.
+    say("""Build it: `python -m lessons build engine`. It imports your files of eight tasks: cache,
+        slots, step, filter, prefix, eviction, policy and softmax. Its loop has about 50 lines. The
+        check compares its answers with transformers', and its speed with transformers and nanovllm.
 
         The ladder: `python -m lessons ladder` runs the same requests with one idea after another,
         from lesson 3 to the defaults of LLM(). It names the rungs first: say what each gains while
         it runs. Then read the engine in the order of README, which is the order of a request's
-        life, or open vLLM with docs/vllm-map.md: `EngineCore.step` is the loop that you have just
-        written.""")
+        life, or open vLLM with docs/vllm-map.md: `EngineCore.step` does what your `step` does.""")
 
 
 QUESTIONS = Questions("""

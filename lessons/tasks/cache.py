@@ -9,7 +9,8 @@ before its own, and to its own.
 Example: if the cache holds 3 tokens and 2 are new, query 0 attends to 4 tokens and query 1 to 5.
 
 What must stay true:
-  - Tokens in pieces of any size, and of any number, give what they give in one piece.
+  - The tokens may come in any number of calls, each with any number of them: the results are the
+    same as in one call with all of them.
   - A group of H / K query heads shares a KV head: query head h reads KV head h // (H // K).
   - `attend` does not change q, k and v. The caller may overwrite them after the call.
 

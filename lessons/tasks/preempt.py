@@ -12,11 +12,11 @@ is the one that was admitted last, so it is preempted itself, and `_make_room` r
 
 In the engine: _make_room and preempt in nanovllm/engine/scheduler.py. Hints: self.block_manager has
 num_available, release(seq) and num_needed(seq, n), the number of blocks that seq must still get to
-have a slot for each of its first n tokens: those computed so far and the next `tokens`.
-self.running is in the order of admission. A row is an
-index from self.free_rows; without one, seq.row is -1. A sequence without a row cannot decode, so
-seq.decoding must be False. self.queue(seq) sets its status (Status.WAITING in sequence.py) and
-makes it the head of the waiting queue.
+have a slot for each of its first n tokens. Here n is seq.num_computed + tokens. self.running is in
+the order of admission, and a sequence with the status Status.RUNNING (sequence.py) still runs. A
+row is an index from self.free_rows; without one, seq.row is -1. A sequence without a row cannot
+decode, so seq.decoding must be False. self.queue(seq) sets its status to Status.WAITING and makes
+it the head of the waiting queue.
 """
 
 from nanovllm.engine.scheduler import Scheduler

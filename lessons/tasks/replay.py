@@ -16,8 +16,9 @@ What must stay true:
   - A list that `decode` has returned does not change later, and arguments do not change.
 
 In the engine: DecodeGraphs in nanovllm/backends/gpu/graphs.py. Hints: `replay =
-device.capture(function)` of lessons/device.py records what a call of `function` launches. x[:size]
-has the address of x, and torch.tensor(...) a new one. x[:n] = y copies to x.
+device.capture(function)` of lessons/device.py records what a call of `function` launches. A replay
+writes its tokens to the tensor that `step` returned in the capture. x[:size] has the address of x,
+and torch.tensor(...) a new one. x[:n] = y copies to x.
 """
 
 from collections.abc import Callable

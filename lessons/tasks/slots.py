@@ -9,11 +9,12 @@ Example: B = 4, block table [7, 2]. Positions 2 to 5 have the slots 30, 31, 8, 9
 6 to 8, one block must be appended, because two blocks have room for the positions 0 to 7. If start
 is 12 and count is 1, two are missing: one for the positions 8 to 11, and one for 12.
 
-What must stay true: neither function changes its arguments, or a result that it has returned;
-`count` may be 0, and there are no slots then.
+What must stay true: `slots` is called only if the table has blocks for all positions. It returns a
+new list each time, which is empty if `count` is 0. Neither function changes its arguments.
 
-In the engine: Rows.slots in nanovllm/runner/rows.py, num_needed in engine/block_manager.py. Hints:
-// and % split a position. -(-a // b) is a / b, rounded up.
+In the engine: Rows.slots in nanovllm/runner/rows.py, and num_needed in engine/block_manager.py,
+which also counts the copy of a shared block. Hints: // and % split a position. -(-a // b) is a / b,
+rounded up.
 """
 
 
