@@ -9,10 +9,11 @@ before its own, and to its own.
 Example: if the cache holds 3 tokens and 2 are new, query 0 attends to 4 tokens and query 1 to 5.
 
 What must stay true:
-  - The tokens may come in any number of calls, each with any number of them: the results are the
-    same as in one call with all of them.
+  - The tokens may come in any number of calls, one or more in each: the results are the same as in
+    one call with all of them. No call changes an earlier result.
   - A group of H / K query heads shares a KV head: query head h reads KV head h // (H // K).
-  - `attend` does not change q, k and v. The caller may overwrite them after the call.
+  - `attend` does not change q, k and v. The caller may overwrite them after the call,
+    which changes no result.
 
 In the engine: PlainAttention in nanovllm/models/attention.py. Hints: torch.cat grows a tensor.
 Tensor.repeat_interleave repeats KV heads. exp(-inf) is 0.

@@ -39,6 +39,15 @@ def compare(got: Tensor, want: Tensor, what: str) -> None:
         )
 
 
+def test_two_caches_are_independent() -> None:
+    one, other = KVCache(2, 8), KVCache(2, 8)
+    one.attend(*random_tokens(3, 2, 2))
+    tokens = random_tokens(4, 2, 2)
+    compare(
+        other.attend(*tokens), attention(*tokens), "Another cache holds 3 tokens, this one none"
+    )
+
+
 @pytest.mark.parametrize(
     ("lengths", "heads", "kv_heads", "scale"),
     [
@@ -56,33 +65,28 @@ def test_attention(lengths: list[int], heads: int, kv_heads: int, scale: float) 
     """Tokens that are computed in pieces of these lengths, compared with torch's attention."""
     q, k, v = random_tokens(sum(lengths), heads, kv_heads)
     q, k = scale * q, scale * k
-    cache, pieces = KVCache(kv_heads, 8), []
+    cache, pieces, copies = KVCache(kv_heads, 8), [], []
     for piece in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
         pieces.append(cache.attend(*(x.clone() for x in piece)))
+        copies.append(pieces[-1].clone())
+    both = zip(pieces, copies, strict=True)
+    unchanged = all(a.nan_to_num().equal(b.nan_to_num()) for a, b in both)
+    expect(unchanged, "A later call of `attend` changes the result of an earlier one.")
     large = f", keys and queries times {scale}" if scale > 1 else ""
     what = f"{heads} query heads, {kv_heads} KV heads, tokens in pieces of {lengths}{large}"
     compare(torch.cat(pieces), attention(q, k, v), what)
 
 
 def test_the_tensors_are_the_callers() -> None:
-    cache, tokens = KVCache(2, 8), random_tokens(5, 2, 2)
-    first, second = ([x[a:b].clone() for x in tokens] for a, b in ((0, 3), (3, 5)))
-    cache.attend(*first)
-    for name, given, x in zip("qkv", first, tokens, strict=True):
-        expect(given.equal(x[:3]), f"`attend` changes {name}, which is the caller's.")
-        given.fill_(9.0)
-    what = "The caller has overwritten q, k and v of the tokens 0 to 2 after their `attend`"
-    got = torch.cat((attention(*(x[:3] for x in tokens)), cache.attend(*second)))
-    compare(got, attention(*tokens), what)
-
-
-def test_two_caches_are_independent() -> None:
-    one, other = KVCache(2, 8), KVCache(2, 8)
-    one.attend(*random_tokens(3, 2, 2))
-    tokens = random_tokens(4, 2, 2)
-    compare(
-        other.attend(*tokens), attention(*tokens), "Another cache holds 3 tokens, this one none"
-    )
+    cache, tokens, results = KVCache(2, 8), random_tokens(5, 2, 2), []
+    for start, end in ((0, 1), (1, 3), (3, 5)):
+        piece = [x[start:end].clone() for x in tokens]
+        results.append(cache.attend(*piece))
+        for name, given, x in zip("qkv", piece, tokens, strict=True):
+            expect(given.equal(x[start:end]), f"`attend` changes {name}, which is the caller's.")
+            given.fill_(9.0)
+    what = "The caller has overwritten q, k and v of the tokens 0, 1 to 2, 3 to 4 after each call"
+    compare(torch.cat(results), attention(*tokens), what)
 
 
 class YourAttention(PlainAttention):

@@ -52,7 +52,7 @@ def test_who_is_preempted(
     scheduler, seqs = start(prompts, blocks)
     before = [(list(s.token_ids), s.row) for s in seqs]
     for s in seqs:
-        s.num_cached_tokens = 1
+        s.num_cached_tokens = s.preemptions = 1
     went_on = scheduler._make_room(seqs[seq], tokens)
     what = f"{len(prompts)} sequences run, {blocks - sum(prompts) // 2} of {blocks} blocks are "
     what += f"available, and sequence {seq} needs {more}. After _make_room, "
@@ -68,7 +68,9 @@ def test_who_is_preempted(
     states = ["WAITING" if i in waiting else "RUNNING" for i in range(len(seqs))]
     same([s.status.name for s in seqs], states, f"{what}their status")
     same(scheduler.preemptions, len(waiting), f"{what}self.preemptions")
-    counts = [int(i in waiting) for i in range(len(seqs))]
+    counts = [1 + (i in waiting) for i in range(len(seqs))]
+    decoding = [i not in waiting for i in range(len(seqs))]
+    same([s.decoding for s in seqs], decoding, f"{what}seq.decoding of all")
     same([s.preemptions for s in seqs], counts, f"{what}seq.preemptions of all")
     same([s.num_cached_tokens for s in seqs], [1] * len(seqs), f"{what}seq.num_cached_tokens")
     again = sum(prompts[i] for i in waiting)
@@ -93,8 +95,16 @@ def test_one_that_is_not_the_last() -> None:
     what = "Sequences 0, 1 and 2 run. After preempt(sequence 1), "
     same([s.arrival for s in scheduler.running], [0, 2], f"{what}those that run")
     same([s.arrival for s in scheduler.waiting], [1], f"{what}those that wait")
+    same((seqs[1].row, seqs[1].decoding), (-1, False), f"{what}its row and seq.decoding")
     evictable = list(scheduler.block_manager.evictable)
     same(evictable, table[::-1], f"{what}its blocks in the order of eviction, the last first,")
+
+
+def test_its_blocks_stay_cached() -> None:
+    scheduler, [seq] = start([4], 2)
+    scheduler.preempt(seq)
+    what = "A sequence runs alone and is preempted. The number of its blocks that the prefix cache"
+    same(len(scheduler.block_manager.match(seq)), 2, f"{what} still has")
 
 
 def test_random_histories() -> None:
@@ -102,5 +112,6 @@ def test_random_histories() -> None:
     for seed in range(300):
         mine = check_history(seed, schedulers=SimpleNamespace(Scheduler=Preempting)).scheduler
         want = check_history(seed).scheduler
-        what = "Random requests end with the right tokens. The number of preemptions, as with "
-        same(mine.preemptions, want.preemptions, f"{what}preempt in scheduler.py,")
+        for name in ("preemptions", "recomputed_tokens", "cached_tokens"):
+            what = f"Random requests end with the right tokens. The scheduler's {name}, as with "
+            same(getattr(mine, name), getattr(want, name), f"{what}preempt in scheduler.py,")

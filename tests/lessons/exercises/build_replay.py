@@ -19,9 +19,10 @@ PROMPTS = [[row % 3, row // 3, row % 2] for row in range(PADDING)]
 class Rows:
     """Rows of the oracle's sequences on a device: each step adds a token to the rows it computes."""
 
-    def __init__(self) -> None:
+    def __init__(self, padding: int) -> None:
         self.device = Device()
-        self.tokens = [*map(list, PROMPTS), [0]]  # of each row
+        # Of each row. Rows that are neither of PROMPTS nor padding belong to nobody.
+        self.tokens = [*map(list, PROMPTS), *[[0] for _ in range(PADDING, padding + 1)]]
         self.kernels = self.make_kernels()
         self.computed: list[list[int]] = []  # the rows of each step that ran
 
@@ -46,40 +47,41 @@ class Rows:
         return sample, store
 
 
-def reason(computed: list[list[int]], rows: list[int], want: list[int]) -> str:
+def reason(computed: list[list[int]], rows: list[int], want: list[int], padding: int) -> str:
     """Return why a graph may have computed other rows than `want`, which are `rows` and padding."""
     if len(computed) != 1:
         return "A graph has one step"
     if len(computed[0]) != len(want):
         return f"The smallest graph that has room is the one of size {len(want)}"
     if computed[0][: len(rows)] == rows:
-        return f"Only the row {PADDING} is padding"
+        return f"Only the row {padding} is padding"
     if sorted(computed[0]) == sorted(want):
         return "The graph reads the rows of this step, in their order"
-    return "A graph reads the tensor with which it was captured"
+    return "A graph reads the tensor with which it was captured: copy the rows of each step to it"
 
 
 class Run:
     """The solution and its sequences. `decode` checks one step."""
 
-    def __init__(self, sizes: list[int] = SIZES) -> None:
-        self.rows, self.outputs, self.said = Rows(), [list[int]() for _ in PROMPTS], list[object]()
+    def __init__(self, sizes: list[int] = SIZES, padding: int = PADDING) -> None:
+        self.padding, self.rows = padding, Rows(padding)
+        self.outputs, self.said = [list[int]() for _ in PROMPTS], list[object]()
         self.given, kept = list[int](), [*sizes]  # a caller may give the same list again
         try:
-            self.replays = Replays(self.rows.device, self.rows.step, sizes, PADDING)
+            self.replays = Replays(self.rows.device, self.rows.step, sizes, padding)
         except RuntimeError as error:
             expect(False, f"The constructor raises an error: {error}.")
         same(sizes, kept, "The constructor may not change its argument `sizes`, which")
-        touched = sorted({row for rows in self.rows.computed for row in rows} - {PADDING})
+        touched = sorted({row for rows in self.rows.computed for row in rows} - {padding})
         same(
-            touched, [], f"The constructor runs the step for the padding row, {PADDING}. Other rows"
+            touched, [], f"The constructor runs the step for the padding row, {padding}. Other rows"
         )
         self.rows.device.capture = lambda *_: expect(False, "`decode` captures a graph.")
 
     def decode(self, *rows: int) -> list[int]:
         device, self.rows.computed, before = self.rows.device, [], self.rows.device.launches
         after = f", after steps of the rows {self.said}" if self.said else ""
-        what = f"Sizes {SIZES}, padding row {PADDING}{after}: a step of {[*rows]} "
+        what = f"Sizes {SIZES}, padding row {self.padding}{after}: a step of {[*rows]} "
         self.said.append([*rows])
         self.given[:] = rows
         try:
@@ -87,8 +89,8 @@ class Run:
         except Exception as error:
             expect(False, f"{what}raises an error: {error}.")
         same(device.launches - before, 1, f"{what}replays a graph. The number of launches")
-        want = [*rows, *[PADDING] * (min(n for n in SIZES if n >= len(rows)) - len(rows))]
-        why = reason(self.rows.computed, [*rows], want)
+        want = [*rows, *[self.padding] * (min(n for n in SIZES if n >= len(rows)) - len(rows))]
+        why = reason(self.rows.computed, [*rows], want, self.padding)
         computed = f"{what}replays a graph. {why}. The rows that are computed"
         same(self.rows.computed, [want], computed)
         same(self.given, [*rows], f"{what}may not change its argument, which")
@@ -99,7 +101,8 @@ class Run:
             wanted = answer(
                 PROMPTS[row], len(PROMPTS[row]) + len(self.outputs[row]), frozenset(), 0
             )
-            own = "Each graph has its own output tensor. " if token == -1 else ""
+            own = "A replay writes to the tensor that `step` returned in its capture. "
+            own *= token == -1  # nothing has been written there
             said = f"{what}gives the next tokens. {own}The output of row {row}"
             same(self.outputs[row], wanted, said)
         return got
@@ -112,6 +115,7 @@ class Run:
         ((1, 4), (4, 1), (0, 5)),
         ((5, 0, 2),),
         ((0, 1, 2, 3), (4, 5, 1), (2, 0, 3, 1, 5), (2, 3, 4)),
+        ((1, 4, 5, 2), (1, 4, 5), (1, 4), (1,)),
         [range(number) for number in range(1, PADDING + 1)],
     ],
 )
@@ -122,7 +126,7 @@ def test_steps(steps: list[tuple[int, ...]]) -> None:
 
 
 def test_sizes_in_any_order() -> None:
-    run = Run([4, 6, 1, 2])
+    run = Run([4, 6, 1, 2], padding=9)
     run.decode(0, 1, 2)
     run.decode(3)
 

@@ -1,6 +1,7 @@
 """Checks `update` and `merge`: python -m lessons build softmax --check FILE"""
 
 from functools import reduce
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +10,21 @@ from torch import Tensor, tensor
 
 from lessons.lesson10b_paged_attention import BLOCK, paged_tiles
 
-update, merge = load("softmax.py", "update", "merge")
+NAMES = ("update", "merge")
+FUNCTIONS = dict(zip(NAMES, load("softmax.py", *NAMES), strict=True))
 State = tuple[Tensor, Tensor, Tensor]
+
+
+def call(name: str, *arguments: Any) -> State:
+    """Call the solution's function, which must not change its arguments."""
+    given = [x for a in arguments for x in (a if isinstance(a, tuple) else [a])]
+    copies = [x.clone() for x in given]
+    state: State = FUNCTIONS[name](*arguments)
+    unchanged = all(
+        a.nan_to_num().equal(b.nan_to_num()) for a, b in zip(given, copies, strict=True)
+    )
+    expect(unchanged, f"`{name}` should not change its arguments.")
+    return state
 
 
 def start(dim: int) -> State:
@@ -20,20 +34,22 @@ def start(dim: int) -> State:
 def compare(state: State, scores: Tensor, values: Tensor, what: str) -> None:
     got, want = state[2] / state[1], scores.softmax(0) @ values
     expect(
-        got.shape == want.shape and torch.allclose(got, want, rtol=1e-4, atol=1e-4),
+        got.shape == want.shape and torch.allclose(got.float(), want, rtol=1e-4, atol=1e-4),
         f"{what}: acc / l should be {want.tolist()}, but it is {got.tolist()}.",
     )
 
 
 def compare_tiles(scores: Tensor, values: Tensor, size: int, what: str) -> None:
+    """Compare the tiles one after another, and two parts that `merge` joins."""
+    tiles = [*zip(scores.split(size), values.split(size), strict=True)]
     state = start(values.shape[1])
-    for tile in zip(scores.split(size), values.split(size), strict=True):
-        before = [x.nan_to_num() for x in state]
-        new = update(state, *tile)
-        unchanged = all(torch.equal(a, b.nan_to_num()) for a, b in zip(before, state, strict=True))
-        expect(unchanged, "`update` should not change its arguments.")
-        state = new
+    for tile in tiles:
+        state = call("update", state, *tile)
     compare(state, scores, values, what)
+    parts = [call("update", start(values.shape[1]), *tile) for tile in tiles]
+    for direction, order in (("first to last", parts), ("last to first", parts[::-1])):
+        joined = reduce(lambda one, other: call("merge", one, other), order)
+        compare(joined, scores, values, f"{what}, merged from {direction}")
 
 
 def test_the_example() -> None:
@@ -42,51 +58,59 @@ def test_the_example() -> None:
         [([1.0, 2.0], [[10.0], [20.0]], [2.0, 1.37, 23.68]), ([3.0], [[30.0]], [3.0, 1.5, 38.71])],
         1,
     ):
-        state = update(state, tensor(scores), tensor(values))
+        state = call("update", state, tensor(scores), tensor(values))
         same(
             [round(float(x), 2) for x in state], want, f"The example: m, l, acc after tile {number}"
         )
 
 
-@pytest.mark.parametrize("order", ["rising", "falling", "any"])
+@pytest.mark.parametrize("order", ["rising", "falling", "any", "with equal scores"])
 def test_tiles(order: str) -> None:
     torch.manual_seed(0)
     scores, values = 5 * torch.randn(50), torch.randn(50, 4)
-    if order != "any":
+    if order in ("rising", "falling"):
         scores = scores.sort(descending=order == "falling").values
+    elif order == "with equal scores":
+        scores = scores.sign()
     for size in (1, 7, 50):
         compare_tiles(scores, values, size, f"50 scores in tiles of {size} ({order})")
 
 
-@pytest.mark.parametrize("shift", [1000.0, -1000.0])
+@pytest.mark.parametrize("shift", [1000.0, -1000.0, -30000.0])
 def test_large_scores(shift: float) -> None:
     scores, values = tensor([1.0, 2.0, 0.5, 3.0]), torch.arange(8.0).view(4, 2)
     compare_tiles(scores + shift, values, 2, f"Scores around {shift:g}")
 
 
+def test_scores_that_differ_much() -> None:
+    scores, values = tensor([0.0, 1000, 0, -1000, 999, 0]), torch.arange(12.0).view(6, 2)
+    for size in (3, 1):
+        compare_tiles(scores, values, size, f"Scores {scores.tolist()} in tiles of {size}")
+    scores, values = tensor([-40.0, 0, -13]), tensor([[1e6], [1], [1e6]])
+    compare_tiles(
+        scores, values, 1, f"Scores {scores.tolist()}, values {values.flatten().tolist()}"
+    )
+
+
 @pytest.mark.parametrize("shift", [0.0, -1000.0])
-@pytest.mark.parametrize("hidden", [0, 1, 2])
-def test_hidden_scores(hidden: int, shift: float) -> None:
-    scores, values = tensor([1.0, 2.0, 0.5, 3.0, 1.5, 1.0]) + shift, torch.randn(6, 2)
-    scores[2 * hidden : 2 * hidden + 2] = -torch.inf
-    what = f"All scores of tile {hidden} of 3 are -inf, and others around {shift:g}"
-    compare_tiles(scores, values, 2, what)
-
-
-def test_merge() -> None:
+@pytest.mark.parametrize("hidden", [[0, 1], [2, 3], [4, 5], [0], [3], [2, 5]], ids=str)
+def test_hidden_scores(hidden: list[int], shift: float) -> None:
     torch.manual_seed(0)
-    scores, values = 5 * torch.randn(30), torch.randn(30, 4)
-    tiles = zip(scores.split(10), values.split(10), strict=True)
-    parts = [update(start(4), *tile) for tile in tiles]
-    for order in ((0, 1, 2), (2, 1, 0)):
-        merged = reduce(merge, (parts[i] for i in order))
-        compare(merged, scores, values, f"Three parts, merged in the order {order}")
-    compare(merge(start(4), parts[0]), scores[:10], values[:10], "Merged with nothing")
-    state = merge(start(4), start(4))
-    expect(not any(x.isnan().any() for x in state), "Nothing merged with nothing has NaN.")
-    low = scores[:10] - 1000
-    merged = merge(state, update(start(4), low, values[:10]))
-    compare(merged, low, values[:10], "Nothing, merged with nothing and with scores around -1000")
+    scores, values = tensor([1.0, 2.0, 0.5, 3.0, 1.5, 1.0]) + shift, torch.randn(6, 2)
+    scores[hidden] = -torch.inf
+    compare_tiles(scores, values, 2, f"Scores {scores.tolist()} in tiles of 2")
+
+
+def test_merge_with_nothing() -> None:
+    torch.manual_seed(0)
+    for shift in (0, -1000):
+        scores, values = torch.randn(10) + shift, torch.randn(10, 4)
+        nothing = call("merge", start(4), start(4))
+        expect(not any(x.isnan().any() for x in nothing), "Nothing merged with nothing has NaN.")
+        part = call("update", start(4), scores, values)
+        what = f"Scores around {shift}, merged with nothing"
+        compare(call("merge", nothing, part), scores, values, f"{what} on the left")
+        compare(call("merge", part, nothing), scores, values, f"{what} on the right")
 
 
 def test_through_a_block_table() -> None:
@@ -97,5 +121,5 @@ def test_through_a_block_table() -> None:
     keys, values = kv[:, table[positions // BLOCK], positions % BLOCK]
     state = start(8)
     for k, v in paged_tiles(kv, table, 0, length):
-        state = update(state, k @ q, v)
+        state = call("update", state, k @ q, v)
     compare(state, keys @ q, values, "300 keys, gathered through a block table")

@@ -53,15 +53,24 @@ def test_the_plan(
     what = f"A budget of {budget} and max_num_seqs={most}. Running sequences have {running} tokens "
     what += f"to compute, waiting ones {waiting}. "
     same([tokens for _, tokens in plan], want, f"{what}The plan")
-    same(len(second), left, f"{what}The number of those that wait then")
-    expect(first + second == every, f"{what}`running` and then `waiting` should keep their order.")
+    what += "The sequences are numbered, the running ones first. Afterwards the numbers in "
+    number = len(every) - left
+    same([every.index(seq) for seq in first], [*range(number)], f"{what}`running`")
+    same([every.index(seq) for seq in second], [*range(number, len(every))], f"{what}`waiting`")
 
 
-def test_a_preempted_sequence() -> None:
+@pytest.mark.parametrize("computed", [0, 8, 12])
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_preempted_sequence(is_running: bool, computed: int) -> None:
     [seq] = make_samples([0] * 10, 99)
     seq.token_ids += [1] * 5
-    what = "A waiting sequence was preempted: its prompt has 10 tokens, and its output 5. The plan"
-    same([n for _, n in plan_step([], [seq], 30, 4)], [15], what)
+    seq.num_computed = computed
+    lists = ([seq], []) if is_running else ([], [seq])
+    what = f"A {'running' if is_running else 'waiting'} sequence was preempted: its prompt has 10 "
+    what += f"tokens, its output 5, and {computed} are computed. With a budget of "
+    for budget in (30, 2):
+        planned = [n for _, n in plan_step(*map(list, lists), budget, 4)]
+        same(planned, [min(15 - computed, budget)], f"{what}{budget}, the plan")
 
 
 def test_as_the_engine() -> None:

@@ -57,10 +57,10 @@ cache
 ? heads, tokens in pieces of [3, 1, 2]: the attention of the tokens [0, 1, 2, 3, 4, 5] differs from torch's.
 -  / q.shape[2] ** 0.5
 +
-? heads, 2 KV heads, tokens in pieces of [5]: the attention of the tokens [1, 2, 3, 4] differs from torch's.
+? Another cache holds 3 tokens, this one none: the attention of the tokens [1, 2, 3] differs from torch's.
 - q.shape[2] ** 0.5
 + q.shape[2]
-? heads, 2 KV heads, tokens in pieces of [5]: the attention of the tokens [1, 2, 3, 4] differs from torch's.
+? Another cache holds 3 tokens, this one none: the attention of the tokens [1, 2, 3] differs from torch's.
 - self.k, self.v = torch.cat((self.k, k)), torch.cat((self.v, v))
 + self.k, self.v = k, v
 ? 2 KV heads, tokens in pieces of [1, 1, 1, 1]: the attention of the tokens [1, 2, 3] differs from torch's.
@@ -79,10 +79,14 @@ cache
 ? pieces of [50, 1, 1100, 1]: the attention of the tokens [1024, 1025, 1026, 1027, 1028, 1029, 1030, 1031] and more
 - torch.cat((self.k, k)), torch.cat((self.v, v))
 + (torch.cat((self.k, k)), torch.cat((self.v, v))) if before else (k, v)
-? overwritten q, k and v of the tokens 0 to 2 after their `attend`: the attention of the tokens [3, 4] differs
+? overwritten q, k and v of the tokens 0, 1 to 2, 3 to 4 after each call: the attention of the tokens [1, 2, 3, 4] differs
 - q, keys) / q.shape[2] ** 0.5
 + q.div_(q.shape[2] ** 0.5), keys)
-? `attend` changes q, which is the caller's.
+? Another cache holds 3 tokens, this one none: the attention of the tokens
+- return torch.einsum("hnl
++ if len(keys) == 1: return v if group == 1 else values
++         return torch.einsum("hnl
+? overwritten q, k and v of the tokens 0, 1 to 2, 3 to 4 after each call: the attention of the tokens [0] differs
 slots
 - * block_size + position % block_size
 + + position % block_size
@@ -131,6 +135,16 @@ step
 + tokens = len(seq.token_ids) - seq.num_computed
 +         if
 ? have [12] tokens to compute, waiting ones [3]. The plan should be [8], but with your code it is [12].
+- tokens = min(len(seq.token_ids) - seq.num_computed, budget)
+-         if
++ tokens = min(1 if seq.num_output else len(seq.token_ids) - seq.num_computed, budget)
++         if
+? and 0 are computed. With a budget of 30, the plan should be [15], but with your code it is [1].
+- tokens = min(len(seq.token_ids) - seq.num_computed, budget)
+-         plan
++ tokens = min(len(seq.token_ids) - (0 if seq.num_output else seq.num_computed), budget)
++         plan
+? and 8 are computed. With a budget of 30, the plan should be [7], but with your code it is [15].
 - len(running) < max_num_seqs
 + len(plan) < max_num_seqs
 ? 0, 1] tokens to compute, waiting ones [1]. The plan should be [1, 1], but with your code it is [1, 1, 1].
@@ -138,7 +152,7 @@ step
 -         tokens = min(len(seq.token_ids)
 + running.append(seq)
 +         tokens = min(seq.num_prompt
-? its prompt has 10 tokens, and its output 5. The plan should be [15], but with your code it is [10].
+? its prompt has 10 tokens, its output 5, and 0 are computed. With a budget of 30, the plan should be [15], but with your code it is [10].
 - if tokens > 0:
 + if tokens > 0 and not (plan and plan[-1][1] > 1):
 ? have [6, 1] tokens to compute, waiting ones []. The plan should be [6, 1], but with your code it is [6].
@@ -147,7 +161,7 @@ step
 ? The plan has the sequences in the order [1, 0].
 - running.append(seq)
 + running.insert(0, seq)
-? waiting ones [4, 5, 2]. `running` and then `waiting` should keep their order.
+? first. Afterwards the numbers in `running` should be [0, 1, 2], but with your code it is [2, 0, 1].
 - running.append(seq)
 + running.append(seq); seq.row = 0
 ? plan_step should not change a sequence, but it does.
@@ -214,7 +228,7 @@ prefix
 ? of the blocks matched by [5, 6, 7, 8, 9] should be [[5, 6], [7, 8]], but with your code it is [[7, 8]].
 - len(seq.token_ids)
 + seq.num_prompt
-? of output should be [6, 8, 10, 12, 14, 16, 18, 20], but with your code it is [6, 8, 10, 12, 14, 16, 18].
+? may have the same hash, should be [6, 8, 10, 12, 14, 16, 18, 20], but with your code it is [6, 8, 10, 12, 14, 16, 18].
 - block.token_ids != token_ids
 + sorted(block.token_ids) != sorted(token_ids)
 ? hash here. The tokens of the blocks matched by [6, 5, 8] should be [], but with your code it is [[5, 6]].
@@ -257,13 +271,19 @@ preempt
 ? and sequence 0 needs 1. After _make_room, those that run should be [0, 1], but with your code it is [].
 - , seq.decoding = -1, False
 +  = -1
-? What fails after the last step of this history: context: slot 10 of request 2 holds (1, 2) and not
+? After _make_room, seq.decoding of all should be [True, True, False], but with your code it is [True, True, True].
 - self.queue(seq)
 + self.waiting.insert(0, seq); seq.status = type(seq.status).WAITING
 ? and then sequence 8, by self.queue(seq). The queue should be [1, 8, 7], but with your code it is [8, 1, 7].
 - seq.row, seq.decoding = -1, False
 + seq.decoding = False
 ? and sequence 0 needs 1. After _make_room, seq.row of all should be [0, 1, -1], but with your code it is
+- seq.preemptions += 1
++ seq.preemptions = 1
+? needs 1. After _make_room, seq.preemptions of all should be [1, 1, 2], but with your code it is [1, 1, 1].
+- self.block_manager.release(seq)
++ self.block_manager.release(seq); self.block_manager.reset_prefix_cache()
+? The number of its blocks that the prefix cache still has should be 2, but with your code it is 0.
 - self.running.remove(seq)
 + self.running.pop()
 ? After preempt(sequence 1), those that run should be [0, 2], but with your code it is [0, 1].
@@ -310,32 +330,56 @@ softmax
 ? The example: m, l, acc after tile 2 should be [3.0, 1.5, 38.71], but with your code it is [3.0, 2.37, 53.68].
 - base = torch.where(m == -torch.inf, 0.0, m)
 + base = m
-? All scores of tile 0 of 3 are -inf, and others around 0: acc / l should be [
+? Scores [-inf, -inf, 0.5, 3.0, 1.5, 1.0] in tiles of 2: acc / l should be [
 - return m, one[1]
 + return one[0], one[1]
 ? example: m, l, acc after tile 1 should be [2.0, 1.37, 23.68], but with your code it is [-inf, 1.37, 23.68].
 - torch.exp(other[0] - base)
 + torch.ones(())
-? 50 scores in tiles of 1 (falling): acc / l should be [
+? 50 scores in tiles of 1 (rising), merged from last to first: acc / l should be [
 - torch.maximum(one[0], other[0])
 + other[0]
-? All scores of tile 1 of 3 are -inf, and others around 0: acc / l should be [
+? Scores [0.0, 1000.0, 0.0, -1000.0, 999.0, 0.0] in tiles of 1: acc / l should be [
 - base = torch.where(m == -torch.inf, 0.0, m)
 + base = m.clamp(min=-100)
 ? Scores around -1000: acc / l should be [
 - weights = torch.exp(scores - torch.where(m == -torch.inf, 0.0, m))
 + weights = torch.exp(scores - m)
-? All scores of tile 0 of 3 are -inf, and others around 0: acc / l should be [
+? Scores [-inf, -inf, 0.5, 3.0, 1.5, 1.0] in tiles of 2: acc / l should be [
 -     return m, one[1] * first + other[1] * second
 +     return m, one[1].mul_(first) + other[1] * second
 ? `update` should not change its arguments.
 - return m, one[1]
 + return base, one[1]
-? All scores of tile 0 of 3 are -inf, and others around -1000: acc / l should be [
+? Scores [-inf, -inf, -999.5, -997.0, -998.5, -999.0] in tiles of 2: acc / l should be [
+- m = scores.max()
++ if scores.isinf().any(): return state
++     m = scores.max()
+? Scores [-inf, 2.0, 0.5, 3.0, 1.5, 1.0] in tiles of 2: acc / l should be [
+- m = torch.maximum(one[0], other[0])
++ if -torch.inf in (one[0], other[0]): return other
++     m = torch.maximum(one[0], other[0])
+? merged from last to first: acc / l should be [
+- m = torch.maximum(one[0], other[0])
++ if one[0] == other[0]: return one
++     m = torch.maximum(one[0], other[0])
+? 50 scores in tiles of 1 (with equal scores): acc / l should be [
+- m = scores.max()
++ m = torch.maximum(scores[0], scores[-1])
+? Scores [0.0, 1000.0, 0.0, -1000.0, 999.0, 0.0] in tiles of 3: acc / l should be [
+- base = torch.where(m == -torch.inf, 0.0, m)
++ base = m.clamp(min=-1e4)
+? Scores around -30000: acc / l should be [
+- torch.exp(one[0] - base), torch
++ torch.exp(one[0] - base) + 1e-6, torch
+? Scores [-40.0, 0.0, -13.0], values [1000000.0, 1.0, 1000000.0]: acc / l should be [
+- torch.exp(scores - torch.where(m == -torch.inf, 0.0, m))
++ scores.sub_(torch.where(m == -torch.inf, 0.0, m)).exp()
+? `update` should not change its arguments.
 replay
 - self.rows[:size] = torch.tensor(
 + self.rows = torch.tensor(
-? with which it was captured. The rows that are computed should be [[2]], but with your code it is [[6]].
+? captured: copy the rows of each step to it. The rows that are computed should be [[2]], but with your code it is [[6]].
 - [self.padding_row] *
 + rows[-1:] *
 ? Only the row 6 is padding. The rows that are computed should be [[5, 0, 2, 6]], but with your code it is [[5, 0, 2, 2]].
@@ -361,7 +405,7 @@ replay
 ? rows [[2]]: a step of [2] replays a graph. The number of launches should be 1, but with your code it is 0.
 - self.tokens[size] = step(self.rows[:size])
 + self.tokens |= dict.fromkeys(range(99), step(self.rows[:size]))
-? Each graph has its own output tensor. The output of row 2 should be [1], but with your code it is [-1].
+? writes to the tensor that `step` returned in its capture. The output of row 2 should be [1], but with your code it is [-1].
 - self.graphs, self.tokens = {}, {}
 + Replays.graphs, Replays.tokens = {}, {}
 ? row 6: a step of [0, 1] replays a graph. The number of launches should be 1, but with your code it is 0.
@@ -382,6 +426,13 @@ replay
 + self.graphs, self.tokens = {}, {}
 +         sizes.sort()
 ? may not change its argument `sizes`, which should be [4, 6, 1, 2], but with your code it is [1, 2, 4, 6].
+- self.padding_row = padding_row
++ self.padding_row = padding_row = max(sizes)
+? The constructor runs the step for the padding row, 9. Other rows should be [], but with your code it is [6].
+- self.rows[:size] = torch.tensor(
++ last, self.last = getattr(self, 'last', []), rows[:]
++         if rows != last[:len(rows)]: self.rows[:size] = torch.tensor(
+? Only the row 6 is padding. The rows that are computed should be [[1, 4, 5, 6]], but with your code it is [[1, 4, 5, 2]].
 ngram
 - known[end - size : end] == known[-size:]
 + known[end - 1] == known[-1]
