@@ -34,10 +34,11 @@ def run() -> None:
         by their number in a vocabulary of {engine.input_processor.vocab_size:,}. The ids:""")
     texts = [repr(decode([token])) for token in ids]
     show_table(("position", *map(str, range(len(ids)))), [("text", *texts), ("id", *ids)])
-    say(f"""3. The Sequence has the tokens. The model has computed num_computed of them: their keys
-        and values, which later tokens read, are in the cache. The cache is divided into blocks of
-        {engine.scheduler.block_manager.block_size} places; block_table lists the blocks of the
-        Sequence. It waits for its first step, so it has none:""")
+    say(f"""3. The Sequence has the tokens. num_computed of them are in the steps planned so far:
+        the cache has, or is going to have, their keys and values, which later tokens read. The
+        cache is divided into blocks of {engine.scheduler.block_manager.block_size} places;
+        block_table lists the blocks of the Sequence. It waits for its first step, so it has
+        none:""")
     request = engine.submit(PROMPT, SamplingParams(temperature=0))
     seq, names = request.samples[0].seq, ("token_ids", "num_computed", "block_table", "status")
     show_table(("field", "value"), [(name, str(getattr(seq, name))) for name in names])

@@ -36,8 +36,8 @@ def run() -> None:
     QUESTIONS.show(1)
     say(f"""Characters: the tokens of {CHARACTERS!r}. Some characters have a token for each of their
         bytes. Such a token, decoded alone, gives the sign for invalid text, \ufffd. The Detokenizer
-        keeps the tokens of an incomplete character in a stream of the tokenizer, and returns the
-        character with the last of them:""")
+        keeps the tokens of a character that is not complete, and returns the character with the
+        last of them:""")
     tokenizer, rows = llm.get_tokenizer(), []
     detokenizer = Detokenizer(tokenizer, [])
     for token in tokenizer.encode(CHARACTERS):
@@ -51,8 +51,8 @@ def run() -> None:
     say("""The end: the scheduler sees token ids, so it finds stop tokens and counts tokens. It has
         no text, so the engine looks for stop strings after the Detokenizer. A stop token is not
         shown either. stop_reason is the stop token or string that was found, and None if the model
-        ended the text by its own end-of-text token. The same request with four parameters (15 is
-        the token of "0"):""")
+        ended the text by its own end-of-text token. The same request with four sets of
+        parameters (15 is the token of "0"):""")
     ends = [ask(llm, [PROMPT], **params)[0].outputs[0] for params in ENDS]
     cells = [(str(end.finish_reason), str(end.stop_reason), repr(end.text)) for end in ends]
     head = ("parameters", "finish_reason", "stop_reason", "text")

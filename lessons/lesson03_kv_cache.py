@@ -1,8 +1,9 @@
 """Lesson 3: generate without a cache, and with a KV cache.
 
-The model of lesson 2 reads a text and gives the probability of each next token. That is one token
-and not an answer. The simplest way to an answer is a loop: run the model, choose a token, append it
-to the text, and run the model over the whole text again (Vaswani et al. 2017, arXiv:1706.03762):
+The model of lesson 2 reads a text and gives the probability of each token to be the next. That is
+one token and not an answer. The simplest way to an answer is a loop: run the model, choose a token,
+append it to the text, and run the model over the whole text again (Vaswani et al. 2017,
+arXiv:1706.03762):
 
     text --> model --> probabilities --> token
       ^                                    |
@@ -86,8 +87,9 @@ def run() -> None:
         {c.num_layers} layers * {c.num_kv_heads} KV heads * {c.head_dim} numbers * 2 bytes =
         {c.block_bytes(1, 2):,} bytes. This lesson reserved memory for the longest text that the
         model can read, and used little of it. Lessons 5, 8, 9 are about this memory.""")
-    say("""In the engine, `run` computes the tokens of a plan, `store` writes their keys and values
-        to the cache, and a decode is a row in the plan: its last token is on the device.""")
+    say("""In the engine, `run` computes the tokens of a plan, and `store` writes their keys and
+        values to the cache. For a decode the plan has only the number of a row: the token that it
+        computes, which the row sampled in the step before, is on the device already.""")
     show_source(
         link("runner.model_runner.ModelRunner.run"),
         link("models.attention.PlainAttention.store"),
@@ -100,8 +102,8 @@ def run() -> None:
 QUESTIONS = Questions("""
     A prompt has 4 tokens. The loop runs until the output has 6 tokens. How many tokens does the
     model compute in all its runs?
-    Answer: 39. 4 + 5 + 6 + 7 + 8 + 9. The longer the output, the closer twice the length comes to
-    four times the tokens: there are twice as many runs, and each computes more.
+    Answer: 39. 4 + 5 + 6 + 7 + 8 + 9. An output twice as long needs up to four times the tokens:
+    there are twice as many runs, and each computes up to twice as many tokens.
     Hint: How many runs are there, and how many tokens does the last one compute?
 
     The model runs over the first 3 tokens of a prompt, and then over the first 6. Does the key of

@@ -1,8 +1,8 @@
 """Lesson 4: the roofline of a step.
 
-In lesson 3 the cache saved 84 of 85 tokens, but much less of the time. And the table below shows
-that a step of 16 requests takes one to two times as long as a step of one, and not 16 times. Why? A
-step reads weights, keys and values (bytes), and multiplies and adds numbers (FLOPs, floating-point
+In lesson 3 the cache left 169 of 14,320 tokens to compute, but it saved much less of the time. And
+the table below shows that a step of 4 requests takes hardly longer than a step of one. Why? A step
+reads weights, keys and values (bytes), and multiplies and adds numbers (FLOPs, floating-point
 operations). A processor can do both at the same time, so a step takes at least as long as the
 slower of the two. This is its roofline (Williams et al. 2009).
 
@@ -32,7 +32,7 @@ from tools.benchmarks import roofline
 from tools.benchmarks.workloads import Workload
 
 LAYERS, VOCAB = 4, 16_384  # of the part of Qwen3-0.6B that is timed
-ROWS = (1, 4, 16, 64)  # rows of the decodes that are timed
+ROWS = (1, 4, 32, 64)  # rows of the decodes that are timed
 CONTEXT, PROMPT = 64, 256  # tokens that a decode attends to, and that the prefill computes
 
 
@@ -110,8 +110,9 @@ def run() -> None:
         many bytes it reads. From how many rows on is its decode compute-bound? How much memory does
         the KV of so many rows take, each with 4,000 tokens of Qwen3-0.6B? An example: an H100 has
         989 TFLOPs and 3.35 TB a second, so it is {rows:.0f} rows without attention. Their KV takes
-        {rows * 4000 * token_bytes / 1e9:.0f} GB, more than its 80 GB. And each row reads its own
-        KV, so with contexts as long as these a decode is memory-bound with any number of rows.""")
+        {rows * 4000 * token_bytes / 1e9:.0f} GB, more than its 80 GB. And more rows share
+        the weights, but each reads its own KV: with contexts as long as these there are fewer than
+        5 FLOPs for each byte with any number of rows, and the decode stays memory-bound.""")
 
 
 QUESTIONS = Questions("""

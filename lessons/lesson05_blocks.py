@@ -53,11 +53,12 @@ def run() -> None:
     slots_of_a_sequence()
     QUESTIONS.show(2)
     say("""Attention reads through the block table (lesson 10b), so any free block will do. Paging
-        saves memory. Contiguous memory for the 256 tokens that a request may need here is the same
-        as one block of 256 slots. A request begins when there are free blocks for its prompt, and
-        one more for each request that already runs, so that all of them can grow
-        (Scheduler.reserve). A block of 256 slots is enough for any request, so this lesson asks for
-        no such reserve there. 24 requests, each with an answer of 10 or 11 tokens:""")
+        saves memory. A request may have 256 tokens here, so a block of 256 slots is the same as
+        contiguous memory for all of them: the first row of the table. With blocks of 16, the second
+        row, a request begins when there are free blocks for its prompt, and one more for each
+        request that already runs, so that all of them can grow (Scheduler.reserve). Blocks of 256
+        need no such reserve, because no request takes a second one. 24 requests, each with an
+        answer of 10 or 11 tokens:""")
     counts = []
     for size in (256, 16):
         options = dict(num_kv_cache_blocks=1024 // size, max_model_len=256)

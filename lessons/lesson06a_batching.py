@@ -1,7 +1,7 @@
 """Lesson 6a: continuous batching.
 
-A step of 16 rows takes one to two times as long as a step of one (lesson 4), and lesson 5 has the
-memory for them. So an engine computes the next tokens of several requests, a batch, in one step.
+A step of 4 rows takes hardly longer than a step of one (lesson 4), and lesson 5 has the memory for
+them. So an engine computes the next tokens of several requests, a batch, in one step.
 Each request of the batch has a row, and max_num_seqs is the number of rows. But requests do not
 end together. A static batch runs until its last request has ended, and the rows of the others are
 idle. With continuous batching a waiting request takes a row once one is free (Orca, OSDI 2022).
@@ -51,17 +51,18 @@ def run() -> None:
         runs.append(tokens)
         begins.append(1 + lines[4].index("x"))
     assert runs[0] == runs[1]
-    say(f"""Both compute the same {sum(LENGTHS)} tokens, in {rows[0][1]} and in {rows[1][1]} steps.
-        Request 4 begins in step {begins[0]} with static batches, and in step {begins[1]} with
-        continuous batching. A step with more rows takes a little longer.""")
+    say(f"""Both give the same {sum(LENGTHS)} output tokens, in {rows[0][1]} and in {rows[1][1]}
+        steps. Request 4 begins in step {begins[0]} with static batches, and in step {begins[1]}
+        with continuous batching. A step with more rows takes a little longer.""")
     show_table(("", "steps", "idle rows, summed over the steps"), rows)
     show_source(
         link("engine.scheduler.Scheduler._admit", "self.max_num_seqs"),
         link("engine.scheduler.Scheduler.leave", "free_rows.append"),
     )
     say("""What to do: find a list of eight lengths (LENGTHS in `lessons/lesson06a_batching.py`) for
-        which both ways take as many steps, and one for which continuous batching takes little more
-        than half. On the ladder these are two rungs: `python -m lessons ladder 6`.""")
+        which both ways take the same number of steps, and one for which continuous batching takes a
+        little more than half as many. On the ladder these are two rungs: `python -m lessons ladder
+        6`.""")
 
 
 QUESTIONS = Questions("""

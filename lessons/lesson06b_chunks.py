@@ -58,9 +58,9 @@ def run() -> None:
         its first token later, because each step has a fixed cost. Only its last chunk yields a
         token: the logits of the others are not even computed.""")
     QUESTIONS.show(2)
-    say("""In the source, `decoding` and `decode_rows` only say where the token to compute is. The
-        token of a decode is in its row already, because the step before sampled it there. A plan
-        has the tokens of its chunks.""")
+    say("""In the source there is a branch for sequences that decode. It does not decide who
+        computes. It is there because their token is in another place: on the device, in their row,
+        where the step before sampled it. The tokens of a chunk are in the plan.""")
     show_source(
         link("engine.scheduler.Scheduler.schedule", "decode_rows.append"),
         link("engine.scheduler.Scheduler.plan_chunk", "tokens = min("),

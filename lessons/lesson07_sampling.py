@@ -34,14 +34,15 @@ def run() -> None:
     llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=64)
     show_formula(
         "p_i = exp(logit_i / T) / sum of exp(logit_j / T) over all tokens j",
-        r"p_i = \frac{\exp(z_i / T)}{\sum_j \exp(z_j / T)}",
+        r"p_i = \frac{\exp(\mathrm{logit}_i / T)}{\sum_j \exp(\mathrm{logit}_j / T)}",
     )
     tokenizer, logits = llm.get_tokenizer(), next_logprobs(llm, PROMPT)
     say("""A temperature T below 1 makes likely tokens more likely, one above 1 less likely. T = 0
-        cannot divide: there the engine is greedy. After the temperature, filters run one after
-        another. top_k keeps the k most likely tokens. top_p keeps the most likely tokens until
-        their sum reaches p. min_p keeps tokens that are at least p times as likely as the most
-        likely token. The probabilities of the kept tokens are divided by their sum.""")
+        cannot divide: there the engine is greedy. After the temperature, filters run in this
+        order. top_k keeps the k most likely tokens. top_p keeps the most likely tokens until their
+        sum reaches p. min_p keeps tokens that are at least p times as likely as the most likely
+        token. After each filter the probabilities of the kept tokens are divided by their sum, and
+        the next filter sees only these.""")
     QUESTIONS.show(1)
     columns = {f"T {t:g}": probabilities(logits, t) for t in (0.5, 1, 2)}
     for name, value in (("top_k", 3), ("top_p", 0.8), ("min_p", 0.1)):

@@ -50,8 +50,8 @@ def run() -> None:
     say("""A (request 0) and B share block 1: it is in both block tables, so its reference count is
         2. They can share it in the same step, because each layer stores all keys and values of a
         step before any query attends. B computes the other 2 of the same tokens itself: only
-        full blocks are shared. A block that is not full has one owner, which still writes to
-        it.""")
+        full blocks are shared. Here a block that is not full has one owner, which still
+        writes to it.""")
     QUESTIONS.show(1)
     say("""So each full block has a hash of its tokens and of all before them: block_hash =
         xxh3_128(parent_block_hash, token ids), where xxh3_128 is a hash function with a result of

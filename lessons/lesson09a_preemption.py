@@ -4,8 +4,8 @@ Blocks are taken when they are needed, so nobody knows at admission how many a r
 All running requests may need a block when none is free, and each would wait for the others forever.
 The scheduler then preempts one of them: it loses its row and its blocks, and waits at the head of
 the queue. It keeps its tokens, and they are computed again when there is room, as in vLLM (Kwon et
-al. 2023, arXiv:2309.06180). Its text is not lost either: the scheduler has none (lesson 1b). 4
-blocks, of which A, the older request, and B have two each:
+al. 2023, arXiv:2309.06180). Its text is not lost either: it is not in the scheduler (lesson
+1b). 4 blocks, of which A, the older request, and B have two each:
 
     blocks     [ A | A | B | B ]      A needs a third block, and none is free
     preempt    [ A | A |   |   ]      B waits with all of its tokens
@@ -46,9 +46,10 @@ def run() -> None:
     rows = [(*pool, trace.num_steps, again) for pool, (trace, _, again) in runs.items()]
     show_table(("blocks", "prefix caching", "steps", "tokens computed again"), rows)
     say("""Preemption is the exception, because admission leaves a block available for each sequence
-        that runs (lesson 5): in step 9 request 1 needs 2 blocks in addition to its 3 cached ones,
-        one must stay available for request 0, and none is left. A step that has preempted a
-        sequence admits none, and preempted sequences come before new ones.""")
+        that runs (lesson 5): in step 9 only the 3 cached blocks have no owner, and request 1 wants
+        to use them again. It needs 2 more, and 1 has to stay available for request 0, so it waits.
+        A step that has preempted a sequence admits none, and preempted sequences come before new
+        ones.""")
     show_source(
         link("engine.scheduler.Scheduler._make_room", "self.preempt("),
         link("engine.scheduler.Scheduler.preempt"),

@@ -37,9 +37,10 @@ def first_tokens(policy: str) -> dict[int, int]:
 
 def run() -> None:
     QUESTIONS.show(1, 2)
-    say("""A prompt of 150 tokens arrives just before 12 short ones, and a step has at most 32
-        tokens. With FCFS the long prompt uses up the budget of the first steps. The steps in which
-        each request gets its first token:""")
+    say("""A prompt of 150 tokens arrives just before 12 short ones. Each answer has 2 tokens, so
+        each request also has one decode, and a step has at most 32 tokens. With FCFS the long
+        prompt uses up the budget of the first steps. The steps in which each request gets its first
+        token:""")
     fcfs, sjf = first_tokens("fcfs"), first_tokens("sjf")
     rows = [(str(i), n, fcfs[i], n + AGING * i, sjf[i]) for i, n in enumerate(LENGTHS)]
     means = [f"{sum(first.values()) / len(first):.1f}" for first in (fcfs, sjf)]

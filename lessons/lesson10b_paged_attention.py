@@ -93,12 +93,13 @@ def run() -> None:
         say("Triton is not installed (it exists for Linux only), so its kernel is not shown.")
         return
     say("""The lines of the engine's Triton kernel that do what the first table shows: row_max is m,
-        row_sum is l, correction is the factor. Its scores are multiplied by log2(e), so that exp2,
-        one instruction, takes the place of exp:""")
+        row_sum is l, correction is the factor. A tile has M queries, so m and l are a number for
+        each row, and a mask hides keys after the query of a row. `scale` contains log2(e), so that
+        exp2, one instruction, takes the place of exp:""")
     show_lines(kernels._attend_tile.fn, "scores = tl.dot", "return acc")
-    say("""Its programs store acc / l and lse = m + log2 l of each split, in two arrays instead of
-        three. exp2(lse) is l exp2(m), so the merge weights each acc / l with exp2(lse - the largest
-        lse), and divides by the sum of these weights:""")
+    say("""A program stores two things of its split: the result acc / l, and lse = m + log2 l, the
+        logarithm of its sum of exp2(score). The merge is the mean of the results, weighted with
+        exp2(lse). The largest lse is subtracted first, so that no exp2 overflows:""")
     show_source(link(kernels._merge_splits.fn, "weights ="))
     say("Build it: `python -m lessons build softmax`.")
 

@@ -69,9 +69,9 @@ def run() -> None:
     show_table(("what the host does", "launches", "positions"), table)
     say(f"""Fixed addresses: the second replay has computed rows 3, 0 and 5 again, because it knows
         nothing of the new tensor. So every tensor that a kernel reads or writes keeps its address:
-        weights, KV cache, inputs, block tables, outputs. Only contents change: the engine copies
-        the rows of a step into the recorded tensor, if they have changed, and the order in which
-        attention takes them, the longest first.
+        weights, KV cache, inputs, block tables, outputs. Only contents change: if a step has
+        other rows than the step before, the engine copies their numbers into the recorded tensor.
+        Token ids and positions need no copy, because the step before has left them on the device.
 
         Sizes: a recording has a fixed number of rows. With max_num_seqs={ROWS} the engine captures
         {", ".join(map(str, batch_sizes(ROWS)))} rows, and fills a step up to the next size with the
@@ -86,7 +86,10 @@ def run() -> None:
         among several programs (lesson 10b), and contexts grow with each step: a number that was
         right for 100 tokens would leave out keys of longer contexts. So the number of programs
         depends on the number of rows alone. A program reads the length of its row on the device,
-        and ends at once if its split is empty.""")
+        and ends at once if its split is empty.
+
+        A decode is one graph. Of a step with chunks, whose attention depends on the lengths of the
+        chunks, only the parts between two attentions are graphs.""")
     show_source(
         link("backends.gpu.graphs.CudaCapture.__call__", "function()"),
         link(DecodeGraphs.replay, "self.padding_row"),

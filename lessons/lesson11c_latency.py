@@ -1,7 +1,8 @@
 """Lesson 11c: what a user waits for: latency under load.
 
-Most lessons so far make more tokens per second. A user does not see them: a user waits for the
-first token, and then reads along. Each request has the times of its events (RequestMetrics):
+Most lessons so far are about tokens per second of all requests. A user does not see this number: a
+user waits for the first token, and then reads along. Each request has the times of its events
+(RequestMetrics):
 
     arrival      first scheduled     first token              finished
        |--- queue ---|---- prompt -------|- t -|- t -|- t -|- t -|
@@ -53,10 +54,10 @@ def run() -> None:
     say(f"""The work is {REQUESTS} requests for {TOKENS} tokens each. One that is alone has its
         first token after {first * 1e3:.1f} ms and another every {between * 1e3:.1f} ms. If all
         arrive at once, the engine serves {capacity:.1f} requests per second, 8 at a time
-        (max_num_seqs=8). Let the limits be {limits[0] * 1e3:.1f} ms to the first token, five times
-        as long, and {limits[1] * 1e3:.1f} ms between tokens, three times as long. The second is for
-        the mean of each request. The same requests arrive at random (a Poisson process). Load is
-        the arrival rate divided by the capacity:""")
+        (max_num_seqs=8). Let one limit be five times the first of these times,
+        {limits[0] * 1e3:.1f} ms to the first token, and the other three times the second,
+        {limits[1] * 1e3:.1f} ms between tokens on average. The same requests arrive at random (a
+        Poisson process). Load is the arrival rate divided by the capacity:""")
     rows, rng = [], random.Random(0)
     arrivals = list(accumulate(rng.expovariate(1) for _ in range(REQUESTS)))
     for load in LOADS:
@@ -68,11 +69,14 @@ def run() -> None:
     head = ("load", "median first ms", "median between ms", "requests/s", "goodput")
     show_table(head, rows)
     say("""With a load above 1 the queue grows with each request, so its wait has no limit, and more
-        requests in a test make the table worse.""")
+        requests in a test make the table worse. The time between tokens does not grow with it,
+        because at most 8 requests share a step, and the others wait in the queue. At the end of a
+        test rows are idle, so it serves fewer requests than arrive even with a load below 1.""")
     QUESTIONS.show(2)
     show_source(link("outputs.RequestMetrics", "first_token_time"))
-    say("""What to do: say what 4 and 16 rows would do to both times of the table at a load of 0.9.
-        Then change max_num_seqs in `lessons/lesson11c_latency.py`, and run it again.""")
+    say("""What to do: say what 4 and 16 rows would do to both times at a load of 3.0, where the
+        rows are always full. Then change max_num_seqs in `lessons/lesson11c_latency.py`, and run it
+        again.""")
 
 
 QUESTIONS = Questions("""

@@ -158,7 +158,7 @@ def print_question(question: Question, number: int) -> None:
 def is_right(question: Question, given: str) -> bool:
     """Compare an answer, or its only number as in "39 tokens", except for case and commas."""
     text = given.lower().strip("(). ").replace(",", "")
-    numbers = re.findall(r"-?\d+(?:\.\d+)?", text)
+    numbers = [f"{float(number):g}" for number in re.findall(r"-?\d+(?:\.\d+)?", text)]
     right = question.answer.lower().split(" or ")
     return text in right or (len(numbers) == 1 and numbers[0] in right)
 

@@ -3,8 +3,9 @@
 The task. Write `_make_room`: while fewer blocks are available than the next `tokens` tokens of
 `seq` need, it preempts the running sequence that was admitted last. It returns whether `seq` still
 runs. Write `preempt`: the sequence loses its row and blocks, and becomes the head of the waiting
-queue. self.preemptions and seq.preemptions grow by 1, and self.recomputed_tokens, the tokens that
-are computed again, by the seq.num_computed that it had.
+queue. self.preemptions and seq.preemptions grow by 1. self.recomputed_tokens grows by the
+seq.num_computed before release(seq), which sets it to 0. (When the sequence is admitted again, the
+engine subtracts the tokens that it finds in the prefix cache.)
 
 Example: 4 blocks of 2 slots. Sequences 0, 1 and 2 run, with 2, 1 and 1 blocks, which are full. Each
 needs a block. For sequence 0, 2 is preempted, which makes one block available. Then 1 needs one. It

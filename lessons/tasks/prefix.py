@@ -11,7 +11,7 @@ What must stay true:
   - A block is found by the hash of its tokens and of its parent's hash: that of the block before
     it, b"" for a first block.
   - Blocks with different tokens can have the same hash, so their tokens have to be compared.
-  - `match` changes nothing.
+  - `match` changes no block and no sequence.
 
 In the engine: match in nanovllm/engine/block_manager.py. Hints: a block has self.block_size slots.
 self.hash_block(parent_block_hash, token_ids) returns its hash. self.hash_to_block[block_hash] is

@@ -8,9 +8,10 @@ Example: for sizes [1, 2, 4], three rows [5, 0, 2] are padded to [5, 0, 2, P], w
 `padding_row`, and the graph of 4 rows is replayed. The result has three tokens.
 
 What must stay true:
-  - `decode` makes one launch, and captures nothing. It gets at most max(sizes) rows.
-  - A step changes the rows that it computes. So no row is computed twice, and none that is not in
-    `rows`, except for the padding row, which belongs to no sequence.
+  - `decode` makes one launch, and captures nothing. It gets 1 to max(sizes) rows.
+  - A step changes the rows that it computes. So `decode` computes each of its rows once and no
+    other, and the constructor computes none. The padding row belongs to no sequence: it may be
+    computed at any time, and several times.
   - A kernel is compiled when it is launched with a size for the first time, which a capture does
     not allow: run each size once before its capture.
   - A list that `decode` has returned does not change later, and arguments do not change.

@@ -9,8 +9,9 @@ The first tile gives m = 2, l = e^-1 + 1 = 1.368, acc = 10 e^-1 + 20 = 23.68. Th
 1: l = 1.368 e^-1 + 1 = 1.503, acc = 23.68 e^-1 + 30 = 38.71. The result is 38.71 / 1.503 = 25.75.
 
 What must stay true:
-  - Scores of 1,000 and of -1,000 give no infinity and no NaN. The arguments stay as they are.
-  - A score of -inf has no weight, and a tile may have no others. The first state has m = -inf.
+  - Scores of 30,000 and of -30,000 give no infinity and no NaN. The arguments stay as they are.
+  - A score of -inf has no weight, and all scores of a tile may be -inf. The first state has
+    m = -inf, l = 0 and acc = 0. All values are finite.
 
 In the engine: _attend_tile and _merge_splits in nanovllm/backends/gpu/kernels/attention.py. Hints:
 what was summed with the old m is multiplied by exp(old m - new m). -inf - -inf is NaN, so subtract
