@@ -44,17 +44,18 @@ def run() -> None:
         rows.append((token, repr(tokenizer.decode([token])), repr(detokenizer.add([token]))))
     show_table(("token", "alone", "new text"), rows)
     QUESTIONS.show(2)
-    say(f"""Stop strings: the answer to {PROMPT!r} is streamed with stop={STOPS}. The engine holds
-        back the last {max(map(len, STOPS)) - 1} characters, because they may begin the longest stop
-        string. When the request ends, the rest is shown, or a stop string is cut off:""")
+    say(f"""Stop strings: the answer to {PROMPT!r} is streamed with stop={STOPS}. The longest
+        has {max(map(len, STOPS))} characters, so at most the last {max(map(len, STOPS)) - 1} can be
+        the beginning of one. The engine does not compare them: it always holds back so many. When
+        the request ends, the rest is shown, or a stop string is cut off:""")
     show_table(("token", "shown so far", "held back"), stream(llm, STOPS))
     say("""The end: the scheduler sees token ids, so it finds stop tokens and counts tokens. It has
         no text, so the engine looks for stop strings after the Detokenizer. A stop token is not
-        shown either. stop_reason is the stop token or string that was found, and None if the model
-        ended the text by its own end-of-text token. The same request with four sets of
-        parameters (15 is the token of "0"):""")
+        shown either. stop_reason is the stop token or string that was found, and otherwise None:
+        the model ended the text by its end-of-text token, or the limit was reached. The same
+        request with four sets of parameters (15 is the token of "0"):""")
     ends = [ask(llm, [PROMPT], **params)[0].outputs[0] for params in ENDS]
-    cells = [(str(end.finish_reason), str(end.stop_reason), repr(end.text)) for end in ends]
+    cells = [(str(end.finish_reason), repr(end.stop_reason), repr(end.text)) for end in ends]
     head = ("parameters", "finish_reason", "stop_reason", "text")
     show_table(head, [(str(params), *row) for params, row in zip(ENDS, cells, strict=True)])
     show_source(

@@ -88,8 +88,8 @@ def run() -> None:
         {c.block_bytes(1, 2):,} bytes. This lesson reserved memory for the longest text that the
         model can read, and used little of it. Lessons 5, 8, 9 are about this memory.""")
     say("""In the engine, `run` computes the tokens of a plan, and `store` writes their keys and
-        values to the cache. For a decode the plan has only the number of a row: the token that it
-        computes, which the row sampled in the step before, is on the device already.""")
+        values to the cache. For a decode the plan has only the number of a row. The row sampled the
+        token to compute in the step before, so it is on the device already.""")
     show_source(
         link("runner.model_runner.ModelRunner.run"),
         link("models.attention.PlainAttention.store"),

@@ -68,8 +68,9 @@ def run() -> None:
     config = shape_of("qwen3-0.6b", num_layers=LAYERS, vocab_size=VOCAB)
     prefill = roofline.costs(Workload("", [[0] * PROMPT], [1], [[0]]), config, dtype.itemsize, 1)
     peak = roofline.measure_peak(cpu, dtype, prefill["weight_bytes"])
-    say(f"""{LAYERS} of the 28 layers of Qwen3-0.6B with a vocabulary of {VOCAB:,} have
-        {prefill["weight_bytes"] / 1e6:,.0f} MB of weights in {str(dtype)[6:]}, here random. This
+    say(f"""The table times a part of Qwen3-0.6B: {LAYERS} of its 28 layers, and a vocabulary of
+        {VOCAB:,}. These are {prefill["weight_bytes"] / 1e6:,.0f} MB of random weights in
+        {str(dtype)[6:]}. This
         machine reads {peak["bandwidth"] / 1e9:.1f} GB/s and computes
         {peak["flops"] / 1e9:,.0f} GFLOPs/s at most, measured now: its ridge is at
         {peak["flops"] / peak["bandwidth"]:.1f} FLOPs for each byte. A row of a decode attends to
@@ -88,7 +89,8 @@ def run() -> None:
     say(f"""A decode of {ROWS[-1]} rows takes {last / first:.1f} times as long as a decode of
         {ROWS[0]}. Each token is {faster(first / ROWS[0], last / ROWS[-1])}.""")
     say("""A real step takes longer than the least time: reads and products do not overlap all the
-        time, and the norms and the sampling are not counted.
+        time, and the norms and the sampling are not counted. A prefill computes the logits of its
+        last token only, so it has fewer FLOPs than a decode of as many rows.
 
         So a token of a large batch costs less than a token that is computed alone. This also
         explains lesson 3. Without a cache a step computes the whole text, but it reads the weights
@@ -105,14 +107,15 @@ def run() -> None:
         link(roofline.costs, '"decode_bytes"'),
         link(roofline.bounds),
     )
-    token_bytes, rows = shape_of("qwen3-0.6b").block_bytes(1, 2), 989 / 3.35
+    rows, one = 989 / 3.35, decode_costs(shape_of("qwen3-0.6b"), 1, 4000)
     say(f"""What to do: look up how many FLOPs (bfloat16, dense) a GPU computes in a second, and how
         many bytes it reads. From how many rows on is its decode compute-bound? How much memory does
         the KV of so many rows take, each with 4,000 tokens of Qwen3-0.6B? An example: an H100 has
         989 TFLOPs and 3.35 TB a second, so it is {rows:.0f} rows without attention. Their KV takes
-        {rows * 4000 * token_bytes / 1e9:.0f} GB, more than its 80 GB. And more rows share
-        the weights, but each reads its own KV: with contexts as long as these there are fewer than
-        5 FLOPs for each byte with any number of rows, and the decode stays memory-bound.""")
+        {rows * one["kv_bytes"] / 1e9:.0f} GB, more than its 80 GB. With attention, a row computes
+        {one["decode_flops"] / 1e9:.1f} GFLOPs and reads {one["kv_bytes"] / 1e9:.2f} GB of its own
+        KV. These are {one["decode_flops"] / one["kv_bytes"]:.1f} FLOPs for each byte at most,
+        however many rows share the weights, so such a decode is always memory-bound.""")
 
 
 QUESTIONS = Questions("""

@@ -47,18 +47,18 @@ def slots_of_a_sequence() -> list[int]:
 def run() -> None:
     say("""A step takes the blocks for the tokens that it computes: at first for the prompt, and
         later one more each time the last block is full. To show blocks that are not side by side,
-        two sequences here take blocks of 4 slots in turn. The null block is there for steps that
-        also compute tokens which no sequence needs (lesson 11b): these are written to it.""")
+        two sequences here take blocks of 4 slots in turn. Some steps are filled up with tokens that
+        belong to no sequence (lesson 11b): their keys and values go to the null block.""")
     QUESTIONS.show(1)
     slots_of_a_sequence()
     QUESTIONS.show(2)
     say("""Attention reads through the block table (lesson 10b), so any free block will do. Paging
-        saves memory. A request may have 256 tokens here, so a block of 256 slots is the same as
-        contiguous memory for all of them: the first row of the table. With blocks of 16, the second
-        row, a request begins when there are free blocks for its prompt, and one more for each
-        request that already runs, so that all of them can grow (Scheduler.reserve). Blocks of 256
-        need no such reserve, because no request takes a second one. 24 requests, each with an
-        answer of 10 or 11 tokens:""")
+        saves memory. The next table compares two caches of 1,024 slots. In the first a block has
+        256 slots, which is contiguous memory for a whole request. In the second a block has 16, and
+        a request begins when there are free blocks for its prompt, and one more for each request
+        that already runs, so that all of them can grow (Scheduler.reserve). With blocks of 256 the
+        lesson sets this reserve to 0, because no request takes a second one. 24 requests, each with
+        an answer of 10 or 11 tokens:""")
     counts = []
     for size in (256, 16):
         options = dict(num_kv_cache_blocks=1024 // size, max_model_len=256)

@@ -4,18 +4,18 @@ Continuous batching decides in every step who computes. Then a long prompt arriv
 computes all of it, the step is long, and the users of the other requests see their text stop. So a
 step has a token budget (max_num_batched_tokens), and the prompt is computed in chunks, as large as
 what is left of the budget (Sarathi-Serve, OSDI 2024, arXiv:2403.02310). With 4 decodes, a prompt of
-600 and a budget of 64, in the order in which they get their tokens:
+600 and a budget of 64, in the order in which the scheduler serves them:
 
     step 1   [ d d d d | 60 of the prompt ]      d: a decode, one token
     step 2   [ d d d d | the next 60      ]
     ...
     step 10  [ d d d d | the last 60      ]  and the prompt gets its first token
 
-Here a step has no phase: it is neither a prefill nor a decode, but may compute both. A sequence has
-known tokens and computed tokens, and a step computes some of the difference. The scheduler gives
-tokens to the running sequences, in the order in which they were admitted. While budget is left, it
-then admits waiting ones. For this rule a decode is only a sequence with one token left to compute.
-"""
+In nanovllm and vLLM a step has no phase: it is neither a prefill nor a decode, but may compute
+both. A sequence has known tokens and computed tokens, and a step computes some of the difference.
+The scheduler gives budget to the running sequences, in the order in which they were admitted. While
+budget is left, it then admits waiting ones. For this rule a decode is only a sequence with one
+token left to compute."""
 
 from lessons.lesson import Counters, make_llm, timed
 from lessons.show import Questions, link, say, show_source, show_table
@@ -54,9 +54,9 @@ def run() -> None:
         tokens = " ".join(map(str, runs[0][0]))
         rows.append((budget, tokens, f"{longest:.1f}", f"{total:.0f}"))
     show_table(("budget", "tokens of each step", "longest step, ms", "first token, ms"), rows)
-    say("""A small budget keeps the steps short for the requests that decode. The prompt then gets
-        its first token later, because each step has a fixed cost. Only its last chunk yields a
-        token: the logits of the others are not even computed.""")
+    say("""A small budget keeps the steps short for the requests that decode. On a quiet machine the
+        prompt then gets its first token later, because each step has a fixed cost. Only its last
+        chunk yields a token: the logits of the others are not even computed.""")
     QUESTIONS.show(2)
     say("""In the source there is a branch for sequences that decode. It does not decide who
         computes. It is there because their token is in another place: on the device, in their row,
@@ -77,9 +77,9 @@ QUESTIONS = Questions("""
     Hint: How many tokens of the budget do the decodes take in each step?
 
     The scheduler does not look for decodes. Why do they get their tokens before the prompt that is
-    not finished? (a) They have fewer tokens to compute. (b) In each step the prompt takes all of
-    the budget that is left, so no other request was admitted after it. (c) A batch has to end with
-    its chunks.
-    Answer: b. So it is always the last of the running sequences, and those that decode come first.
+    not finished? (a) They have fewer tokens to compute. (b) They were admitted before it: as long
+    as it is not finished, it takes all of the budget that is left, so nobody is admitted after it.
+    (c) A batch has to end with its chunks.
+    Answer: b. It is always the last of the running sequences, and those that decode come first.
     Hint: When is a waiting sequence admitted, and what does the prompt leave of the budget?
 """)

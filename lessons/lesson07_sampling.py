@@ -91,6 +91,7 @@ QUESTIONS = Questions("""
     Suppose that all requests of a batch draw from one random generator, in the order of their rows.
     What would change the tokens of a request with a seed? (a) Nothing, if the generator begins with
     this seed. (b) Only its own parameters. (c) Also the other requests of its batch.
-    Answer: c. A state that others advance depends on them. So u must depend on the request alone.
+    Answer: c. Each draw advances the generator, so the draws of others change what a request gets.
+    So u must depend on the request alone.
     Hint: Who advances the generator between two draws of the request?
 """)

@@ -11,7 +11,10 @@ is gathered through a block table, which is paged attention (Kwon et al. 2023, a
     blocks        7 3 9 1 .   2 8 4 6 ...   of 16 slots, through the block table
     m, l, acc     ------> changed -------> changed -------> acc / l
 
-The score of a key is its product with the query, divided by the square root of the head size.
+The score of a key is its product with the query, divided by the square root of the head size. l is
+the sum of exp(score - m), and acc of exp(score - m) v, so m cancels in acc / l. It is there because
+exp of a large score would overflow. When a tile has a larger score, m grows, and the sums so far
+get the factor exp(old m - new m): exp(score - old m) exp(old m - new m) = exp(score - new m).
 """
 
 from collections.abc import Iterable, Iterator
@@ -66,9 +69,8 @@ def run() -> None:
     QUESTIONS.show(1)
     say(f"""A query attends to the keys of {CONTEXT} tokens in the first layer of the embedded
         model. They are in a paged cache with the block table {table[:6].tolist()} and so on. A tile
-        gathers the slots of {TILE} positions. Each tile multiplies l and acc by the factor exp(old
-        m - new m), then adds its sums of exp(score - m) and exp(score - m) v. Before the first tile
-        m is -inf, so its factor is 0:""")
+        gathers the slots of {TILE} positions. Each tile multiplies l and acc by the factor, then
+        adds the sums of its keys. Before the first tile m is -inf, so its factor is 0:""")
     (_, total, acc), rows = attend_tiles(q, paged_tiles(kv, table, 0, CONTEXT))
     show_table(("keys", "largest score", "m", "factor", "l", "acc[0]", "acc[1]"), rows)
     k, v = torch.cat([*paged_tiles(kv, table, 0, CONTEXT)], dim=1)
@@ -98,15 +100,16 @@ def run() -> None:
         exp2, one instruction, takes the place of exp:""")
     show_lines(kernels._attend_tile.fn, "scores = tl.dot", "return acc")
     say("""A program stores two things of its split: the result acc / l, and lse = m + log2 l, the
-        logarithm of its sum of exp2(score). The merge is the mean of the results, weighted with
-        exp2(lse). The largest lse is subtracted first, so that no exp2 overflows:""")
+        logarithm of its sum of exp2(score). So exp2(lse) acc / l is acc on the same scale for all
+        splits, and the merge is the mean of the results, weighted with exp2(lse). The largest lse
+        is subtracted first, so that no exp2 overflows:""")
     show_source(link(kernels._merge_splits.fn, "weights ="))
     say("Build it: `python -m lessons build softmax`.")
 
 
 QUESTIONS = Questions("""
-    l and acc are sums of exp(score - m). A tile multiplies both by exp(old m - new m). All scores
-    of the next tile are lower than m. By which factor does it multiply them?
+    A tile multiplies l and acc by exp(old m - new m). All scores of the next tile are lower than m.
+    By which factor does it multiply them?
     Answer: 1. m does not change, so the factor is exp(m - m) = 1: the tile only adds to both sums.
     Hint: The factor is exp(old m - new m). What is the new m of this tile?
 

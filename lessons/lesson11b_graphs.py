@@ -93,6 +93,7 @@ def run() -> None:
     show_source(
         link("backends.gpu.graphs.CudaCapture.__call__", "function()"),
         link(DecodeGraphs.replay, "self.padding_row"),
+        link(DecodeGraphs.replay, "to_device(rows"),
         link(DecodeGraphs.replay, "self.replays[self.size]()"),
     )
     say("Build it: `python -m lessons build replay`.")

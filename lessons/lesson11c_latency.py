@@ -22,7 +22,7 @@ from lessons.lesson import make_llm
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM, SamplingParams
 
-REQUESTS, TOKENS = 64, 16
+REQUESTS, TOKENS, ROWS = 64, 16, 8
 LOADS = (0.3, 0.9, 3.0)  # arrivals, as parts of what the engine can serve
 
 
@@ -43,7 +43,7 @@ def serve(llm: LLM, arrivals: list[float]) -> tuple[list[Any], float]:
 
 
 def run() -> None:
-    options = dict(enable_prefix_caching=False, num_kv_cache_blocks=256, max_num_seqs=8)
+    options = dict(enable_prefix_caching=False, num_kv_cache_blocks=256, max_num_seqs=ROWS)
     llm = make_llm(attention_backend="sdpa", **options)
     serve(llm, [0.0] * REQUESTS)  # prepares buffers
     alone = [serve(llm, [0.0])[0][0] for _ in range(5)]
@@ -53,8 +53,8 @@ def run() -> None:
     QUESTIONS.show(1)
     say(f"""The work is {REQUESTS} requests for {TOKENS} tokens each. One that is alone has its
         first token after {first * 1e3:.1f} ms and another every {between * 1e3:.1f} ms. If all
-        arrive at once, the engine serves {capacity:.1f} requests per second, 8 at a time
-        (max_num_seqs=8). Let one limit be five times the first of these times,
+        arrive at once, the engine serves {capacity:.1f} requests per second, {ROWS} at a time
+        (max_num_seqs={ROWS}). Let one limit be five times the first of these times,
         {limits[0] * 1e3:.1f} ms to the first token, and the other three times the second,
         {limits[1] * 1e3:.1f} ms between tokens on average. The same requests arrive at random (a
         Poisson process). Load is the arrival rate divided by the capacity:""")
@@ -68,15 +68,18 @@ def run() -> None:
         rows.append((load, *times, *(f"{n / seconds:.1f}" for n in (REQUESTS, good))))
     head = ("load", "median first ms", "median between ms", "requests/s", "goodput")
     show_table(head, rows)
-    say("""With a load above 1 the queue grows with each request, so its wait has no limit, and more
-        requests in a test make the table worse. The time between tokens does not grow with it,
-        because at most 8 requests share a step, and the others wait in the queue. At the end of a
-        test rows are idle, so it serves fewer requests than arrive even with a load below 1.""")
+    say(f"""The rate of the table is {REQUESTS} divided by the time until the last request ends.
+        After the last arrival rows become idle one by one, so fewer are served than arrive even
+        with a load below 1. At 0.9 both times are near their limits, so the goodput differs much
+        between runs. With a load above 1 the queue grows with each request, so its wait has no
+        limit, and more requests in a test make the table worse. The time between tokens grows until
+        all {ROWS} rows are used, and then no more, however long the queue is.""")
     QUESTIONS.show(2)
     show_source(link("outputs.RequestMetrics", "first_token_time"))
-    say("""What to do: say what 4 and 16 rows would do to both times at a load of 3.0, where the
-        rows are always full. Then change max_num_seqs in `lessons/lesson11c_latency.py`, and run it
-        again.""")
+    say("""What to do: say what 4 and 16 rows do to both times at a load of 3.0. Then change ROWS in
+        `lessons/lesson11c_latency.py`, and run it again. With more rows the first token comes
+        sooner, and the time between tokens is longer. (The capacity changes too, and the arrival
+        rate of each load with it.)""")
 
 
 QUESTIONS = Questions("""

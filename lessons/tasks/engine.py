@@ -3,9 +3,9 @@
 The task. Write `step` and `attend`. This file imports eight of your solutions, which must be in its
 directory. `step` computes one step of many requests:
   1. The first waiting requests, as many as there are free rows, take their cached prefix:
-     attach_cached(seq, match(seq)) of self.blocks, which sets seq.num_computed. Do it once for each
-     request. One that the budget does not reach keeps its blocks and waits, so do not do it again
-     in the next step. The others in `waiting` have no blocks.
+     attach_cached(seq, match(seq)) of self.blocks, which sets seq.num_computed. One that the budget
+     does not reach keeps its blocks and waits: do not do it again in the next step if its
+     seq.block_table is not empty. The others in `waiting` have no blocks.
   2. plan_step says which requests compute how many tokens. They get blocks: append_block(seq).
   3. self.model.logits(ids, positions, functools.partial(self.attend, plan)) computes the logits
      [T, V] of the T tokens of all requests, whose ids and positions are lists of int.

@@ -10,11 +10,13 @@ the tokens E2 82 and AC give "" and "€".
 
 What must stay true:
   - Hold back only the longest suffix of the text that is a prefix of a stop string.
-  - The output ends where the first stop string is complete, as if characters came one by one. If
-    one character completes several, the one that is first in the list counts.
+  - As if characters came one by one, the stop string that is complete first ends the output, which
+    has only what is before it. If one character completes several, the first in the list counts.
   - `finish` leaves out a character that is not complete. It returns "" after a stop string.
-  - Invalid bytes give "\ufffd". All other text stays as it is: case, white space, line ends.
-  - A token may have no bytes, and the list may have no stop string. The list is not changed.
+  - Invalid bytes give "\ufffd", as often as the decoder in the hint says. All other text stays as
+    it is: case, white space, line ends.
+  - A token may have no bytes, and the list may have no stop string; none is empty. `StopStream`
+    does not change the list.
 
 In the engine: Detokenizer in nanovllm/engine/detokenizer.py. Hints: add the characters to the text
 that is held back one by one. codecs.getincrementaldecoder("utf-8")("replace") keeps the bytes of an

@@ -129,6 +129,11 @@ def test_a_prefix_is_attached_once() -> None:
     same(engine.blocks.num_available, 64, f"{what} When all have ended, the available blocks")
     what = "5 prompts begin with the same 32 tokens, which are cached. The tokens that all compute"
     same(sum(shared()[1].steps) - len(prefix), 5 * 9, what)
+    engine = start(rows=2)
+    engine.generate([prefix], [1], set())
+    engine.generate([[*prefix, 10 + i] for i in range(2)], [1] * 2, set())
+    what = "2 prompts begin with the same 32 tokens, which are cached, and both have a row. The "
+    same(sum(shared()[1].steps) - len(prefix), 2 * 9, f"{what}tokens that both compute")
 
 
 @torch.inference_mode()
@@ -149,11 +154,14 @@ def test_a_prefix_with_hits_survives_documents() -> None:
 @torch.inference_mode()
 def test_waiting_requests_hold_no_blocks() -> None:
     """Two cached prefixes have 4 of 6 blocks, and a request that runs alone needs 5."""
-    engine, prefixes = start(num_blocks=6, rows=1), [[7] * 32, [8] * 32]
-    for prefix in prefixes:
-        engine.generate([[*prefix, 9]], [1], set())
+    prefixes = [[7] * 32, [8] * 32]
     try:
-        engine.generate([[6] * 70, *([*prefix, 9] for prefix in prefixes)], [10, 1, 1], set())
+        for length in (70, 10):  # takes 5 blocks at once, or one after the other
+            engine = start(num_blocks=6, rows=1)
+            for prefix in prefixes:
+                engine.generate([[*prefix, 9]], [1], set())
+            prompts = [[6] * length, *([*prefix, 9] for prefix in prefixes)]
+            engine.generate(prompts, [80 - length, 1, 1], set())
     except Exception as error:  # whatever a block manager without blocks raises
         what = "With one row a request needs 5 of 6 blocks, and your engine raises"
         expect(False, f"{what} {error!r}. No request that has to wait may hold blocks.")

@@ -155,6 +155,24 @@ def test_hits_are_lost_with_the_content(popular: int, other: int, reset: bool) -
     same(evict_all(blocks), [other, popular], what)
 
 
+def test_two_managers() -> None:
+    use(blocks := Checked(8, 2), 1, 1, 1, 2)
+    use(other := Checked(8, 2), 3)
+    other.reset_prefix_cache()
+    what = "Block 1 has 2 hits and block 2 none. Then another manager computes a block and resets "
+    same(evict_all(blocks), [2, 1], f"{what}its prefix cache. The order of eviction")
+
+
+def test_a_reset_that_is_refused() -> None:
+    use(blocks := Checked(8, 2), 1, 1, 1, 2)
+    seq = start(blocks, 3)
+    expect(not blocks.reset_prefix_cache(), "A sequence runs, so the cache must not be reset.")
+    blocks.release(seq)
+    what = "Block 1 has 2 hits and block 2 none. reset_prefix_cache() does nothing and returns "
+    what += "False, because a sequence runs. The order of eviction"
+    same(evict_all(blocks), [2, 3, 1], what)
+
+
 def cached_tokens(manager: type[BlockManager]) -> int:
     """Serve 10 rounds of 2 chats and 6 documents, one at a time, with a pool of 24 blocks of 4.
 

@@ -60,9 +60,10 @@ def test_small_distributions(probs: list[float], p: float, want: list[int]) -> N
     same(kept(filtered(logits, p)[0]), want, what)
 
 
-@pytest.mark.parametrize("p", [0.001, 0.2, 0.5, 0.9, 0.995])
-def test_equals_transformers(p: float) -> None:
-    logits = random(0, 8)
+@pytest.mark.parametrize("p", [0.001, 0.01, 0.2, 0.5, 0.9, 0.995, 0.9999])
+@pytest.mark.parametrize("scale", [1, 3])
+def test_equals_transformers(p: float, scale: float) -> None:
+    logits = random(0, 8, scale=scale)
     got, want = filtered(logits, *[p] * 8), reference(logits, p)
     for mine, theirs in zip(got, want, strict=True):
         what = f"Of random logits the tokens that typical_p={p} keeps, as in transformers,"

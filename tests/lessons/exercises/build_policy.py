@@ -56,7 +56,8 @@ def test_order_of_admission(new: list[int], prompt: int, want: list[int]) -> Non
     scheduler, finished = make_scheduler(1, new, prompt=prompt), []
     while scheduler.has_work():
         finished += step(scheduler)
-    what = f"Requests 0, 1, ... may generate {new} tokens, each arrival ages a request by {AGING} "
+    what = f"Requests 0, 1, ... (seq.arrival {FIRST}, {FIRST + 1}, ...) may generate {new} tokens, "
+    what += f"each arrival ages a request by {AGING} "
     what += f"tokens, and the prompt of request 0 has {prompt} tokens. The order of admission"
     same(finished, want, what)
 

@@ -36,6 +36,7 @@ def start(prompts: list[int], num_blocks: int) -> tuple[Scheduler, list[Sequence
         ([4, 2], 3, 1, 1, 1, [0], [1]),
         ([4, 2, 2, 2], 5, 0, 5, 3, [0], [1, 2, 3]),
         ([2, 2, 2, 2], 4, 2, 7, 4, [0, 1], [2, 3]),
+        ([4], 2, 0, 1, 1, [], [0]),
         ([4, 2], 5, 0, 2, 1, [0, 1], []),
         ([4, 2], 5, 0, 4, 2, [0, 1], []),
     ],
@@ -105,6 +106,7 @@ def test_its_blocks_stay_cached() -> None:
     scheduler.preempt(seq)
     what = "A sequence runs alone and is preempted. The number of its blocks that the prefix cache"
     same(len(scheduler.block_manager.match(seq)), 2, f"{what} still has")
+    same(seq.status.name, "WAITING", "A sequence runs alone and is preempted. Its status")
 
 
 def test_random_histories() -> None:

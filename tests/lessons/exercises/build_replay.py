@@ -63,8 +63,9 @@ def reason(computed: list[list[int]], rows: list[int], want: list[int], padding:
 class Run:
     """The solution and its sequences. `decode` checks one step."""
 
-    def __init__(self, sizes: list[int] = SIZES, padding: int = PADDING) -> None:
-        self.padding, self.rows = padding, Rows(padding)
+    def __init__(self, sizes: list[int] = SIZES, padding: int = PADDING, note: str = "") -> None:
+        self.note = note
+        self.sizes, self.padding, self.rows = sorted(sizes), padding, Rows(padding)
         self.outputs, self.said = [list[int]() for _ in PROMPTS], list[object]()
         self.given, kept = list[int](), [*sizes]  # a caller may give the same list again
         try:
@@ -81,7 +82,7 @@ class Run:
     def decode(self, *rows: int) -> list[int]:
         device, self.rows.computed, before = self.rows.device, [], self.rows.device.launches
         after = f", after steps of the rows {self.said}" if self.said else ""
-        what = f"Sizes {SIZES}, padding row {self.padding}{after}: a step of {[*rows]} "
+        what = f"{self.note}Sizes {self.sizes}, padding row {self.padding}{after}: a step of {[*rows]} "
         self.said.append([*rows])
         self.given[:] = rows
         try:
@@ -89,7 +90,7 @@ class Run:
         except Exception as error:
             expect(False, f"{what}raises an error: {error}.")
         same(device.launches - before, 1, f"{what}replays a graph. The number of launches")
-        want = [*rows, *[self.padding] * (min(n for n in SIZES if n >= len(rows)) - len(rows))]
+        want = [*rows, *[self.padding] * (min(n for n in self.sizes if n >= len(rows)) - len(rows))]
         why = reason(self.rows.computed, [*rows], want, self.padding)
         computed = f"{what}replays a graph. {why}. The rows that are computed"
         same(self.rows.computed, [want], computed)
@@ -140,10 +141,11 @@ def test_results_do_not_change_later() -> None:
 
 
 def test_two_devices() -> None:
-    one, other = Run(), Run()
-    one.decode(0, 1)
-    other.decode(2, 3)
-    one.decode(0, 1)
+    note = "There are two devices, each with its Replays. "
+    one, other = Run([1, 4], 9, note), Run([1, 2, 6], note=note)
+    one.decode(0, 1, 3)
+    other.decode(2, 3, 5)
+    one.decode(0, 1, 3)
 
 
 def test_random_steps() -> None:

@@ -48,6 +48,8 @@ def test_arithmetic(
             equal(got, want, f"{what}: the list of slots")
             slots([1], 4, 0, 3)
             equal(got, want, f"{what}: the list of slots, after another call,")
+            got.append(99)  # the caller's own list now
+            equal(slots(table, size, start, count), want, f"{what}: the list of a second call")
     same(table, given, f"{what}: the block table after the calls")
 
 

@@ -107,6 +107,8 @@ def test_merge_with_nothing() -> None:
         scores, values = torch.randn(10) + shift, torch.randn(10, 4)
         nothing = call("merge", start(4), start(4))
         expect(not any(x.isnan().any() for x in nothing), "Nothing merged with nothing has NaN.")
+        hidden = call("update", start(4), torch.full((10,), -torch.inf), values)
+        same(float(hidden[1]), 0.0, "l after a tile whose scores are all -inf")
         part = call("update", start(4), scores, values)
         what = f"Scores around {shift}, merged with nothing"
         compare(call("merge", nothing, part), scores, values, f"{what} on the left")

@@ -73,6 +73,22 @@ def test_a_preempted_sequence(is_running: bool, computed: int) -> None:
         same(planned, [min(15 - computed, budget)], f"{what}{budget}, the plan")
 
 
+def test_waiting_ones_keep_their_order() -> None:
+    new, preempted = make_samples([0] * 3, 99, 1)[0], make_samples([0] * 10, 99)[0]
+    preempted.token_ids += [1] * 5
+    for computed in (0, 2):
+        preempted.num_computed = computed
+        plan = [n for _, n in plan_step([], [new, preempted], 30, 4)]
+        what = "A new sequence waits with 3 tokens, and after it a preempted one with 15, of which "
+        same(plan, [3, 15 - computed], f"{what}{computed} are computed. The plan")
+
+
+def test_two_samples_of_a_request() -> None:
+    samples = make_samples([0] * 3, 99, seeds=(0, 1))
+    plan = [n for _, n in plan_step(samples, [], 30, 4)]
+    same(plan, [3, 3], "Two samples of one request run, with 3 tokens to compute each. The plan")
+
+
 def test_as_the_engine() -> None:
     """Every step of random requests, planned by the engine's scheduler and by plan_step."""
     for seed in range(30):

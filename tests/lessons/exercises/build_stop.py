@@ -78,7 +78,8 @@ def test_characters_of_several_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    "stops", [["b"], ["ab"], ["aab"], ["aba"], ["ab", "b"], ["b", "ab"], ["abb", "ba"]]
+    "stops",
+    [["b"], ["ab"], ["aab"], ["aba"], ["ab", "b"], ["b", "ab"], ["abb", "ba"], ["ab", "abb"]],
 )
 def test_all_short_texts(stops: list[str]) -> None:
     """Texts of two letters, in one token, in any two and letter by letter, the shortest first."""
@@ -101,6 +102,7 @@ def test_several_stop_strings_and_bytes() -> None:
     compare(["E€"], b"xE", b"\xe2\x82", b"\xac y")
     compare(["END"], b"xE", b"\xe2")
     compare(["END"], b"xE", b"", b"ND")
+    compare([*"uvwxyz"], b"az")
 
 
 def test_text_stays_as_it_is() -> None:
@@ -108,6 +110,8 @@ def test_text_stays_as_it_is() -> None:
     compare([" ab", "a"], b"1 a")
     compare(["\n\n"], b"1\n")
     compare([], b"\xef\xbb\xbf1\r\n", b"2\n\n")
+    compare([], "e\u0301".encode())
+    compare(["\r\n"], b"1\n2\r", b"\n")
 
 
 def test_long_stop_strings() -> None:

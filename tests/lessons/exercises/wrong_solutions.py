@@ -48,19 +48,22 @@ stop
 - self.
 + StopStream.
 ? Another stream has held back 'a'. What this one shows of 'b' should be 'b', but with your code it is ''.
+- if self.held.endswith(stop):
++ if self.held.endswith(stop) and not any(s != stop and s.startswith(stop) for s in self.stops):
+? Stop strings ['ab', 'abb'], tokens [b'ab']: `ended` should be True, but with your code it is False.
 cache
 - before + torch.arange
 + torch.arange
 ? 2 KV heads, tokens in pieces of [1, 1, 1, 1]: the attention of the tokens [1, 2, 3] differs from torch's.
 - repeat_interleave(group, dim=1)
 + repeat(1, group, 1)
-? heads, tokens in pieces of [3, 1, 2]: the attention of the tokens [0, 1, 2, 3, 4, 5] differs from torch's.
+? 6 query heads, 2 KV heads, tokens in pieces of [5]: the attention of the tokens [0, 1, 2, 3, 4] differs from torch's.
 -  / q.shape[2] ** 0.5
 +
-? Another cache holds 3 tokens, this one none: the attention of the tokens [1, 2, 3] differs from torch's.
+? 6 query heads, 6 KV heads, tokens in pieces of [5]: the attention of the tokens [1, 2, 3, 4] differs from torch's.
 - q.shape[2] ** 0.5
 + q.shape[2]
-? Another cache holds 3 tokens, this one none: the attention of the tokens [1, 2, 3] differs from torch's.
+? 6 query heads, 6 KV heads, tokens in pieces of [5]: the attention of the tokens [1, 2, 3, 4] differs from torch's.
 - self.k, self.v = torch.cat((self.k, k)), torch.cat((self.v, v))
 + self.k, self.v = k, v
 ? 2 KV heads, tokens in pieces of [1, 1, 1, 1]: the attention of the tokens [1, 2, 3] differs from torch's.
@@ -82,7 +85,7 @@ cache
 ? overwritten q, k and v of the tokens 0, 1 to 2, 3 to 4 after each call: the attention of the tokens [1, 2, 3, 4] differs
 - q, keys) / q.shape[2] ** 0.5
 + q.div_(q.shape[2] ** 0.5), keys)
-? Another cache holds 3 tokens, this one none: the attention of the tokens
+? `attend` changes q, which is the caller's.
 - return torch.einsum("hnl
 + if len(keys) == 1: return v if group == 1 else values
 +         return torch.einsum("hnl
@@ -113,6 +116,11 @@ slots
 + @lambda f, out=[]: lambda *given: out.__setitem__(slice(None), f(*given)) or out
 + def slots
 ? the list of slots, after another call, should be [30, 31, 8, 9], but with your code it is [4, 5, 6].
+- def slots
++ kept = {}
++ @lambda f: lambda table, *rest: kept.setdefault((*table, *rest), f(table, *rest))
++ def slots
+? the list of a second call should be [30, 31, 8, 9], but with your code it is [30, 31, 8, 9, 99].
 step
 - if tokens > 0:
 + if True:
@@ -145,6 +153,13 @@ step
 + tokens = min(len(seq.token_ids) - (0 if seq.num_output else seq.num_computed), budget)
 +         plan
 ? and 8 are computed. With a budget of 30, the plan should be [7], but with your code it is [15].
+- return plan
++ return [*{seq.request_id: (seq, n) for seq, n in plan}.values()]
+? Two samples of one request run, with 3 tokens to compute each. The plan should be [3, 3], but with your code it is [3].
+- while waiting and
++ waiting.sort(key=lambda seq: not seq.num_output)
++     while waiting and
+? of which 0 are computed. The plan should be [3, 15], but with your code it is [15, 3].
 - len(running) < max_num_seqs
 + len(plan) < max_num_seqs
 ? 0, 1] tokens to compute, waiting ones [1]. The plan should be [1, 1], but with your code it is [1, 1, 1].
@@ -233,6 +248,9 @@ prefix
 + sorted(block.token_ids) != sorted(token_ids)
 ? hash here. The tokens of the blocks matched by [6, 5, 8] should be [], but with your code it is [[5, 6]].
 eviction
+- self.hits =
++ FewestHits.hits =
+? another manager computes a block and resets its prefix cache. The order of eviction should be [2, 1], but with your
 - self.hits[block.block_id] = 0
 + pass
 ? with 0 hits. Then 4 gets one. The order of eviction should be [5, 4], but with your code it is [4, 5].
@@ -284,6 +302,9 @@ preempt
 - self.block_manager.release(seq)
 + self.block_manager.release(seq); self.block_manager.reset_prefix_cache()
 ? The number of its blocks that the prefix cache still has should be 2, but with your code it is 0.
+- needed and seq in self.running
++ needed and seq in self.running and len(self.running) > 1
+? and sequence 0 needs 1. After _make_room, those that run should be [], but with your code it is [0].
 - self.running.remove(seq)
 + self.running.pop()
 ? After preempt(sequence 1), those that run should be [0, 2], but with your code it is [0, 1].
@@ -408,7 +429,7 @@ replay
 ? writes to the tensor that `step` returned in its capture. The output of row 2 should be [1], but with your code it is [-1].
 - self.graphs, self.tokens = {}, {}
 + Replays.graphs, Replays.tokens = {}, {}
-? row 6: a step of [0, 1] replays a graph. The number of launches should be 1, but with your code it is 0.
+? There are two devices, each with its Replays. Sizes [1, 4], padding row 9: a step of [0, 1, 3] raises an error
 - self.rows[:size] = torch.tensor(rows + [self.padding_row] * (size - len(rows)))
 + new = torch.tensor(rows + [self.padding_row] * (size - len(rows)))
 +         self.rows = new if self.tokens.get(0) else self.rows.index_copy_(0, torch.arange(size), new)
@@ -433,6 +454,9 @@ replay
 + last, self.last = getattr(self, 'last', []), rows[:]
 +         if rows != last[:len(rows)]: self.rows[:size] = torch.tensor(
 ? Only the row 6 is padding. The rows that are computed should be [[1, 4, 5, 6]], but with your code it is [[1, 4, 5, 2]].
+- self.padding_row = padding_row
++ Replays.padding_row = padding_row
+? There are two devices, each with its Replays. Sizes [1, 4], padding row 9: a step of [0, 1, 3] replays a graph. Only the row 9
 ngram
 - known[end - size : end] == known[-size:]
 + known[end - 1] == known[-1]
@@ -491,6 +515,12 @@ ngram
 +     for end in range(
 ? The drafts should be [7, 10, 11], but with your code it is [].
 engine
+- if not seq.block_table:
++ if not seq.block_table and seq is waiting[0]:
+? and both have a row. The tokens that both compute should be 18, but with your code it is
+- waiting[: self.max_num_seqs - len(running)]
++ waiting[: self.max_num_seqs]
+? No request that has to wait may hold blocks.
 - if count == 1:
 + if False:
 ? A request with one new token should attend through tiles, but `update` of softmax.py is not called.
