@@ -53,7 +53,7 @@ def compare_pieces(lengths: list[int], heads: int, kv_heads: int, scale: float) 
     both = zip(pieces, copies, strict=True)
     unchanged = all(a.nan_to_num().equal(b.nan_to_num()) for a, b in both)
     expect(unchanged, "A later call of `attend` changes the result of an earlier one.")
-    large = f", keys and queries times {scale}" if scale > 1 else ""
+    large = f", keys and queries times {scale}" if scale != 1 else ""
     what = f"{heads} query heads, {kv_heads} KV heads, tokens in pieces of {lengths}{large}"
     compare(torch.cat(pieces), attention(q, k, v), what)
 
@@ -80,6 +80,7 @@ def test_two_caches_are_independent() -> None:
         ([1, 4, 2], 2, 2, 1),
         ([6, 1, 1], 2, 2, 1),
         ([3, 1, 2], 6, 2, 1),
+        ([3, 2], 2, 2, 0),  # all scores are 0
         ([3, 2], 2, 2, 20),  # exp of the largest scores is infinite
         ([50, 1, 1100, 1], 2, 2, 1),  # longer than a buffer or a window
     ],

@@ -79,6 +79,11 @@ def evict_all(blocks: BlockManager) -> list[int]:
             "block of a sequence is released first.",
         ),
         (
+            ((7, 1), (7, 1), (8, 1)),
+            [1, 8, 1, 7],
+            "Block 7 and block 1 after it have one hit each. Blocks 8 and 1 after it have none.",
+        ),
+        (
             (*[(1, 2)] * 4, 3, 3, 3),
             [3, 2, 1],
             "Blocks 1 and 2 of one prompt have 3 hits each, and block 3 has 2.",
@@ -89,7 +94,7 @@ def evict_all(blocks: BlockManager) -> list[int]:
             "Block 50 has 2 hits, and blocks 1 to 32 of one prompt have one each.",
         ),
     ],
-    ids=["scan", "recent", "many", "prefix", "first", "long"],
+    ids=["scan", "recent", "many", "prefix", "parents", "first", "long"],
 )
 def test_order(prompts: tuple[int | tuple[int, ...], ...], want: list[int], what: str) -> None:
     use(blocks := Checked(40, 2), *prompts)

@@ -48,6 +48,7 @@ def random(seed: int, rows: int, size: int = 60, scale: float = 3) -> Tensor:
         ([0.5, 0.2, 0.2, 0.1], 0.6, [0, 1, 2]),
         ([0.5, 0.2, 0.2, 0.1], 0.95, [0, 1, 2, 3]),
         ([0.5, 0.2, 0.2, 0.1], 0.1, [1, 2]),  # the first 0.2 reaches p, the other is equal
+        ([0.40002, 0.39998, 0.2], 0.3, [1]),  # almost the same distance
         ([0.25, 0.25, 0.25, 0.125, 0.125], 0.75, [0, 1, 2]),  # a sum of exactly p is enough
     ],
 )

@@ -33,6 +33,7 @@ def equal(got: object, want: object, what: str) -> None:
         ([7, 2], 4, 8, 0, [], 0),
         ([7, 2], 4, 12, 1, None, 2),
         ([7, 2], 4, 12, 0, [], 1),
+        ([], 4, 4, 4, None, 2),
     ],
 )
 def test_arithmetic(

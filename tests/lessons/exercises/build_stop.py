@@ -103,6 +103,7 @@ def test_several_stop_strings_and_bytes() -> None:
     compare(["END"], b"xE", b"\xe2")
     compare(["END"], b"xE", b"", b"ND")
     compare([*"uvwxyz"], b"az")
+    compare(["\ufffd!"], b"\xff")
 
 
 def test_text_stays_as_it_is() -> None:
