@@ -113,9 +113,10 @@ def run() -> None:
         the KV of so many rows take, each with 4,000 tokens of Qwen3-0.6B? An example: an H100 has
         989 TFLOPs and 3.35 TB a second, so it is {rows:.0f} rows without attention. Their KV takes
         {rows * one["kv_bytes"] / 1e9:.0f} GB, more than its 80 GB. With attention, a row computes
-        {one["decode_flops"] / 1e9:.1f} GFLOPs and reads {one["kv_bytes"] / 1e9:.2f} GB of its own
-        KV. These are {one["decode_flops"] / one["kv_bytes"]:.1f} FLOPs for each byte at most,
-        however many rows share the weights, so such a decode is always memory-bound.""")
+        {one["decode_flops"] / 1e9:.1f} GFLOPs and reads {one["kv_bytes"] / 1e9:.2f} GB of KV that
+        no other row reads. These are {one["decode_flops"] / one["kv_bytes"]:.1f} FLOPs for each
+        byte at most, however many rows share the weights, so such a decode is always
+        memory-bound.""")
 
 
 QUESTIONS = Questions("""

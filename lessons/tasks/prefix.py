@@ -8,8 +8,8 @@ two blocks. [5, 6, 7, 8] matches one: at least one token is computed, because it
 [7, 8, 9] matches none, although there is a block with the tokens 7 and 8: it follows other tokens.
 
 What must stay true:
-  - A block is found by the hash of its tokens and of its parent's hash: that of the block before
-    it, b"" for a first block.
+  - A block is found by the hash of its tokens and of its parent's hash. The parent is the block
+    before it; a first block has b"" in place of this hash.
   - Blocks with different tokens can have the same hash, so their tokens have to be compared.
   - `match` changes no block and no sequence.
 

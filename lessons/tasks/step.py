@@ -1,8 +1,8 @@
 """One schedule: which sequences compute how many tokens in the next step.
 
 The task. Write `plan_step`. It returns the plan of one step, a list of (sequence, number of
-tokens): first the running sequences, in the order of their list, which is that of admission. It
-does not matter whether they decode. Then come the waiting ones, in the order of theirs. Each
+tokens): first the running sequences, in the order of their list, the order of admission. It does
+not matter whether they decode. Then come the waiting ones, in the order of theirs. Each
 computes all tokens of seq.token_ids after the first seq.num_computed, or what is left of the
 budget. A waiting one has at least one token to compute. If it computes some, it is admitted: it
 moves from the list `waiting` to the end of `running`. It may have output already, if it was

@@ -1,6 +1,6 @@
 """Products of few rows in bfloat16 with AMX, the matrix instructions of Intel's processors.
 
-The rules and shapes are in kernels/pointwise.py. LLVM compiles this kernel only for a processor
+The arguments and shapes are in kernels/product.py. LLVM compiles this kernel only for a processor
 with AMX.
 
 There are eight tiles of up to 16 rows of up to 64 bytes. tile_dot multiplies bfloat16 numbers in

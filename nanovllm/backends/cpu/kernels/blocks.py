@@ -22,7 +22,7 @@ from nanovllm.backends.cpu.kernels.product import Product, finish
 WIDTH = 64  # outputs of a block
 STEPS = 64  # words of each output that all rows are multiplied with before the next ones: 16 kB
 AHEAD = 4096  # bytes between the weights that are used and those that are prefetched
-HEIGHT = 6  # rows of a part
+HEIGHT = 6  # the most rows of a call of dot_rows
 # The most rows that read each weight once. With AVX2, even the sums of one row in int8 do not fit
 # into the registers, and dot_rows reads weights several times.
 READ_ONCE = HEIGHT if has_feature("avx512vnni") else 0
