@@ -125,7 +125,7 @@ def plan_memory(
         raise ValueError(
             f"the weights of {name} take {weights / 2**30:,.2f} GiB in {kind}, and "
             f"{free / 2**30:,.2f} GiB of memory are free on {device}; "
-            f"use {' or '.join([*smaller, 'a smaller model'])}, or end other programs"
+            f"{', '.join([*smaller, 'end other programs'])} or use a smaller model"
         )
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else FP8
     block_bytes = max(1, model_config.block_bytes(config.block_size, cache_dtype.itemsize))
