@@ -2,10 +2,10 @@
 
 With one query per sequence a step does little else than read KV. Leading blocks that sequences
 share are therefore read once for all of them. The kernel then continues with the other blocks of
-each sequence and merges both by their log-sum-exp, as flash decoding does (arXiv:2311.01282).
+each sequence, in the same order of sums as without sharing.
 
 Shapes: T tokens of the step, N sequences, H = K * G query heads that share K KV heads in groups of
-G, D head size, B slots of a block, P groups of up to M queries (kernels/few_queries.py).
+G, D head size, B slots of a block, P groups of up to M queries (kernels/attention.py).
 """
 
 from typing import Any, NamedTuple
@@ -17,11 +17,16 @@ from torch import Tensor
 
 from nanovllm.backends.cpu.compile import compile_all
 from nanovllm.backends.cpu.kernels import pointwise
-from nanovllm.backends.cpu.kernels.attention import MAX_ROWS, attend, attend_groups
-from nanovllm.backends.cpu.kernels.few_queries import AttentionWork, QueryGroups
-from nanovllm.backends.cpu.kernels.parallel import address_for, run
+from nanovllm.backends.cpu.kernels.attention import (
+    KEYS,
+    MAX_ROWS,
+    AttentionWork,
+    QueryGroups,
+    attend,
+    attend_groups,
+)
+from nanovllm.backends.cpu.kernels.parallel import address_for, follow_torch, run
 from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE
-from nanovllm.backends.cpu.linear import new_padded
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.layers import Norms, Rope
@@ -84,8 +89,8 @@ class NumbaAttention(PlainAttention):
         groups, shared = self.shared_prefixes(seqs, batch.num_decodes)
         prefixes = self.prefix_groups(seqs, groups, shared)
         rest = self.groups_of_rest(seqs, shared)
-        lse = np.full((starts[-1], self.heads), -np.inf, np.float32)
-        work = AttentionWork(prefixes, rest, lse)
+        shape = (starts[-1], self.heads, self.dim + 2) if groups else (0, 0, 0)
+        work = AttentionWork(prefixes, rest, np.empty(shape, np.float32))
         batch.attention_metadata = AttentionPlan(batch.slot_mapping.numpy(), work)
 
     def shared_prefixes(
@@ -93,8 +98,9 @@ class NumbaAttention(PlainAttention):
     ) -> tuple[list[np.ndarray], np.ndarray]:
         """Return groups of sequences [n] whose tables begin with the same blocks.
 
-        Also returns how many blocks each sequence [N] shares: 0 if it is in no group, because
-        sharing would not save enough. A prefix ends before the first query of each sequence.
+        Also returns how many tokens each sequence [N] shares, in whole segments: 0 if it is in no
+        group, because sharing would not save enough. A prefix ends before the first query of each
+        sequence.
         """
         groups: list[np.ndarray] = []
         shared = np.zeros_like(seqs.query_lens)
@@ -111,9 +117,10 @@ class NumbaAttention(PlainAttention):
             tables = seqs.tables[group, : int(past[group].min()) // self.block_size]
             same = (tables == tables[0]).all(axis=0)
             number = len(same) if same.all() else int(same.argmin())
-            if number * self.block_size * (len(group) - 1) >= MIN_SAVED_TOKENS:
+            tokens = number * self.block_size // KEYS * KEYS
+            if tokens * (len(group) - 1) >= MIN_SAVED_TOKENS:
                 groups.append(group)
-                shared[group] = number
+                shared[group] = tokens
         return groups, shared
 
     def prefix_groups(
@@ -130,12 +137,13 @@ class NumbaAttention(PlainAttention):
         reader = np.concatenate(readers)  # [P]
         return QueryGroups(
             np.concatenate(queries),  # [P, M]
-            np.repeat(shared[reader, None] * self.block_size, self.max_queries, axis=1),  # [P, M]
-            seqs.tables[reader, : shared.max()],  # [P, blocks]
+            np.repeat(shared[reader, None], self.max_queries, axis=1),  # [P, M]
+            np.zeros(len(reader), np.int64),  # [P]
+            seqs.tables[reader, : -(-int(shared.max()) // self.block_size)],  # [P, blocks]
         )
 
     def groups_of_rest(self, seqs: Sequences, shared: np.ndarray) -> QueryGroups:
-        """Group consecutive tokens of each sequence. They attend to all but its shared blocks.
+        """Group consecutive tokens of each sequence. They attend to all but its shared tokens.
 
         shared [N]. The order of groups gives parallel threads about the same work.
         """
@@ -144,18 +152,15 @@ class NumbaAttention(PlainAttention):
         members = np.repeat(np.arange(len(counts)), counts)  # [P]
         first = np.cumsum(counts) - counts  # [N], its first group
         index = np.arange(len(members)) - first[members]  # [P], within the sequence
-        ends, skipped = seqs.starts[members + 1], shared[members]  # [P]
+        ends = seqs.starts[members + 1]  # [P]
         tokens = (seqs.starts[members] + index * size)[:, None] + np.arange(size)  # [P, M]
-        # Context lengths at the last token [P] and at each token [P, M]
-        context_lens = seqs.context_lens[members] - skipped * self.block_size
-        visible = (context_lens - ends + 1)[:, None] + tokens
+        visible = (seqs.context_lens[members] - ends + 1)[:, None] + tokens  # [P, M]
         tokens[tokens >= ends[:, None]] = -1
-        num_columns = -(-int(context_lens.max()) // self.block_size)
-        columns = skipped[:, None] + np.arange(num_columns)  # [P, blocks]
-        columns = np.minimum(columns, seqs.tables.shape[1] - 1)
-        order = balanced(visible[:, 0], numba.get_num_threads())  # [P]
-        tables = seqs.tables[members[:, None], columns]
-        return QueryGroups(tokens[order], visible[order], tables[order])
+        num_blocks = -(-int(seqs.context_lens.max()) // self.block_size)
+        order = balanced(visible[:, 0] - shared[members], numba.get_num_threads())  # [P]
+        members = members[order]
+        tables = seqs.tables[members, :num_blocks]
+        return QueryGroups(tokens[order], visible[order], shared[members], tables)
 
     # ---- once per layer ----
 
@@ -178,19 +183,12 @@ class NumbaAttention(PlainAttention):
 
     def attend(self, layer: int, qkv: Tensor, batch: ForwardBatch) -> Tensor:
         """`qkv` [T, H + 2K, D] is the result of `norm_rope_store`, rounded and scaled for fp8."""
-        out = new_padded(qkv, len(qkv), self.heads, self.dim)
+        out = qkv.new_empty(len(qkv), self.heads, self.dim)
         tensors = (qkv.data_ptr(), *qkv.shape[:2], out.data_ptr(), self.heads)
-        work = (batch.attention_metadata.work, *self.examples, self.attend_groups)
-        cache = (*self.kv_addresses[layer], self.shape)
+        cache, v_scale = (*self.kv_addresses[layer], self.shape), self.scales[layer][1]
+        work = (batch.attention_metadata.work, v_scale, *self.examples, self.attend_groups)
         attend(*tensors, *cache, *work, numba.get_num_threads())
-        _, v_scale = self.scales[layer]
-        return (out if v_scale == 1 else out.mul_(v_scale)).flatten(1)
-
-
-def follow_torch() -> None:
-    """Give Numba as many threads as torch has."""
-    limit = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
-    numba.set_num_threads(min(torch.get_num_threads(), limit))
+        return out.flatten(1)
 
 
 def balanced(sizes: np.ndarray, parts: int) -> np.ndarray:

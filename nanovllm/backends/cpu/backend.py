@@ -23,11 +23,10 @@ from nanovllm.backends.cpu.kernels import (
     int4,
     int8,
     pointwise,
-    product,
     sampler,
 )
 from nanovllm.backends.int4 import HEAD
-from nanovllm.models.backend import Backend, num_experts
+from nanovllm.models.backend import Backend
 from nanovllm.models.layers import Linear
 
 # Bytes that are allocated for many weights together.
@@ -76,10 +75,10 @@ class CpuBackend(Backend):
         return backends[weights](self.device, self.dtype)
 
     def after_load(self, module: Linear) -> None:
-        (experts if num_experts(module.projections) else linear).pack(module)
+        linear.pack(module)
 
     def expert_mlp(self, gate_up: Linear, down: Linear) -> Any:
-        return experts.expert_mlp if hasattr(down.weight, "product") else None
+        return experts.expert_mlp
 
     def delta_rule(self) -> Any:
         return delta_rule
@@ -100,7 +99,6 @@ class CpuBackend(Backend):
 class CpuInt8Backend(CpuBackend):
     """The same with the weights of linear layers in int8."""
 
-    linear = staticmethod(product.linear)
     memory = torch.empty(0, dtype=torch.uint8)  # for the next weights
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -28,10 +28,9 @@ from nanovllm.utils.log import logger
 
 def kernels_in_parts(dtype: torch.dtype) -> list[Kernel]:
     """Return the kernels that backends/cpu/kernels/parallel.py calls."""
-    blocks = kernel_for(dtype)
     return [
         attend_groups,
-        *(blocks[:1] if blocks else ()),
+        kernel_for(dtype)[0],
         pointwise.add_rms_norm_rows,
         pointwise.silu_and_mul_rows,
         pointwise.norm_rope_store_rows,
@@ -54,18 +53,19 @@ def calls(dtype: torch.dtype, cache_dtype: torch.dtype) -> list[tuple[Kernel, Ty
         (kernel, parallel.example_arguments(kernel, dtype, cache_dtype))
         for kernel in kernels_in_parts(dtype)
     ]
-    step, none = fused_decode.example_step(example, example), product.Product(0, 0)
+    step, none = fused_decode.example_step(example, example, cached), product.Product(0, 0)
     callers = [
         *((parallel.in_parts, (0, arguments, 1, 1)) for _, arguments in in_parts),
-        (attend, (*[0] * 7, step.shape, step.attention, example, cached, 0, 1)),
-        (product.product, (none, *[0] * 9, example, 1)),
+        (attend, (*[0] * 7, step.shape, step.attention, 1.0, example, cached, 0, 1)),
+        (product.compute, (none, *[0] * 9, example, 1)),
     ]
     if dtype is cache_dtype:
         code, addresses = fused_decode.Code(0, 0, 0, 0, none), np.empty((0, 0), np.int64)
-        layers = code, step, addresses, fused_decode.NO_STATES
+        scales = np.empty((0, 0), np.float64)
+        layers = code, step, addresses, scales, fused_decode.NO_STATES
         host, head = fused_step.example_host(), fused_step.Head._make((none, *[0] * 7, 1, True))
         rows = np.empty(0, np.int64)
-        callers.append((fused_decode.decode_layers, layers))
+        callers.append((fused_decode.compute_layers, layers))
         callers.append((fused_step.sample_tokens, (*layers, host, head, rows, rows, rows)))
     called = [(kernel, (*arguments, 0, 0)) for kernel, arguments in in_parts]
     return [(kernel, tuple(map(typeof, arguments))) for kernel, arguments in called + callers]

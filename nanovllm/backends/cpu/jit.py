@@ -1,6 +1,8 @@
 """How a kernel is compiled: `compiled` is the decorator of all kernels."""
 
+import ctypes
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +34,15 @@ def has_feature(name: str) -> bool:
     """Return whether Numba compiles for the processor of this process, and it has a feature."""
     is_other = config.CPU_NAME or config.CPU_FEATURES
     return not is_other and get_host_cpu_features().get(name, False)
+
+
+@functools.cache
+def has_amx(feature: str = "amx-bf16") -> bool:
+    """Return whether Linux permits this process to use tiles, and Numba compiles for `feature`."""
+    if sys.platform != "linux" or not has_feature(feature):
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
 @functools.cache

@@ -9,19 +9,17 @@ pairs, which are neighbours in a row of A and in a row of B, and sums in float32
     C[m, n] += A[m, 2k] B[k, 2n] + A[m, 2k + 1] B[k, 2n + 1]
 """
 
-import ctypes
-import sys
-
 import numpy as np
 from numba.extending import intrinsic
 
-from nanovllm.backends.cpu.jit import compiled, has_feature
+from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels.llvm.calls import instruction
 from nanovllm.backends.cpu.kernels.primitives import BFLOAT16, f32, prefetch_range
-from nanovllm.backends.cpu.kernels.product import finish
+from nanovllm.backends.cpu.kernels.product import finish, padded_bytes
 
 TILE_ROWS = 16
 WIDTH = 32  # outputs of a block of the packed weight
+CACHED_ROWS = 256  # that are multiplied with all blocks of a thread
 # Prefetch distance of weights, in each block that is read.
 PREFETCH_BYTES = 2048
 
@@ -42,11 +40,10 @@ tile_dot_int8 = _literal(
 
 
 @compiled()
-def linear_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, outputs, example,
-                  start, stop):
-    """Compute blocks of 32 outputs by AMX, as kernels/product.py describes.
+def multiply_rows(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, x_stride, outputs, start, stop):
+    """Compute blocks of 32 outputs for all rows, which are `x_stride` bytes apart.
 
-    oneDNN packs W as [outputs / 32, inputs / 2, 32, 2], which puts two tiles B side by side:
+    W is stored as [outputs / 32, inputs / 2, 32, 2], which puts two tiles B side by side:
 
         output          0      1    ..    15     16     17   ..    31
         inputs 0, 1 [ w  w | w  w | .. | w  w | w  w | w  w | .. | w  w ]
@@ -65,7 +62,7 @@ def linear_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs,
     config[0], config[16:32:2], config[48:54], config[54:56] = 1, 64, height, TILE_ROWS
     tile_config(config)
     acc = np.empty((2, height, 32), f32)
-    half_bytes, x_stride = 128 * height, 2 * inputs
+    half_bytes = 128 * height
     for block in range(start, stop, 1 if two_sets else 2):
         acc_ptr = np.int64(acc.ctypes.data)
         other_block = block if two_sets else min(block + 1, stop - 1)
@@ -79,7 +76,7 @@ def linear_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs,
             tile_zero(1)
             tile_zero(2)
             tile_zero(3)
-            for _ in range(inputs // 32):
+            for _ in range(x_stride // 64):
                 if panel == 0:
                     prefetch_range(w + PREFETCH_BYTES, 2048)
                 tile_load(6, w, 128)
@@ -114,9 +111,14 @@ def linear_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs,
     tile_release()
 
 
-def is_available(feature="amx-bf16"):
-    """Return whether Linux permits this process to use tiles, and Numba compiles for `feature`."""
-    if sys.platform != "linux" or not has_feature(feature):
-        return False
-    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
-    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+@compiled()
+def linear_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, outputs, example,
+                  start, stop):
+    """Compute blocks of 32 outputs by AMX, as kernels/product.py describes.
+
+    Rows that stay in the cache are multiplied with all blocks before the next ones.
+    """
+    stride = padded_bytes(inputs, 2)
+    for first in range(0, rows, CACHED_ROWS):
+        multiply_rows(x_ptr + first * stride, weight_ptr, bias_ptr, out_ptr + 2 * first * outputs,
+                      min(CACHED_ROWS, rows - first), stride, outputs, start, stop)

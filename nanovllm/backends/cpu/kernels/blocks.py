@@ -9,17 +9,21 @@ four in int8, as [O / 64, words, 64]. oneDNN packs float32 like this, and bfloat
 without AMX.
 """
 
+from functools import cache
+
 import numpy as np
 import torch
 
-from nanovllm.backends.cpu.jit import Kernel, compiled, has_feature
+from nanovllm.backends.cpu.jit import Kernel, compiled, has_amx, has_feature
 from nanovllm.backends.cpu.kernels import amx
 from nanovllm.backends.cpu.kernels.llvm.dot import dot_rows
 from nanovllm.backends.cpu.kernels.parallel import address_for
 from nanovllm.backends.cpu.kernels.primitives import bytes_of
-from nanovllm.backends.cpu.kernels.product import Product, finish
+from nanovllm.backends.cpu.kernels.product import Product, finish, pad_rows, padded_bytes
 
 WIDTH = 64  # outputs of a block
+MIN_ROWS = 64
+CACHED_BYTES = 1 << 19  # of rows that are multiplied with all blocks of a thread
 STEPS = 64  # words of each output that all rows are multiplied with before the next ones: 16 kB
 AHEAD = 4096  # bytes between the weights that are used and those that are prefetched
 HEIGHT = 6  # the most rows of a call of dot_rows
@@ -29,70 +33,81 @@ READ_ONCE = HEIGHT if has_feature("avx512vnni") else 0
 
 
 @compiled()
-def add_product(word, sums_ptr, x_ptr, stride, weight_ptr, steps, rows):
-    """Compute sums [rows, 64] += x [rows, steps] times a block of weights [steps, 64], in words.
+def add_product(word, sums_ptr, sums_stride, x_ptr, stride, weight_ptr, weight_stride, steps, rows,
+                is_far):
+    """Compute sums [rows, 64] += x [rows, steps] times weights [steps, 64], in words.
 
-    The type of `word` is as in dot_rows. The rows of x begin `stride` bytes apart.
+    The type of `word` is as in dot_rows. The strides are the bytes between rows.
 
-    If weights are read several times, the first time is from memory, and the others are from the
-    cache. All of them together prefetch the next `span` of weights, to keep memory busy meanwhile.
+    `is_far`: the weights are a block in memory. If they are read several times, only the first time
+    is from memory. All of them together prefetch the next `span` of weights, to keep memory busy
+    meanwhile.
     """
     parts, once = (rows + HEIGHT - 1) // HEIGHT, rows <= READ_ONCE
     span = steps if once else STEPS
     lines = (parts + 3) // parts  # of the four cache lines of a step, what each part prefetches
     for first in range(0, steps, span):
-        count, w = min(span, steps - first), weight_ptr + 4 * WIDTH * first
+        count, w = min(span, steps - first), weight_ptr + weight_stride * first
         ahead, row = w + (AHEAD if once else 4 * WIDTH * span), 0
         while row < rows:
             x, left = (x_ptr + row * stride + 4 * first, stride, 4), rows - row
-            out = sums_ptr + 4 * WIDTH * row, 4 * WIDTH
-            fetched = lines if row * lines < 4 * HEIGHT else 0
+            out, weights = (sums_ptr + sums_stride * row, sums_stride), (w, weight_stride)
+            fetched = lines if is_far and row * lines < 4 * HEIGHT else 0
             if left >= 6:
-                dot_rows(word, 6, WIDTH, x, (w, 4 * WIDTH), count, out, (ahead, fetched))
+                dot_rows(word, 6, WIDTH, x, weights, count, out, (ahead, fetched))
                 row += 6
             elif left >= 4:
-                dot_rows(word, 4, WIDTH, x, (w, 4 * WIDTH), count, out, (ahead, fetched))
+                dot_rows(word, 4, WIDTH, x, weights, count, out, (ahead, fetched))
                 row += 4
             elif left >= 2:
-                dot_rows(word, 2, WIDTH, x, (w, 4 * WIDTH), count, out, (ahead, fetched))
+                dot_rows(word, 2, WIDTH, x, weights, count, out, (ahead, fetched))
                 row += 2
             else:
-                dot_rows(word, 1, WIDTH, x, (w, 4 * WIDTH), count, out, (ahead, fetched))
+                dot_rows(word, 1, WIDTH, x, weights, count, out, (ahead, fetched))
                 row += 1
             ahead += 64 * lines * count
 
 
 @compiled()
+def add_block(word, sums_ptr, x_ptr, stride, weight_ptr, steps, rows):
+    """Compute the same for a block of a weight in memory and sums [rows, 64] side by side."""
+    add_product(word, sums_ptr, 4 * WIDTH, x_ptr, stride, weight_ptr, 4 * WIDTH, steps, rows, True)
+
+
+@compiled()
 def linear_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, outputs, example,
                   start, stop):
-    """Compute blocks of 64 outputs in float32 or bfloat16, as product.py describes."""
-    itemsize, sums = bytes_of(example), np.empty((rows, WIDTH), np.float32)
-    steps, sums_ptr = inputs * itemsize // 4, np.int64(sums.ctypes.data)
-    for block in range(start, stop):
-        o = WIDTH * block
-        sums[:] = 0
-        weight = weight_ptr + o * inputs * itemsize
-        add_product(example, sums_ptr, x_ptr, 4 * steps, weight, steps, rows)
-        bias = bias_ptr + o * itemsize if bias_ptr != 0 else np.int64(0)
-        for row in range(rows):
-            out = out_ptr + (row * outputs + o) * itemsize
-            finish(sums_ptr + 4 * WIDTH * row, np.float32(1), np.int64(0), bias, out,
-                   min(WIDTH, outputs - o), np.float32(0), example)
+    """Compute blocks of 64 outputs in float32 or bfloat16, as product.py describes.
 
-
-def kernel_for(dtype: torch.dtype) -> tuple[Kernel, int] | None:
-    """Return the kernel for weights in this dtype that oneDNN packed, and its outputs of a block.
-
-    None: there is none for this processor, and oneDNN computes all products.
+    As many rows as stay in the cache are multiplied with all blocks before the next ones.
     """
-    if dtype is torch.bfloat16 and amx.is_available():
+    itemsize, stride = bytes_of(example), padded_bytes(inputs, bytes_of(example))
+    height = min(rows, max(MIN_ROWS, CACHED_BYTES // stride))
+    sums = np.empty((height, WIDTH), np.float32)
+    for first in range(0, rows, height):
+        count, x = min(height, rows - first), x_ptr + first * stride
+        for block in range(start, stop):
+            o, sums_ptr = WIDTH * block, np.int64(sums.ctypes.data)
+            sums[:] = 0
+            add_block(example, sums_ptr, x, stride, weight_ptr + o * stride, stride // 4, count)
+            bias = bias_ptr + o * itemsize if bias_ptr != 0 else np.int64(0)
+            for row in range(count):
+                out = out_ptr + ((first + row) * outputs + o) * itemsize
+                finish(sums_ptr + 4 * WIDTH * row, np.float32(1), np.int64(0), bias, out,
+                       min(WIDTH, outputs - o), np.float32(0), example)
+
+
+def kernel_for(dtype: torch.dtype) -> tuple[Kernel, int]:
+    """Return the kernel for weights in a dtype, and its outputs of a block."""
+    if dtype is torch.bfloat16 and has_amx():
         return amx.linear_blocks, amx.WIDTH
-    if dtype is torch.float32 or has_feature("avx512bf16"):
-        return linear_blocks, WIDTH
-    return None
+    return linear_blocks, WIDTH
 
 
-def blocks_product(dtype: torch.dtype) -> Product | None:
-    """Return how this kernel multiplies, or None if there is none."""
-    found = kernel_for(dtype)
-    return found and Product(address_for(found[0], dtype, dtype), found[1])
+@cache
+def float_product(dtype: torch.dtype, inputs: int) -> Product:
+    """Return how weights in a dtype with so many inputs are multiplied."""
+    kernel, width = kernel_for(dtype)
+    is_whole = padded_bytes(inputs, dtype.itemsize) == inputs * dtype.itemsize
+    prepare = 0 if is_whole else address_for(pad_rows, dtype, dtype)
+    return Product(address_for(kernel, dtype, dtype), width, dtype.itemsize, prepare)

@@ -7,9 +7,17 @@ from torch import Tensor
 from nanovllm.backends.cpu.attention import NumbaAttention
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels import delta_rule
-from nanovllm.backends.cpu.kernels.fused_decode import FusedLayers, Pointers, States
-from nanovllm.backends.cpu.kernels.parallel import address_for
-from nanovllm.backends.cpu.kernels.primitives import array, exp, f32, from_float32, to_float32
+from nanovllm.backends.cpu.kernels.fused_decode import FusedLayers, States
+from nanovllm.backends.cpu.kernels.parallel import address_for, run
+from nanovllm.backends.cpu.kernels.primitives import (
+    DTYPE_EXAMPLE,
+    array,
+    exp,
+    f32,
+    from_float32,
+    to_float32,
+)
+from nanovllm.backends.cpu.kernels.product import pointers
 from nanovllm.models.batch import ForwardBatch
 
 
@@ -21,6 +29,14 @@ def gate_rows(x_ptr, gate_ptr, rows, size, stride, example, start, stop):
         for c in range(size):
             sigmoid = from_float32(f32(1) / (f32(1) + exp(-to_float32(gate[i, c]))), example)
             x[i, c] = from_float32(to_float32(x[i, c]) * to_float32(sigmoid), example)
+
+
+def multiply_by_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
+    """Return x * sigmoid(gate), in place. x and gate [T, n]; rows of gate may be apart."""
+    stride, (rows, size) = gate.stride(0), x.shape
+    run(gate_rows, (x.data_ptr(), gate.data_ptr(), rows, size, stride, DTYPE_EXAMPLE[x.dtype]),
+        rows, rows * size)
+    return x
 
 
 class HybridLayers(FusedLayers):
@@ -39,12 +55,12 @@ class HybridLayers(FusedLayers):
         linear = self.config.conv_size + size + 2 * heads
         return max(projected, linear), max(mixed, size)
 
-    def layer_addresses(self, layer: Any, attention: NumbaAttention, find: Pointers) -> list[int]:
+    def layer_addresses(self, layer: Any, attention: NumbaAttention) -> list[int]:
         attn = layer.self_attn
         if not hasattr(attn, "conv1d"):
-            return super().layer_addresses(layer, attention, find)
+            return super().layer_addresses(layer, attention)
         norms = layer.input_layernorm, layer.post_attention_layernorm
-        products = (address for module in layer.linears() for address in find(module))
+        products = (address for module in layer.linears() for address in pointers(module))
         heads = attn.conv1d, attn.a_log, attn.dt_bias, attn.norm
         before = *(weight.data_ptr() for weight in norms), *[0] * 4, *products
         return [*before, attn.layer, *(weight.data_ptr() for weight in heads)]
@@ -61,10 +77,19 @@ class HybridLayers(FusedLayers):
         config, dtype = self.config, self.model.backend.dtype
         conv, rule = batch.states.states.conv, batch.states.states.rule
         kernels = (address_for(k, dtype, dtype) for k in (delta_rule.advance_heads, gate_rows))
+        advance, gate = kernels
         return States(
-            *(conv.data_ptr(), rule.data_ptr(), delta_rule.of_rows(batch.states.rows.numpy())),
-            *(conv[0].nbytes, rule[0].nbytes, conv.shape[1]),
-            *(config.linear_num_key_heads, config.linear_num_value_heads),
-            *(config.linear_key_head_dim, config.linear_value_head_dim),
-            *(conv.itemsize, *kernels),
+            conv=conv.data_ptr(),
+            rule=rule.data_ptr(),
+            segments=delta_rule.of_rows(batch.states.rows.numpy()),
+            conv_bytes=conv[0].nbytes,
+            rule_bytes=rule[0].nbytes,
+            num_states=conv.shape[1],
+            key_heads=config.linear_num_key_heads,
+            value_heads=config.linear_num_value_heads,
+            key_dim=config.linear_key_head_dim,
+            value_dim=config.linear_value_head_dim,
+            itemsize=conv.itemsize,
+            advance_heads=advance,
+            gate=gate,
         )

@@ -11,7 +11,6 @@ kernels of other products compute.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -22,7 +21,6 @@ from torch import Tensor
 
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels import pointwise
-from nanovllm.backends.cpu.kernels.blocks import blocks_product
 from nanovllm.backends.cpu.kernels.parallel import address_for, call_at, in_parts
 from nanovllm.backends.cpu.kernels.primitives import (
     DTYPE_EXAMPLE,
@@ -31,7 +29,7 @@ from nanovllm.backends.cpu.kernels.primitives import (
     from_float32,
     to_float32,
 )
-from nanovllm.backends.cpu.kernels.product import Product, quantized, quantized_bytes
+from nanovllm.backends.cpu.kernels.product import Product, pointers, prepared, row_bytes
 from nanovllm.models.backend import num_experts
 from nanovllm.models.layers import Linear
 
@@ -47,35 +45,6 @@ def check_sizes(outputs: int, names: list[str], block: int) -> None:
             f"its neighbors has {outputs // experts}; leave quantization out, or set "
             "attention_backend='sdpa'"
         )
-
-
-@dataclass(slots=True, frozen=True)
-class PackedExperts:
-    """Weights [X O, I] in the blocks that `linear_blocks` reads."""
-
-    values: Tensor  # [X O / width, I / n, width, n], where n is 2 in bfloat16 and 1 in float32
-    code: Product
-    shape: torch.Size
-
-    def product(self) -> Product:
-        return self.code
-
-    def unpack(self) -> Tensor:
-        """Return the weights [X O, I]."""
-        return self.values.transpose(1, 2).reshape(self.shape)
-
-
-def pack(module: Linear) -> None:
-    """Reorder the weights of experts if there is a kernel for the result.
-
-    The condition is the same for both Linears of a mixture: hidden and inner size in whole blocks.
-    """
-    weight, code = module.weight, blocks_product(module.weight.dtype)
-    inputs, n = weight.shape[1], 4 // weight.itemsize
-    if code is None or any(size % 64 for size in (inputs, *module.projections.values())):
-        return
-    blocks = weight.view(-1, code.width, inputs // n, n).transpose(1, 2)
-    module.weight = PackedExperts(blocks.contiguous(), code, weight.shape)
 
 
 class ExpertWeights(NamedTuple):
@@ -96,9 +65,10 @@ def expert_blocks(code, x_ptr, weight_ptr, scale_ptr, out_ptr, hits, ends, input
     """Compute blocks of out [N, outputs] from rows x of `x_bytes`, sorted by expert.
 
     `code` is the address of a kernel of blocks. Block b of expert hits[h] is item
-    h * outputs / width + b. The weights of an expert take `weight_bytes`, its scales `scale_bytes`.
+    h * ceil(outputs / width) + b. The weights of an expert take `weight_bytes`, its scales
+    `scale_bytes`.
     """
-    blocks = outputs // width
+    blocks = (outputs + width - 1) // width
     for hit in range(start // blocks, (stop + blocks - 1) // blocks):
         expert, part = hits[hit], (max(start - hit * blocks, 0), min(stop - hit * blocks, blocks))
         for first in range(ends[expert - 1] if expert > 0 else 0, ends[expert], ROWS):
@@ -112,25 +82,30 @@ def expert_blocks(code, x_ptr, weight_ptr, scale_ptr, out_ptr, hits, ends, input
 def product(weights, blocks, x_ptr, out_ptr, work_ptr, hits, ends, itemsize, example, parts):
     """Multiply the sorted rows x [N, inputs] by the weights of their experts.
 
-    `blocks` is the address of expert_blocks, and `work` has quantized rows.
+    `blocks` is the address of expert_blocks, and `work` has prepared rows.
     """
     code, inputs, outputs = weights.code, weights.inputs, weights.outputs
-    x_ptr = quantized(code, x_ptr, ends[-1], inputs, work_ptr, example, parts)
-    x_bytes = itemsize * inputs if code.quantize == 0 else quantized_bytes(inputs)
+    x_ptr = prepared(code, x_ptr, ends[-1], inputs, work_ptr, example, parts)
     arguments = (code.blocks, x_ptr, weights.weight_ptr, weights.scale_ptr, out_ptr, hits, ends,
-                 inputs, outputs, code.width, x_bytes, weights.weight_bytes, weights.scale_bytes,
-                 itemsize * outputs, example)
-    in_parts(blocks, arguments, len(hits) * (outputs // code.width), parts)
+                 inputs, outputs, code.width, row_bytes(code, inputs), weights.weight_bytes,
+                 weights.scale_bytes, itemsize * outputs, example)
+    in_parts(blocks, arguments, len(hits) * ((outputs + code.width - 1) // code.width), parts)
 
 
 def described(module: Linear, num_experts: int) -> ExpertWeights:
     """Return the weights of a Linear as arguments of `product`."""
     weight = module.weight
     outputs, inputs = weight.shape[0] // num_experts, weight.shape[1]
-    values, scale = weight.values, getattr(weight, "scale", torch.empty(0))
-    addresses, sizes = (values.data_ptr(), scale.data_ptr()), (values.nbytes, scale.nbytes)
-    each = (size // num_experts for size in sizes)
-    return ExpertWeights(weight.product(), *addresses, inputs, outputs, *each)
+    values, scale, _bias = pointers(module)
+    return ExpertWeights(
+        code=weight.product(),
+        weight_ptr=values,
+        scale_ptr=scale,
+        inputs=inputs,
+        outputs=outputs,
+        weight_bytes=weight.values.nbytes // num_experts,
+        scale_bytes=0 if weight.scale is None else weight.scale.nbytes // num_experts,
+    )
 
 
 @compiled()
@@ -164,7 +139,7 @@ def mlp(gate_up, down, code, x_ptr, weight_ptr, choices, buffers, out_ptr, num_e
     """Compute out [T, E] as features/models/moe/experts.py does.
 
     `code` is of code_for. `buffers` are the addresses of scratch memory [N, E], [N, 2F] and [N, F]
-    in the dtype of x, and of memory for N quantized rows.
+    in the dtype of x, and of memory for N prepared rows.
     """
     size, num_rows = gate_up.inputs, choices.size
     counts, flat = np.zeros(num_experts, np.int64), choices.ravel()
@@ -205,7 +180,7 @@ def expert_mlp(
     both, activated = (described(m, num_experts) for m in (gate_up, down))
     sizes = both.inputs, both.outputs, activated.inputs
     buffers = [x.new_empty(choices.numel(), size) for size in sizes]
-    row_bytes = max(w.code.row_bytes(w.inputs) for w in (both, activated))
+    row_bytes = max(w.code.work_bytes(w.inputs) for w in (both, activated))
     buffers.append(x.new_empty(choices.numel() * row_bytes, dtype=torch.uint8))
     x, weights = x.contiguous(), weights.contiguous()
     mlp(both, activated, code_for(x.dtype), x.data_ptr(), weights.data_ptr(), choices.numpy(),

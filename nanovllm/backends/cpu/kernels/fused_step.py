@@ -11,11 +11,11 @@ from typing import NamedTuple
 import numpy as np
 
 from nanovllm.backends.cpu.jit import compiled
-from nanovllm.backends.cpu.kernels.fused_decode import decode_layers, norm
+from nanovllm.backends.cpu.kernels.fused_decode import compute_layers, norm
 from nanovllm.backends.cpu.kernels.int8 import OUTPUTS
 from nanovllm.backends.cpu.kernels.parallel import call_at, in_parts
 from nanovllm.backends.cpu.kernels.primitives import array, f32, from_float32
-from nanovllm.backends.cpu.kernels.product import Product, padded_inputs, quantized
+from nanovllm.backends.cpu.kernels.product import Product, padded_inputs, prepared
 from nanovllm.backends.cpu.kernels.sampler import GROUP, load_maxima, most_likely
 
 
@@ -37,13 +37,24 @@ class Host(NamedTuple):
 def example_host() -> Host:
     """Return a Host with the types of every Host."""
     numbers, tables = np.empty(0, np.int64), np.empty((0, 0), np.int32)
-    return Host(numbers, tables, numbers, tables.astype(np.float32), numbers, *[0] * 5)
+    return Host(
+        positions=numbers,
+        block_tables=tables,
+        last_tokens=numbers,
+        params=tables.astype(np.float32),
+        seeds=numbers,
+        embeddings=0,
+        scale=0,
+        rotary=0,
+        max_len=0,
+        min_shared=0,
+    )
 
 
 class Head(NamedTuple):
     """The last norm, the head and the sampler. All but the product are addresses or sizes."""
 
-    product: Product
+    product: Product  # of the head, which may differ from that of the layers
     weight: int
     scale: int
     bias: int
@@ -131,7 +142,7 @@ def shares_prefix(host, rows):
 
 
 @compiled()
-def sample_tokens(code, step, addresses, states, host, head, rows, places, tokens):
+def sample_tokens(code, step, addresses, scales, states, host, head, rows, places, tokens):
     """Replace each of `tokens` [T], inputs of rows [T], by the token that is sampled after it.
 
     The tokens of a row are consecutive and its last ones. Without a token that can be sampled, the
@@ -146,12 +157,12 @@ def sample_tokens(code, step, addresses, states, host, head, rows, places, token
         if rows[t] == rows[t + 1]:
             positions[t] = positions[t + 1] - 1
     look_up(host, step, rows, places, positions, tokens)
-    decode_layers(code, step, addresses, states)
+    compute_layers(code, step, addresses, scales, states)
     norm(code, step, head.norm)
     example, size, count = step.example, head.size, step.rows
     groups, product = (size + GROUP - 1) // GROUP, head.product
     maxima = np.empty((count, groups), f32)
-    x = quantized(product, step.x, count, step.size, step.work, example, step.parts)
+    x = prepared(product, step.x, count, step.size, step.work, example, step.parts)
     arguments = (product.blocks, product.width, x, head.weight, head.scale, head.bias, head.logits,
                  count, step.size, size, np.int64(maxima.ctypes.data), head.is_bf16, example)
     in_parts(head.group_blocks, arguments, groups, step.parts)

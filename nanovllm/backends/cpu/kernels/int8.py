@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanovllm.backends.cpu.jit import compiled
+from nanovllm.backends.cpu.jit import compiled, has_amx
 from nanovllm.backends.cpu.kernels import amx
 from nanovllm.backends.cpu.kernels.amx import (
     tile_config,
@@ -34,7 +34,7 @@ from nanovllm.backends.cpu.kernels.amx import (
     tile_release,
     tile_store,
 )
-from nanovllm.backends.cpu.kernels.blocks import add_product
+from nanovllm.backends.cpu.kernels.blocks import add_block
 from nanovllm.backends.cpu.kernels.primitives import array, bytes_of
 from nanovllm.backends.cpu.kernels.product import (
     PackedRows,
@@ -49,9 +49,9 @@ from nanovllm.backends.int8 import Int8Weight
 
 f32, int32 = np.float32, np.int32
 OUTPUTS = 64  # of a block of weights
-HAS_AMX = amx.is_available("amx-int8")
+HAS_AMX = has_amx("amx-int8")
 TOKEN_BLOCK = 64  # tokens that stay in the L2 cache
-TOKENS = amx.TILE_ROWS if HAS_AMX else TOKEN_BLOCK  # of a call of add_block
+TOKENS = amx.TILE_ROWS if HAS_AMX else TOKEN_BLOCK  # of a call of add_int8
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class PackedWeight(PackedRows, Int8Weight):
 
 @compiled()
 def amx_tile(word, sums_ptr, x_ptr, stride, weight_ptr, steps, tokens):
-    """Compute the same as add_product, 64 inputs at a time. The remaining ones are left to it.
+    """Compute the same as add_block, 64 inputs at a time. The remaining ones are left to it.
 
     Each of four tiles B is 64 inputs of 16 outputs, as the weights are stored.
     """
@@ -114,10 +114,10 @@ def amx_tile(word, sums_ptr, x_ptr, stride, weight_ptr, steps, tokens):
     tile_store(3, sums_ptr + 192, 4 * OUTPUTS)
     tile_release()
     if steps % amx.TILE_ROWS > 0:
-        add_product(word, sums_ptr, x_ptr, stride, weight_ptr, steps % amx.TILE_ROWS, tokens)
+        add_block(word, sums_ptr, x_ptr, stride, weight_ptr, steps % amx.TILE_ROWS, tokens)
 
 
-add_block: Any = amx_tile if HAS_AMX else add_product
+add_int8: Any = amx_tile if HAS_AMX else add_block
 
 
 @compiled()
@@ -135,7 +135,7 @@ def product_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs
                 x, tokens = x_ptr + t * stride, min(TOKENS, last - t)
                 for i in range(tokens):
                     sums[i] = array(x + i * stride + size + 4, (1,), int32(0))[0]
-                add_block(int32(0), sums_ptr, x, stride, weight_ptr + o * size, size // 4, tokens)
+                add_int8(int32(0), sums_ptr, x, stride, weight_ptr + o * size, size // 4, tokens)
                 for i in range(tokens):
                     token_scale = array(x + i * stride + size, (1,), f32(0))[0]
                     out = out_ptr + ((t + i) * outputs + o) * itemsize

@@ -9,6 +9,7 @@ float32 and bfloat16 takes 36 s of one core instead of 81 s (EPYC with AVX512-BF
 import inspect
 from typing import Any, TypeAlias
 
+import numba
 import numpy as np
 import torch
 from numba import get_num_threads, prange, typeof, types
@@ -48,14 +49,15 @@ def example_arguments(
         "weight_example": DTYPE_EXAMPLE[norm_dtype or dtype],
     }
     for element_type, dims, names_of_arrays in (
-        (np.int64, 1, "slot_mapping seeds positions tokens hits ends"),
+        (np.int64, 1, "slot_mapping seeds positions tokens hits ends first_tokens"),
         (np.int64, 2, "queries context_lens places segments"),
         (np.int32, 2, "block_tables starts"),
         (np.int8, 2, "values"),
         (np.float32, 1, "temperatures scale token_scale"),
-        (np.float32, 2, "lse filters"),
+        (np.float32, 2, "filters"),
         (np.float64, 2, "packed"),
         (type(example), 3, "qkv out"),
+        (np.float32, 3, "partial"),
         (type(cached), 4, "k_cache v_cache"),
     ):
         array = np.empty((0,) * dims, element_type)
@@ -122,6 +124,12 @@ def parts_for(elements, parts):
     In a step in one call they are awake, and a parallel loop takes about 2 us.
     """
     return parts if elements > 1 << 13 else 1
+
+
+def follow_torch() -> None:
+    """Give Numba as many threads as torch has."""
+    limit = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+    numba.set_num_threads(min(torch.get_num_threads(), limit))
 
 
 def run(kernel: Kernel, arguments: tuple[Any, ...], items: int, elements: int) -> None:

@@ -31,7 +31,6 @@ from nanovllm.backends.cpu.kernels.primitives import (
     store_in_cache,
     to_float32,
 )
-from nanovllm.backends.cpu.linear import new_padded
 
 
 @compiled()
@@ -79,7 +78,7 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor,
 def silu_and_mul(x: Tensor) -> Tensor:
     """Return silu(gate) * up [T, F] of x [T, 2F], which is (gate, up) side by side."""
     rows, size = len(x), x.shape[1] // 2
-    out = new_padded(x, rows, size)
+    out = x.new_empty(rows, size)
     arguments = (x.data_ptr(), out.data_ptr(), rows, size, DTYPE_EXAMPLE[x.dtype])
     run(silu_and_mul_rows, arguments, rows, rows * size)
     return out

@@ -3,8 +3,9 @@
     (x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, outputs, example, start, stop)
 
 computes blocks [start, stop) of out [rows, outputs] = x W^T + bias. scale_ptr and bias_ptr may
-be 0. In float32 and bfloat16 the kernel is `linear_blocks` of blocks.py or amx.py, and x is
-[rows, inputs]. The kernels of int8.py and int4.py read the rows that `quantize_rows` makes of x.
+be 0. In float32 and bfloat16 the kernel is `linear_blocks` of blocks.py or amx.py. Its rows of x
+are padded to whole words, by `pad_rows` if necessary. The kernels of int8.py and int4.py read the
+rows that `quantize_rows` makes of x.
 """
 
 from collections.abc import Sequence
@@ -17,11 +18,12 @@ import torch
 from numba import get_num_threads
 from torch import Tensor
 
-from nanovllm.backends.cpu.jit import Kernel, compiled
+from nanovllm.backends.cpu.jit import Kernel, compiled, has_amx
 from nanovllm.backends.cpu.kernels.parallel import address_for, in_parts, parts_for
 from nanovllm.backends.cpu.kernels.primitives import (
     DTYPE_EXAMPLE,
     array,
+    bytes_of,
     f32,
     from_float32,
     int32,
@@ -30,6 +32,9 @@ from nanovllm.backends.cpu.kernels.primitives import (
 from nanovllm.backends.int4 import GROUP
 from nanovllm.backends.int8 import INT8_MAX, MIN_ABSMAX
 from nanovllm.models.layers import Linear
+
+# Rows of x are padded to this many bytes: to a word, or to what AMX multiplies at once.
+ROW_UNIT = 64 if has_amx() else 4
 
 
 class PackedRows:
@@ -55,18 +60,44 @@ class Product(NamedTuple):
 
     blocks: int  # the address of the kernel of blocks
     width: int  # outputs of a block
-    quantize: int = 0  # the address of quantize_rows, or 0
+    itemsize: int = 0  # of the numbers of the rows that it reads, or 0 for quantized rows
+    prepare: int = 0  # the address of quantize_rows or pad_rows, or 0 if it reads x itself
 
-    def row_bytes(self, inputs: int) -> int:
-        """Return the bytes of a quantized row, or 0 if rows are not quantized."""
-        return quantized_bytes(inputs) if self.quantize else 0
+    def work_bytes(self, inputs: int) -> int:
+        """Return the bytes of memory that the product of a row needs."""
+        return row_bytes(self, inputs) if self.prepare else 0
 
 
 @cache
 def quantized_product(blocks: Kernel, width: int, dtype: torch.dtype) -> Product:
     """Return how a kernel of blocks multiplies with rows of a dtype, which it reads quantized."""
-    code, quantize = (address_for(kernel, dtype, dtype) for kernel in (blocks, quantize_rows))
-    return Product(code, width, quantize)
+    address, quantize = (address_for(kernel, dtype, dtype) for kernel in (blocks, quantize_rows))
+    return Product(address, width, prepare=quantize)
+
+
+@compiled()
+def padded_bytes(inputs, itemsize):
+    """Return the bytes of a row of whole words, of `inputs` numbers."""
+    return (inputs * itemsize + ROW_UNIT - 1) // ROW_UNIT * ROW_UNIT
+
+
+@compiled()
+def row_bytes(product, inputs):
+    """Return the bytes of a row that a kernel of blocks reads."""
+    if product.itemsize == 0:
+        return quantized_bytes(inputs)
+    return padded_bytes(inputs, product.itemsize)
+
+
+@compiled()
+def pad_rows(x_ptr, out_ptr, rows, inputs, example, start, stop):
+    """Copy rows [start, stop) of x [rows, inputs], with zeros after them up to whole words."""
+    x, itemsize = array(x_ptr, (rows, inputs), example), bytes_of(example)
+    size = padded_bytes(inputs, itemsize) // itemsize
+    out = array(out_ptr, (rows, size), example)
+    for i in range(start, stop):
+        out[i, :inputs] = x[i]
+        out[i, inputs:] = 0
 
 
 @compiled()
@@ -131,22 +162,22 @@ def quantize_rows(x_ptr, out_ptr, rows, inputs, example, start, stop):
 
 
 @compiled()
-def quantized(code, x_ptr, rows, inputs, work_ptr, example, parts):
-    """Return the address of the rows that code.blocks reads: x itself, or quantized at `work`."""
-    if code.quantize == 0:
+def prepared(product, x_ptr, rows, inputs, work_ptr, example, parts):
+    """Return the address of the rows that product.blocks reads: x itself, or rows at `work`."""
+    if product.prepare == 0:
         return x_ptr
     arguments = x_ptr, work_ptr, rows, inputs, example
-    in_parts(code.quantize, arguments, rows, parts_for(rows * inputs, parts))
+    in_parts(product.prepare, arguments, rows, parts_for(rows * inputs, parts))
     return work_ptr
 
 
 @compiled()
-def product(code, x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, outputs, work_ptr,
-            example, parts):
-    """Compute out [rows, outputs] = x W^T + bias of x [rows, inputs]. `work` has quantized rows."""
-    x_ptr = quantized(code, x_ptr, rows, inputs, work_ptr, example, parts)
+def compute(product, x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, outputs,
+            work_ptr, example, parts):
+    """Compute out [rows, outputs] = x W^T + bias of x [rows, inputs]. `work` has prepared rows."""
+    x_ptr = prepared(product, x_ptr, rows, inputs, work_ptr, example, parts)
     arguments = (x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, outputs, example)
-    in_parts(code.blocks, arguments, (outputs + code.width - 1) // code.width, parts)
+    in_parts(product.blocks, arguments, (outputs + product.width - 1) // product.width, parts)
 
 
 @compiled(exact=True)
@@ -161,25 +192,20 @@ def finish(sums_ptr, token_scale, scale_ptr, bias_ptr, out_ptr, count, sum_examp
         out[c] = from_float32(total, example)
 
 
-def multiply(code: Product, x: Tensor, pointers: tuple[int, int, int], outputs: int) -> Tensor:
+def multiply(product: Product, x: Tensor, pointers: tuple[int, int, int], outputs: int) -> Tensor:
     """Return x [T, I] times a weight: [T, O]. `pointers`: to the weight, its scale and the bias."""
     x = x.contiguous()
     rows, inputs = x.shape
     out = x.new_empty((rows, outputs))
-    work = torch.empty(rows * code.row_bytes(inputs), dtype=torch.uint8)
+    work = torch.empty(rows * product.work_bytes(inputs), dtype=torch.uint8)
     sizes = rows, inputs, outputs, work.data_ptr()
-    product(code, x.data_ptr(), *pointers, out.data_ptr(), *sizes, DTYPE_EXAMPLE[x.dtype],
+    compute(product, x.data_ptr(), *pointers, out.data_ptr(), *sizes, DTYPE_EXAMPLE[x.dtype],
             get_num_threads())
     return out
 
 
-def linear(x: Tensor, module: Linear) -> Tensor:
-    """Return x [T, I] in float32 or bfloat16 times a weight in int8 or int4: [T, O]."""
-    return multiply(module.weight.product(), x, pointers(module), len(module.weight.rows))
-
-
 def pointers(module: Linear) -> tuple[int, int, int]:
-    """Return the addresses of a weight in int8 or int4, its scale and the bias."""
-    weight, bias = module.weight, module.bias
-    addresses = weight.values.data_ptr(), weight.scale.data_ptr()
-    return *addresses, 0 if bias is None else bias.data_ptr()
+    """Return the addresses of a packed weight, its scale and the bias; 0 for what it lacks."""
+    tensors = module.weight.values, module.weight.scale, module.bias
+    values, scale, bias = (0 if t is None else t.data_ptr() for t in tensors)
+    return values, scale, bias

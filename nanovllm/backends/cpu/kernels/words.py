@@ -1,4 +1,4 @@
-"""Words: the operands of the two products of attention of many rows.
+"""Words: the operands of the two products of attention.
 
 A word is a number in float32, or a pair in bfloat16 if `example`, a number of the KV cache, is in
 bfloat16 and the processor multiplies pairs (AVX512-BF16).
@@ -9,10 +9,8 @@ from numba import types
 from numba.extending import overload
 
 from nanovllm.backends.cpu.jit import has_feature
-from nanovllm.backends.cpu.kernels.primitives import BFLOAT16, from_float32, to_float32
+from nanovllm.backends.cpu.kernels.primitives import to_float32
 
-# The sums of a product of HEIGHT rows and WIDTH columns stay in registers.
-HEIGHT, WIDTH = (8, 32) if has_feature("avx512f") else (4, 16)
 HAS_PAIRS = has_feature("avx512bf16")
 
 
@@ -29,6 +27,17 @@ def word_array(shape, example):
 def _word_array(shape, example):
     dtype = np.uint32 if in_pairs(example) else np.float32
     return lambda shape, example: np.zeros(shape, dtype)
+
+
+def factor_array(shape, example):
+    """Return an uninitialized array for the numbers of which words are made."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(factor_array)
+def _factor_array(shape, example):
+    dtype = np.uint16 if in_pairs(example) else np.float32
+    return lambda shape, example: np.empty(shape, dtype)
 
 
 def stored_word(number, example):
@@ -55,7 +64,7 @@ def _word(stored):
 
 
 def joined(a, b, example):
-    """Return the word of two numbers, or of the first one if a word is one number."""
+    """Return the word of two stored numbers, or of the first one if a word is one number."""
     raise NotImplementedError("compiled code only")
 
 
@@ -64,10 +73,6 @@ def _joined(a, b, example):
     def pair(a, b, example):
         return np.uint32(a) | (np.uint32(b) << np.uint32(16))
 
-    def rounded(a, b, example):
-        low, high = from_float32(a, BFLOAT16), from_float32(b, BFLOAT16)
-        return np.uint32(low) | (np.uint32(high) << np.uint32(16))
-
     if in_pairs(example):
-        return pair if a == types.uint16 else rounded
+        return pair
     return lambda a, b, example: to_float32(a)

@@ -1,7 +1,9 @@
 """The inner loop of the CPU's products, with dot products of the processor for bfloat16 and int8.
 
 LLVM compiles them only for a processor with the instruction: vdpbf16ps (AVX512-BF16), vpdpbusd
-(VNNI), vpmaddwd and vpmaddubsw (AVX2).
+(VNNI), vpmaddwd and vpmaddubsw (AVX2). Without vdpbf16ps, a pair of bfloat16 is two float32.
+
+Each sum is formed in one order, from the first word to the last, however many rows there are.
 """
 
 from itertools import product
@@ -25,11 +27,11 @@ from nanovllm.backends.cpu.kernels.llvm.calls import (
     prefetch_line,
     without_result,
 )
-from nanovllm.backends.cpu.kernels.llvm.vectors import FLAGS, FLOATS, LANES, copies
+from nanovllm.backends.cpu.kernels.llvm.vectors import FLOATS, LANES, copies
 
 HAS_AVX2, HAS_VNNI = has_feature("avx2"), has_feature("avx512vnni")
+HAS_AVX512, HAS_BF16 = has_feature("avx512f"), has_feature("avx512bf16")
 WORDS = ir.VectorType(INT16, LANES)
-HAS_AVX512 = has_feature("avx512f")
 GROUP = 32  # weights in int4 with the same scale
 AHEAD = 8192  # bytes between the weights in int4 that are used and those that are prefetched
 FUSED = ("contract",)  # a product may be fused with a sum
@@ -53,26 +55,24 @@ def add_neighbors(builder, a, b, name):
 
 @intrinsic(prefer_literal=True)
 def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
-    """out [rows, columns] += x [rows, steps] w [steps, columns], all of words of 4 bytes.
+    """Compute out [rows, columns] += x [rows, steps] w [steps, columns], in words of 4 bytes.
 
     The type of `word` tells what the words are: float32 a number, uint16 and uint32 two numbers in
     bfloat16, int32 four numbers, in int8 in x and in uint8 in w. out is float32, or int32 for int8.
     The product of two words is the sum of the products of their numbers.
 
-    rows and columns (16, 32 or 64) are literals. `steps` is a multiple of 4 in bfloat16. x is
-    (address, row stride, step stride), w (address, step stride), and out (address, row stride),
-    with all strides in bytes. `ahead` is (address, lines): step s prefetches `lines` cache lines
-    from address + 64 * lines * s.
+    rows and columns (16, 32 or 64) are literals. x is (address, row stride, step stride), w
+    (address, step stride), and out (address, row stride), with all strides in bytes. `ahead` is
+    (address, lines): step s prefetches `lines` cache lines from address + 64 * lines * s.
 
-    As many sums as possible stay in registers during all steps. An instruction waits for the one
-    before it that adds to the same sums. In bfloat16, few rows therefore have several `chains` of
-    sums, which take turns and are added at the end.
+    As many sums as possible stay in registers during all steps.
 
     With AVX2 a vector of int8 has 4 outputs instead of 16. Its instruction multiplies 16 numbers in
     int16 and adds each product to its neighbor. An output therefore has two sums until the end.
     """
     num_rows, width = rows.literal_value, columns.literal_value
     is_float32, is_int8 = word == types.float32, word == types.int32
+    is_halves = not (is_float32 or is_int8 or HAS_BF16)
     is_pairs = is_int8 and not HAS_VNNI
     lanes = 4 if is_pairs else LANES
     numbers = ir.VectorType(FLOAT if is_float32 else INT32, lanes)
@@ -84,7 +84,6 @@ def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
     height = num_rows if num_rows * unit <= registers else min(num_rows, 2)
     outputs = max(n for n in (16, 32, 64) if height * n // 16 * unit <= registers and n <= width)
     num_vectors = outputs // lanes
-    num_chains = 1 if is_float32 or is_int8 else max(1, 4 // num_rows)
     passes = [(r, c) for r in range(0, num_rows, height) for c in range(0, width, outputs)]
 
     def emit(builder, _word, _rows, _width, x, w, steps, out, ahead):
@@ -116,11 +115,21 @@ def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
             return builder.bitcast(copies(builder, loaded, 4), WORDS)
 
         def add(one, other):
-            return builder.add(one, other) if is_int8 else builder.fadd(one, other, flags=FLAGS)
+            return builder.add(one, other) if is_int8 else builder.fadd(one, other, flags=FUSED)
+
+        def halves(words):
+            """Return the first and the second numbers of pairs in bfloat16 as float32."""
+            shift, mask = (ir.Constant(numbers, [n] * lanes) for n in (16, 0xFFFF0000))
+            both = builder.shl(words, shift), builder.and_(words, mask)
+            return [builder.bitcast(half, FLOATS) for half in both]
 
         def add_products(total, w, x):
             if is_float32:
-                return add(total, builder.fmul(w, x, flags=FLAGS))
+                return add(total, builder.fmul(w, x, flags=FUSED))
+            if is_halves:
+                for a, b in zip(halves(w), halves(x), strict=True):
+                    total = add(total, builder.fmul(a, b, flags=FUSED))
+                return total
             if is_pairs:
                 return add(total, add_neighbors(builder, w, x, "wd"))
             return call(builder, f"x86.{name}", sums, total, w, x)
@@ -129,32 +138,25 @@ def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
             results = {
                 (row, v): element(builder, row_of(out, row, out_row), INT(v), 4 * lanes, result)
                 for row in range(height) for v in range(num_vectors)}
-            # LLVM keeps them in registers. The first chain continues what `out` has.
+            # LLVM keeps them in registers.
             totals = {}
-            for chain in range(num_chains):
-                for (row, v), pointer in results.items():
-                    is_new = chain > 0 or is_pairs
-                    start = ir.Constant(sums, None) if is_new else builder.load(pointer, align=4)
-                    totals[chain, row, v] = cgutils.alloca_once_value(builder, start)
-            with cgutils.for_range_slice(builder, INT(0), steps, INT(num_chains)) as (step, _):
-                for chain in range(num_chains):
-                    this = builder.add(step, INT(chain))
-                    block = builder.add(w, builder.mul(this, w_step))
-                    line = builder.add(ahead, builder.mul(this, ahead_step))
-                    with cgutils.for_range(builder, lines) as later:
-                        prefetch_line(builder, element(builder, line, later.index, 64, BYTE))
-                    weights = [load_weights(block, v) for v in range(num_vectors)]
-                    first = builder.add(x, builder.mul(this, x_step))
-                    for row in range(height):
-                        number = load_word(row_of(first, row, x_row))
-                        for v in range(num_vectors):
-                            total = totals[chain, row, v]
-                            added = add_products(builder.load(total), weights[v], number)
-                            builder.store(added, total)
-            for (row, v), pointer in results.items():
-                total = builder.load(totals[0, row, v])
-                for chain in range(1, num_chains):
-                    total = add(total, builder.load(totals[chain, row, v]))
+            for place, pointer in results.items():
+                start = ir.Constant(sums, None) if is_pairs else builder.load(pointer, align=4)
+                totals[place] = cgutils.alloca_once_value(builder, start)
+            with cgutils.for_range(builder, steps) as step:
+                block = builder.add(w, builder.mul(step.index, w_step))
+                line = builder.add(ahead, builder.mul(step.index, ahead_step))
+                with cgutils.for_range(builder, lines) as later:
+                    prefetch_line(builder, element(builder, line, later.index, 64, BYTE))
+                weights = [load_weights(block, v) for v in range(num_vectors)]
+                first = builder.add(x, builder.mul(step.index, x_step))
+                for row in range(height):
+                    number = load_word(row_of(first, row, x_row))
+                    for v in range(num_vectors):
+                        total = totals[row, v]
+                        builder.store(add_products(builder.load(total), weights[v], number), total)
+            for place, pointer in results.items():
+                total = builder.load(totals[place])
                 if is_pairs:
                     even, odd = (ir.Constant(numbers, [h, 2 + h, 4 + h, 6 + h]) for h in range(2))
                     both, total = total, builder.load(pointer, align=4)
