@@ -1,6 +1,7 @@
 """Ragged batches for the attention of a CPU, and a reference that is written out."""
 
 from itertools import takewhile
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -66,6 +67,18 @@ def make(
     return make_backend(*arguments, scales and [scales])
 
 
+def store(backend: Any, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, heads: int) -> None:
+    """Store k and v [n, K, D] in the slots [n], without norms and rotation."""
+    batch: Any = SimpleNamespace(slot_mapping=slots)
+    if type(backend) is PlainAttention:
+        backend.store(0, k, v, batch)
+        return
+    batch.attention_metadata = SimpleNamespace(slot_mapping=slots.numpy())
+    ones = torch.ones(len(k), 1, k.shape[2], dtype=k.dtype)  # the cosine of no rotation
+    qkv = torch.cat((k.new_zeros(len(k), heads, k.shape[2]), k, v), dim=1).flatten(1)
+    backend.norm_rope_store(0, qkv, None, (ones, ones - 1), batch)
+
+
 def compare(
     make_backend: type[PlainAttention] | type[NumbaAttention],
     lengths: list[tuple[int, int]],
@@ -105,10 +118,7 @@ def compare(
                 ks[i][:common], vs[i][:common] = ks[first][:common], vs[first][:common]
         tables[i, :n] = torch.tensor(own)
         slot = torch.tensor(own)[at // block_size] * block_size + at % block_size
-        block, offset = slot[:past] // block_size, slot[:past] % block_size
-        held = (ks[-1], vs[-1]) if scales is None else map(to_fp8, (ks[-1], vs[-1]), scales)
-        for cache, written in zip(backend.cache[0], held, strict=True):
-            cache.transpose(1, 2)[block, offset] = written[:past]
+        store(backend, ks[-1][:past], vs[-1][:past], slot[:past], num_heads)
         slots.append(slot[past:])
         positions.append(at[past:])
     queries = torch.tensor([query for query, _ in lengths])
@@ -127,14 +137,11 @@ def compare(
     k_new = torch.cat([k[past:] for k, (_, past) in zip(ks, lengths, strict=True)])
     v_new = torch.cat([v[past:] for v, (_, past) in zip(vs, lengths, strict=True)])
     backend.prepare(batch)
-    if make_backend is PlainAttention:
-        backend.store(0, k_new, v_new, batch)
-        got = backend.attend(0, q, batch).view(q.shape)
-    else:
-        ones = torch.ones(total, 1, dim, dtype=dtype)  # the cosine of no rotation
-        qkv = torch.cat((q, k_new, v_new), dim=1).flatten(1)
-        rotated = backend.norm_rope_store(0, qkv, None, (ones, ones - 1), batch)
-        got = backend.attend(0, rotated, batch).view(q.shape)
+    store(backend, k_new, v_new, batch.slot_mapping, num_heads)
+    qkv = q
+    if make_backend is NumbaAttention:  # q is scaled as `norm_rope_store` does it
+        qkv = torch.cat(((q.float() * k_scale).to(dtype), k_new, v_new), dim=1)
+    got = backend.attend(0, qkv, batch).view(q.shape)
     start, tolerance = 0, {"atol": 0.01, "rtol": 0.016}
     if dtype == torch.float32:
         tolerance = {"atol": 2e-5, "rtol": 1e-5}

@@ -179,10 +179,10 @@ class NumbaAttention(PlainAttention):
         heads = self.heads, self.heads + 2 * self.kv_heads
         arguments = (*tensors, *cache, *heads, self.eps, *examples, *self.scales[layer])
         run(pointwise.norm_rope_store_rows, arguments, len(slot_mapping), qkv.numel())
-        return qkv.view(len(qkv), -1, self.dim)
+        return qkv.view(len(qkv), heads[1], self.dim)
 
     def attend(self, layer: int, qkv: Tensor, batch: ForwardBatch) -> Tensor:
-        """`qkv` [T, H + 2K, D] is the result of `norm_rope_store`, rounded and scaled for fp8."""
+        """`qkv` [T, H + 2K, D] is the result of `norm_rope_store`."""
         out = qkv.new_empty(len(qkv), self.heads, self.dim)
         tensors = (qkv.data_ptr(), *qkv.shape[:2], out.data_ptr(), self.heads)
         cache, v_scale = (*self.kv_addresses[layer], self.shape), self.scales[layer][1]

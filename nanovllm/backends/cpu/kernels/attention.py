@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from nanovllm.backends.cpu.jit import compiled
-from nanovllm.backends.cpu.kernels.blocks import WIDTH, add_product
-from nanovllm.backends.cpu.kernels.llvm.vectors import LANES, join_rows, transpose_rows, weigh_rows
+from nanovllm.backends.cpu.kernels.blocks import WIDTH, add_narrow, add_product
+from nanovllm.backends.cpu.kernels.llvm.vectors import copy_words, weigh_rows
 from nanovllm.backends.cpu.kernels.parallel import in_parts
 from nanovllm.backends.cpu.kernels.primitives import (
     array,
@@ -21,16 +21,20 @@ from nanovllm.backends.cpu.kernels.primitives import (
     from_float32,
 )
 from nanovllm.backends.cpu.kernels.words import (
-    factor_array,
-    joined,
-    stored_word,
-    word,
-    word_array,
+    TILE,
+    is_tiled,
+    key_place,
+    operand,
+    operands,
+    per_word,
+    value_place,
 )
 
 KEYS = WIDTH  # of a segment: the scores of a segment are a block of the product
 # The largest number of rows of a group of several queries.
 MAX_ROWS = 64
+# Up to so many rows of a group read the cache where it is.
+FEW_ROWS = 8
 
 
 class QueryGroups(NamedTuple):
@@ -65,24 +69,55 @@ class AttentionWork(NamedTuple):
 
 
 @compiled()
-def find_rows(offsets, table, last, block_rows, block_size, row_bytes):
-    """Set offsets [n] to where the rows of a sequence's tokens are in the cache of a head.
+def find_tiles(tiles, table, last, block_bytes, tiles_of_block, tile_bytes):
+    """Set tiles [n] to where a head's tiles of a sequence are in the cache.
 
-    A block has `block_rows` rows of all heads. The token `last` stands for those after it.
+    The tile `last` stands for those after it, which a table may not have.
     """
-    block, slot, offset = 0, block_size, np.int64(0)
-    for token in range(len(offsets)):
-        if token <= last:
-            if slot == block_size:
-                offset, slot = np.int64(table[block]) * block_rows * row_bytes, 0
+    block, part, offset = 0, tiles_of_block, np.int64(0)
+    for i in range(len(tiles)):
+        if i <= last:
+            if part == tiles_of_block:
+                offset, part = np.int64(table[block]) * block_bytes, 0
                 block += 1
             else:
-                offset += row_bytes
-            slot += 1
-        offsets[token] = offset
+                offset += tile_bytes
+            part += 1
+        tiles[i] = offset
 
 
-@compiled(no_nan=True)
+@compiled()
+def gather_rows(keys, values, k_cache, v_cache, table, head, first, tokens, tiled):
+    """Copy the tokens from `first` on to keys [D / n, KEYS, n] and values [KEYS / n, D or more, n].
+
+    What `attend_groups` reads is then side by side. The token after the last one is 0 in values.
+    """
+    _, _, block_size, dim = k_cache.shape
+    n, example = keys.shape[2], k_cache[0, 0, 0, 0]
+    for j in range(tokens + tokens % n):
+        slot = min(first + j, first + tokens - 1)
+        block, slot = table[slot // block_size], slot % block_size
+        k, v = k_cache[block, head].ravel(), v_cache[block, head].ravel()
+        for d in range(dim):
+            keys[d // n, j, d % n] = operand(k[key_place(slot, d, dim, tiled, n)], example)
+            value = operand(v[value_place(slot, d, dim, tiled, n)], example)
+            values[j // n, d, j % n] = value if j < tokens else 0
+
+
+@compiled()
+def add_values(word, sums_ptr, sums_stride, weights_ptr, weights_stride, v_ptr, v_stride, steps,
+               rows, distance, dim):
+    """Compute sums [rows, dim] += weights [rows, steps] times values [steps, dim], in words."""
+    size, whole = bytes_of(word) * per_word(word), dim // WIDTH * WIDTH  # bytes of a word
+    for c in range(0, whole, WIDTH):
+        add_product(word, sums_ptr + 4 * c, sums_stride, weights_ptr, weights_stride,
+                    v_ptr + size * c, v_stride, steps, rows, distance)
+    for c in range(whole, dim, TILE):
+        add_narrow(word, sums_ptr + 4 * c, sums_stride, weights_ptr, weights_stride,
+                   v_ptr + size * c, v_stride, steps, rows, distance)
+
+
+@compiled()
 def attend_groups(qkv, out, partial, k_cache, v_cache, queries, context_lens, first_tokens,
                   block_tables, is_prefix, v_scale, start, stop):
     """Compute attention for items [start, stop) of the P * K pairs of a group and a KV head.
@@ -91,48 +126,48 @@ def attend_groups(qkv, out, partial, k_cache, v_cache, queries, context_lens, fi
     the other pass goes on from there and writes `out`. For R rows, the queries of a group times the
     G heads of a KV head:
 
-        scores [R, KEYS] = q k^T                    k is transposed as it is read
+        scores [R, KEYS] = q k^T
         weights [R, KEYS] = exp(scores - maximum)
         sums [R, D] = sums * exp(old maximum - maximum) + weights v
 
-    As 0 times infinity is NaN, an infinity in V can make NaN in all rows of the group.
+    Few rows read the tiles of the cache where they are. For many rows a segment is first copied, so
+    that its tiles are side by side, and sums stay in registers longer. As 0 times infinity is NaN,
+    an infinity in V can make NaN in all rows of the group.
     """
     _, num_kv_heads, block_size, dim = k_cache.shape
     q_per_kv = out.shape[1] // num_kv_heads
     log2_scale = f32(1.44269504) / np.sqrt(f32(dim))  # exp(x) is computed as 2^(x / ln 2)
     example, q_example = k_cache[0, 0, 0, 0], qkv[0, 0, 0]
-    stored, q_stored = stored_word(example, example), stored_word(q_example, example)
-    per_word = bytes_of(stored) // bytes_of(example)
-    words, whole = dim // per_word, dim // LANES * LANES
-    wide = (dim + WIDTH - 1) // WIDTH * WIDTH
-    max_rows, row_bytes = queries.shape[1] * q_per_kv, dim * bytes_of(example)
-    query, keys = word_array((max_rows, words), example), word_array((words, KEYS), example)
-    values = word_array((KEYS // per_word, wide), example)
+    n, tiled = per_word(example), is_tiled(block_size, dim)
+    words, wide = (dim + n - 1) // n, (dim + WIDTH - 1) // WIDTH * WIDTH
+    max_rows = queries.shape[1] * q_per_kv
+    tile_bytes = TILE * dim * bytes_of(example)
+    query, weights = operands((max_rows, words * n), example), operands((max_rows, KEYS), example)
+    keys, values = operands((words, KEYS, n), example), operands((KEYS // n, wide, n), example)
+    word, odd_value = keys[0, 0, 0], operands((wide, n), example)
     scores, sums = np.empty((max_rows, KEYS), f32), np.empty((max_rows, wide), f32)
-    weights = factor_array((max_rows, KEYS), example)
-    row_max, row_sum = np.empty(max_rows, f32), np.empty(max_rows, f32)
-    factors = np.empty(max_rows, f32)
-    visible = np.empty(max_rows, np.int64)
-    max_keys = (block_tables.shape[1] * block_size + KEYS - 1) // KEYS * KEYS
-    offsets, group = np.empty(max_keys + KEYS, np.int64), -1
+    row_max, row_sum, factors = np.empty((3, max_rows), f32)
+    visible, group = np.empty(max_rows, np.int64), -1
+    tiles = np.empty(block_tables.shape[1] * block_size // TILE + 3, np.int64)
     for item in range(start, stop):
         p, head = item // num_kv_heads, item % num_kv_heads
         count = np.sum(queries[p] >= 0)
         rows, context_len, begin = count * q_per_kv, context_lens[p, count - 1], first_tokens[p]
-        if p != group:
-            group, num_keys = p, (context_len + KEYS - 1) // KEYS * KEYS
-            find_rows(offsets[: num_keys + KEYS], block_tables[p], context_len - 1,
-                      num_kv_heads * block_size, block_size, row_bytes)
-        head_bytes = head * block_size * row_bytes
+        is_few = tiled and rows <= FEW_ROWS
+        if tiled and p != group:
+            group, last_tile = p, (context_len - 1) // TILE
+            find_tiles(tiles[: last_tile + 3], block_tables[p], last_tile,
+                       num_kv_heads * block_size // TILE * tile_bytes, block_size // TILE,
+                       tile_bytes)
+        head_bytes = head * block_size // TILE * tile_bytes
         k_base = np.int64(k_cache.ctypes.data) + head_bytes
         v_base = np.int64(v_cache.ctypes.data) + head_bytes
-        scores_ptr, weights_ptr = np.int64(scores.ctypes.data), np.int64(weights.ctypes.data)
-        sums_ptr = np.int64(sums.ctypes.data)
+        query_ptr, scores_ptr = np.int64(query.ctypes.data), np.int64(scores.ctypes.data)
+        weights_ptr, sums_ptr = np.int64(weights.ctypes.data), np.int64(sums.ctypes.data)
         for r in range(rows):
             token, h = queries[p, r // q_per_kv], head * q_per_kv + r % q_per_kv
-            q = array(qkv[token, h].ctypes.data, (words,), q_stored)
-            for d in range(words):
-                query[r, d] = word(q[d])
+            for d in range(dim):
+                query[r, d] = operand(qkv[token, h, d], example)
             visible[r] = context_lens[p, r // q_per_kv]
             row_max[r], row_sum[r] = -np.inf, 0
             sums[r] = 0
@@ -143,43 +178,57 @@ def attend_groups(qkv, out, partial, k_cache, v_cache, queries, context_lens, fi
 
         for first in range(begin, context_len, KEYS):
             tokens = min(KEYS, context_len - first)
-            for j in range(0, tokens, LANES):
-                rows_at = np.int64(offsets[first + j :].ctypes.data)
-                for d in range(0, words - LANES + 1, LANES):
-                    transpose_rows(k_base, rows_at, rows_at + 8 * KEYS, d,
-                                   np.int64(keys[d, j:].ctypes.data), 4 * KEYS, stored)
-            for j in range(tokens):
-                k = array(k_base + offsets[first + j], (words,), stored)
-                for d in range(words // LANES * LANES, words):
-                    keys[d, j] = word(k[d])
+            first_tile, stop_tile = first // TILE, (first + tokens - 1) // TILE + 1
             scores[:rows] = 0
-            add_product(keys[0, 0], scores_ptr, 4 * KEYS, np.int64(query.ctypes.data), 4 * words,
-                        np.int64(keys.ctypes.data), 4 * KEYS, words, rows, False)
+            if is_few:
+                for i in range(first_tile, stop_tile):
+                    add_narrow(example, scores_ptr + 4 * TILE * (i - first_tile), 4 * KEYS,
+                               query_ptr, 4 * words, k_base + tiles[i], tile_bytes // words, words,
+                               rows, tiles[i + 2] - tiles[i])
+            else:
+                if tiled:
+                    for i in range(first_tile, stop_tile):
+                        j = TILE * (i - first_tile)
+                        copy_words(k_base + tiles[i], tile_bytes // words,
+                                   np.int64(keys[:, j:].ctypes.data), 4 * KEYS, words, TILE,
+                                   example)
+                        copy_words(v_base + tiles[i], n * tile_bytes // TILE,
+                                   np.int64(values[j // n].ctypes.data), 4 * wide, TILE // n, dim,
+                                   example)
+                    for j in range(tokens, (tokens + TILE - 1) // TILE * TILE):
+                        values[j // n, :, j % n] = 0  # it may be NaN, and 0 times NaN is NaN
+                else:
+                    gather_rows(keys, values, k_cache, v_cache, block_tables[p], head, first,
+                                tokens, tiled)
+                add_product(word, scores_ptr, 4 * KEYS, query_ptr, 4 * words,
+                            np.int64(keys.ctypes.data), 4 * KEYS, words, rows, 0)
 
             weigh_rows(rows, scores_ptr, weights_ptr, np.int64(visible.ctypes.data), first,
                        np.int64(row_max.ctypes.data), np.int64(row_sum.ctypes.data),
-                       np.int64(factors.ctypes.data), log2_scale, stored)
+                       np.int64(factors.ctypes.data), log2_scale, word)
             for r in range(rows):
                 if factors[r] != 1:
                     for d in range(wide):
                         sums[r, d] *= factors[r]
 
-            for j in range((tokens + per_word - 1) // per_word):
-                # The last token stands for the slot after it, which may hold NaN: 0 times NaN is
-                # NaN.
-                at = first + per_word * j
-                other, ahead = at + per_word - 1, at + KEYS
-                join_rows(v_base + offsets[at], v_base + offsets[other], v_base + offsets[ahead],
-                          v_base + offsets[ahead + per_word - 1], whole,
-                          np.int64(values[j].ctypes.data), stored)
-                for d in range(whole, dim):
-                    a = array(v_base + offsets[at], (dim,), example)[d]
-                    b = array(v_base + offsets[other], (dim,), example)[d]
-                    values[j, d] = joined(a, b, example)
-            for c in range(0, wide, WIDTH):
-                add_product(keys[0, 0], sums_ptr + 4 * c, 4 * wide, weights_ptr,
-                            weights.itemsize * KEYS, np.int64(values[0, c:].ctypes.data), 4 * wide,
-                            (tokens + per_word - 1) // per_word, rows, False)
+            if not is_few:
+                for c in range(0, wide, WIDTH):
+                    add_product(word, sums_ptr + 4 * c, 4 * wide, weights_ptr, 4 * KEYS // n,
+                                np.int64(values[0, c:].ctypes.data), 4 * wide,
+                                (tokens + n - 1) // n, rows, 0)
+                continue
+            for i in range(first_tile, stop_tile):
+                j, v_ptr = TILE * (i - first_tile), v_base + tiles[i]
+                steps, stride = min(TILE, tokens - j) // n, n * tile_bytes // TILE
+                add_values(example, sums_ptr, 4 * wide, weights_ptr + 4 * (j // n), 4 * KEYS // n,
+                           v_ptr, stride, steps, rows, tiles[i + 2] - tiles[i], dim)
+            if tokens % n > 0:
+                # The slot after the last token may hold NaN, and 0 times NaN is NaN.
+                v = array(v_ptr + stride * steps, (dim, n), example)
+                for d in range(dim):
+                    odd_value[d, 0] = operand(v[d, 0], example)
+                add_values(word, sums_ptr, 4 * wide, weights_ptr + 4 * (tokens // n), 4 * KEYS // n,
+                           np.int64(odd_value.ctypes.data), 0, 1, rows, 0, dim)
 
         for r in range(rows):
             token, h = queries[p, r // q_per_kv], head * q_per_kv + r % q_per_kv
@@ -190,8 +239,7 @@ def attend_groups(qkv, out, partial, k_cache, v_cache, queries, context_lens, fi
             else:
                 factor = f32(v_scale) / row_sum[r]
                 for d in range(dim):
-                    number = sums[r, d] * factor
-                    out[token, h, d] = from_float32(number, q_example)
+                    out[token, h, d] = from_float32(sums[r, d] * factor, q_example)
 
 
 @compiled()

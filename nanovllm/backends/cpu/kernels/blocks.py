@@ -34,25 +34,25 @@ READ_ONCE = HEIGHT if has_feature("avx512vnni") else 0
 
 @compiled()
 def add_product(word, sums_ptr, sums_stride, x_ptr, stride, weight_ptr, weight_stride, steps, rows,
-                is_far):
+                distance):
     """Compute sums [rows, 64] += x [rows, steps] times weights [steps, 64], in words.
 
-    The type of `word` is as in dot_rows. The strides are the bytes between rows.
+    The type of `word` is as in dot_rows. The strides are the bytes between rows. Prefetch as many
+    weights, `distance` bytes after them; 0 means none.
 
-    `is_far`: the weights are a block in memory. If they are read several times, only the first time
-    is from memory. All of them together prefetch the next `span` of weights, to keep memory busy
-    meanwhile.
+    If weights are read several times, only the first time is from memory. All of them together
+    prefetch the next weights, to keep memory busy meanwhile.
     """
-    parts, once = (rows + HEIGHT - 1) // HEIGHT, rows <= READ_ONCE
-    span = steps if once else STEPS
+    parts = (rows + HEIGHT - 1) // HEIGHT
+    span = max(steps, 1) if rows <= READ_ONCE else STEPS
     lines = (parts + 3) // parts  # of the four cache lines of a step, what each part prefetches
     for first in range(0, steps, span):
         count, w = min(span, steps - first), weight_ptr + weight_stride * first
-        ahead, row = w + (AHEAD if once else 4 * WIDTH * span), 0
+        ahead, row = distance, 0
         while row < rows:
             x, left = (x_ptr + row * stride + 4 * first, stride, 4), rows - row
             out, weights = (sums_ptr + sums_stride * row, sums_stride), (w, weight_stride)
-            fetched = lines if is_far and row * lines < 4 * HEIGHT else 0
+            fetched = lines if distance != 0 and ahead - distance < 4 * WIDTH else 0
             if left >= 6:
                 dot_rows(word, 6, WIDTH, x, weights, count, out, (ahead, fetched))
                 row += 6
@@ -65,13 +65,34 @@ def add_product(word, sums_ptr, sums_stride, x_ptr, stride, weight_ptr, weight_s
             else:
                 dot_rows(word, 1, WIDTH, x, weights, count, out, (ahead, fetched))
                 row += 1
-            ahead += 64 * lines * count
+            ahead += 64 * lines
 
 
 @compiled()
 def add_block(word, sums_ptr, x_ptr, stride, weight_ptr, steps, rows):
     """Compute the same for a block of a weight in memory and sums [rows, 64] side by side."""
-    add_product(word, sums_ptr, 4 * WIDTH, x_ptr, stride, weight_ptr, 4 * WIDTH, steps, rows, True)
+    ahead = AHEAD if rows <= READ_ONCE else 4 * WIDTH * STEPS
+    add_product(word, sums_ptr, 4 * WIDTH, x_ptr, stride, weight_ptr, 4 * WIDTH, steps, rows, ahead)
+
+
+@compiled()
+def add_narrow(word, sums_ptr, sums_stride, x_ptr, stride, weight_ptr, weight_stride, steps, rows,
+               distance):
+    """Compute the same for 16 columns: sums [rows, 16] and weights [steps, 16]."""
+    row = 0
+    while row < rows:
+        x, left = (x_ptr + row * stride, stride, 4), rows - row
+        out, weights = (sums_ptr + sums_stride * row, sums_stride), (weight_ptr, weight_stride)
+        ahead = distance, 1 if row == 0 and distance != 0 else 0
+        if left >= 4:
+            dot_rows(word, 4, 16, x, weights, steps, out, ahead)
+            row += 4
+        elif left >= 2:
+            dot_rows(word, 2, 16, x, weights, steps, out, ahead)
+            row += 2
+        else:
+            dot_rows(word, 1, 16, x, weights, steps, out, ahead)
+            row += 1
 
 
 @compiled()

@@ -25,12 +25,13 @@ from nanovllm.backends.cpu.kernels.parallel import run
 from nanovllm.backends.cpu.kernels.primitives import (
     DTYPE_EXAMPLE,
     array,
+    cached,
     exp,
     f32,
     from_float32,
-    store_in_cache,
     to_float32,
 )
+from nanovllm.backends.cpu.kernels.words import is_tiled, key_place, per_word, value_place
 
 
 @compiled()
@@ -95,14 +96,14 @@ def norm_rope_store_rows(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_pt
 
     q_norm, k_norm [D], or 0 without a norm; cos, sin [T, D] of RotaryEmbedding; slot_mapping [T];
     k and v [num_blocks, K, B, D] are caches. The scales are 1 unless the caches are in fp8. With
-    fp8, q is multiplied by the scale of k, which attention then does not need. The k and v of qkv
-    become what the cache holds.
+    fp8, q is multiplied by the scale of k, which attention then does not need. words.py has the
+    layout of the caches.
     """
     shape, half, tokens = (num_blocks, num_kv_heads, block_size, dim), dim // 2, len(slot_mapping)
     qkv = array(qkv_ptr, (tokens, row_heads, dim), example)
     cos, sin = array(cos_ptr, (tokens, dim), example), array(sin_ptr, (tokens, dim), example)
     k_cache, v_cache = array(k_ptr, shape, cache_example), array(v_ptr, shape, cache_example)
-    row = np.empty(dim, f32)
+    row, n, tiled = np.empty(dim, f32), per_word(cache_example), is_tiled(block_size, dim)
     for i in range(start, stop):
         block, offset = slot_mapping[i] // block_size, slot_mapping[i] % block_size
         for h in range(num_heads + num_kv_heads):
@@ -127,7 +128,11 @@ def norm_rope_store_rows(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_pt
                 x[c] = from_float32(a * to_float32(cos[i, c]) + b * to_float32(sin[i, c]), example)
                 x[d] = from_float32(b * to_float32(cos[i, d]) + a * to_float32(sin[i, d]), example)
             if h >= num_heads:
-                head = h - num_heads
-                store_in_cache(x, k_cache[block, head, offset], f32(k_scale), example)
-                v = qkv[i, h + num_kv_heads]
-                store_in_cache(v, v_cache[block, head, offset], f32(v_scale), example)
+                head, v = h - num_heads, qkv[i, h + num_kv_heads]
+                k_block, v_block = k_cache[block, head].ravel(), v_cache[block, head].ravel()
+                for c in range(dim):
+                    place = key_place(offset, c, dim, tiled, n)
+                    k_block[place] = cached(x[c], f32(k_scale), cache_example)
+                for c in range(dim):
+                    place = value_place(offset, c, dim, tiled, n)
+                    v_block[place] = cached(v[c], f32(v_scale), cache_example)

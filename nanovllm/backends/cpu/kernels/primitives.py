@@ -70,23 +70,16 @@ def _bytes_of(example):
     return lambda example: size
 
 
-def store_in_cache(x, cache, scale, example):
-    """Write x [D] to cache [D]. In fp8, store x / scale and write the rounded value back to x."""
+def cached(x, scale, cache_example):
+    """Return the number of a KV cache for x: in fp8, x / scale rounded."""
     raise NotImplementedError("compiled code only")
 
 
-@overload(store_in_cache)
-def _store_in_cache(x, cache, scale, example):
-    def store_fp8(x, cache, scale, example):
-        for c in range(len(x)):
-            cache[c] = from_float32(to_float32(x[c]) / scale, cache[c])
-            x[c] = from_float32(to_float32(cache[c]), example)
-
-    def store(x, cache, scale, example):
-        for c in range(len(x)):
-            cache[c] = x[c]
-
-    return store_fp8 if cache.dtype == types.uint8 else store
+@overload(cached)
+def _cached(x, scale, cache_example):
+    if cache_example == types.uint8:
+        return lambda x, scale, cache_example: from_float32(to_float32(x) / scale, cache_example)
+    return lambda x, scale, cache_example: x
 
 
 @compiled()

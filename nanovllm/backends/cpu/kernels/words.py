@@ -1,78 +1,76 @@
-"""Words: the operands of the two products of attention.
+"""The operands of attention's two products, and the layout of a block of the KV cache.
 
-A word is a number in float32, or a pair in bfloat16 if `example`, a number of the KV cache, is in
-bfloat16 and the processor multiplies pairs (AVX512-BF16).
+A product reads words of 4 bytes: two numbers if the cache is in bfloat16, and one in float32, which
+fp8 becomes. The cache [blocks, K, B, D] has the slots of a head in a block in tiles of 16, whose
+keys are stored as words by token, and whose values as words of neighboring tokens. So a product
+reads them in the order in which they lie in memory:
+
+    keys [D / n, 16, n]      token    0       1    ..   15         n = 2 numbers of a word
+        dims 0 and 1              [ k  k | k  k | .. | k  k ]
+        dims 2 and 3              [ k  k | k  k | .. | k  k ]
+
+    values [16 / n, D, n]    dim      0       1    ..  D - 1
+        tokens 0 and 1            [ v  v | v  v | .. | v  v ]
+        tokens 2 and 3            [ v  v | v  v | .. | v  v ]
+
+If B or D is no multiple of 16, the slots are not in tiles but rows [B, D], which takes longer.
 """
 
 import numpy as np
 from numba import types
 from numba.extending import overload
 
-from nanovllm.backends.cpu.jit import has_feature
-from nanovllm.backends.cpu.kernels.primitives import to_float32
+from nanovllm.backends.cpu.jit import compiled
+from nanovllm.backends.cpu.kernels.primitives import bytes_of, to_float32
 
-HAS_PAIRS = has_feature("avx512bf16")
-
-
-def in_pairs(example):
-    return HAS_PAIRS and example == types.uint16
+TILE = 16  # slots
 
 
-def word_array(shape, example):
-    """Return an array of zeros for words."""
+@compiled()
+def is_tiled(block_size, dim):
+    return block_size % TILE == 0 and dim % TILE == 0
+
+
+@compiled()
+def per_word(example):
+    """Return how many numbers of the cache are a word."""
+    return 2 if bytes_of(example) == 2 else 1
+
+
+@compiled()
+def key_place(slot, d, dim, tiled, n):
+    """Return the place of a number of a key among those of a head in a block."""
+    if not tiled:
+        return slot * dim + d
+    return slot // TILE * TILE * dim + (d // n * TILE + slot % TILE) * n + d % n
+
+
+@compiled()
+def value_place(slot, d, dim, tiled, n):
+    """Return the place of a number of a value among those of a head in a block."""
+    if not tiled:
+        return slot * dim + d
+    return (slot // n * dim + d) * n + slot % n
+
+
+def operands(shape, example):
+    """Return an array of zeros for the numbers of words."""
     raise NotImplementedError("compiled code only")
 
 
-@overload(word_array)
-def _word_array(shape, example):
-    dtype = np.uint32 if in_pairs(example) else np.float32
+@overload(operands)
+def _operands(shape, example):
+    dtype = np.uint16 if example == types.uint16 else np.float32
     return lambda shape, example: np.zeros(shape, dtype)
 
 
-def factor_array(shape, example):
-    """Return an uninitialized array for the numbers of which words are made."""
+def operand(number, example):
+    """Convert a stored number to a number of a word."""
     raise NotImplementedError("compiled code only")
 
 
-@overload(factor_array)
-def _factor_array(shape, example):
-    dtype = np.uint16 if in_pairs(example) else np.float32
-    return lambda shape, example: np.empty(shape, dtype)
-
-
-def stored_word(number, example):
-    """Return a word as it is stored in memory, of numbers like `number`."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(stored_word)
-def _stored_word(number, example):
-    if in_pairs(example):
-        return lambda number, example: np.uint32(0)
-    return lambda number, example: number
-
-
-def word(stored):
-    """Convert a word as it is stored."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(word)
-def _word(stored):
-    is_pair = stored == types.uint32
-    return (lambda stored: stored) if is_pair else lambda stored: to_float32(stored)
-
-
-def joined(a, b, example):
-    """Return the word of two stored numbers, or of the first one if a word is one number."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(joined)
-def _joined(a, b, example):
-    def pair(a, b, example):
-        return np.uint32(a) | (np.uint32(b) << np.uint32(16))
-
-    if in_pairs(example):
-        return pair
-    return lambda a, b, example: to_float32(a)
+@overload(operand)
+def _operand(number, example):
+    if example == types.uint16:
+        return lambda number, example: number
+    return lambda number, example: to_float32(number)

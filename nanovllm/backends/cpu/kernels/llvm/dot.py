@@ -25,6 +25,7 @@ from nanovllm.backends.cpu.kernels.llvm.calls import (
     element,
     pointer_to,
     prefetch_line,
+    stored_to_float32,
     without_result,
 )
 from nanovllm.backends.cpu.kernels.llvm.vectors import FLOATS, LANES, copies
@@ -58,12 +59,13 @@ def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
     """Compute out [rows, columns] += x [rows, steps] w [steps, columns], in words of 4 bytes.
 
     The type of `word` tells what the words are: float32 a number, uint16 and uint32 two numbers in
-    bfloat16, int32 four numbers, in int8 in x and in uint8 in w. out is float32, or int32 for int8.
-    The product of two words is the sum of the products of their numbers.
+    bfloat16, int32 four numbers, in int8 in x and in uint8 in w. uint8 is float32 in x and fp8, a
+    byte, in w. out is float32, or int32 for int8. The product of two words is the sum of the
+    products of their numbers.
 
     rows and columns (16, 32 or 64) are literals. x is (address, row stride, step stride), w
     (address, step stride), and out (address, row stride), with all strides in bytes. `ahead` is
-    (address, lines): step s prefetches `lines` cache lines from address + 64 * lines * s.
+    (distance, lines): each step prefetches `lines` cache lines, `distance` bytes after its weights.
 
     As many sums as possible stay in registers during all steps.
 
@@ -71,7 +73,8 @@ def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
     int16 and adds each product to its neighbor. An output therefore has two sums until the end.
     """
     num_rows, width = rows.literal_value, columns.literal_value
-    is_float32, is_int8 = word == types.float32, word == types.int32
+    is_int8, is_fp8 = word == types.int32, word == types.uint8
+    is_float32 = word == types.float32 or is_fp8
     is_halves = not (is_float32 or is_int8 or HAS_BF16)
     is_pairs = is_int8 and not HAS_VNNI
     lanes = 4 if is_pairs else LANES
@@ -84,23 +87,29 @@ def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
     height = num_rows if num_rows * unit <= registers else min(num_rows, 2)
     outputs = max(n for n in (16, 32, 64) if height * n // 16 * unit <= registers and n <= width)
     num_vectors = outputs // lanes
+    word_bytes = 1 if is_fp8 else 4  # of w
     passes = [(r, c) for r in range(0, num_rows, height) for c in range(0, width, outputs)]
 
     def emit(builder, _word, _rows, _width, x, w, steps, out, ahead):
         x, x_row, x_step = cgutils.unpack_tuple(builder, x)
         w, w_step = cgutils.unpack_tuple(builder, w)
         out, out_row = cgutils.unpack_tuple(builder, out)
-        ahead, lines = cgutils.unpack_tuple(builder, ahead)
-        count = INT(len(passes))
-        ahead_step = builder.udiv(builder.mul(lines, INT(64)), count)
-        lines = builder.udiv(builder.add(lines, builder.sub(count, INT(1))), count)
-        if is_float32 and num_rows == 1:  # the processor's own prefetching is faster
+        distance, lines = cgutils.unpack_tuple(builder, ahead)
+        if word == types.float32 and num_rows == 1:  # the processor's own prefetching is faster
             lines = INT(0)
+        # Each pass prefetches a part of the lines.
+        count = INT(len(passes))
+        part = builder.udiv(builder.mul(lines, INT(64)), count)
+        lines = builder.udiv(builder.add(lines, builder.sub(count, INT(1))), count)
 
         def row_of(address, row, step):
             return builder.add(address, builder.mul(INT(row), step))
 
         def load_weights(block, v):
+            if is_fp8:
+                kind = ir.VectorType(BYTE, LANES)
+                loaded = builder.load(element(builder, block, INT(v), LANES, kind), align=1)
+                return stored_to_float32(builder, loaded)
             loaded = builder.load(element(builder, block, INT(v), 4 * lanes, numbers), align=4)
             if not is_pairs:
                 return loaded
@@ -145,7 +154,7 @@ def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
                 totals[place] = cgutils.alloca_once_value(builder, start)
             with cgutils.for_range(builder, steps) as step:
                 block = builder.add(w, builder.mul(step.index, w_step))
-                line = builder.add(ahead, builder.mul(step.index, ahead_step))
+                line = builder.add(ahead, builder.mul(step.index, w_step))
                 with cgutils.for_range(builder, lines) as later:
                     prefetch_line(builder, element(builder, line, later.index, 64, BYTE))
                 weights = [load_weights(block, v) for v in range(num_vectors)]
@@ -166,8 +175,9 @@ def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
 
         for i, (row, column) in enumerate(passes):
             place = builder.add(row_of(out, row, out_row), INT(4 * column))
-            later = builder.add(ahead, builder.mul(builder.mul(INT(i), ahead_step), steps))
-            add_pass(row_of(x, row, x_row), builder.add(w, INT(4 * column)), place, later)
+            later = builder.add(builder.add(w, distance), builder.mul(INT(i), part))
+            first_word = builder.add(w, INT(word_bytes * column))
+            add_pass(row_of(x, row, x_row), first_word, place, later)
 
     return types.void(word, rows, columns, x, w, steps, out, ahead), without_result(emit)
 

@@ -13,8 +13,6 @@ from nanovllm.backends.cpu.kernels.llvm.calls import (
     INT32,
     call,
     element,
-    pointer_to,
-    prefetch_line,
     stored_to_float32,
     without_result,
 )
@@ -38,75 +36,24 @@ def copies(builder, number, lanes=LANES):
     return builder.shuffle_vector(first, first, order)
 
 
-def interleaved(builder, vectors):
-    """Return the vectors after one of four perfect shuffles, which together transpose them."""
-    half = LANES // 2
-    result = []
-    for a, b in zip(vectors[:half], vectors[half:], strict=True):
-        for start in (0, half):
-            places = [start + i // 2 + LANES * (i % 2) for i in range(LANES)]
-            order = ir.Constant(ir.VectorType(INT32, LANES), places)
-            result.append(builder.shuffle_vector(a, b, order))
-    return result
-
-
 @intrinsic
-def transpose_rows(typing, base, offsets, ahead, column, out, stride, example):
-    """Compute out [16, 16] = the transpose of 16 numbers of each of 16 rows, from `column` on.
+def copy_words(typing, source, source_stride, out, out_stride, rows, columns, example):
+    """Copy words of 4 bytes, source [rows, columns] to out, where columns is a multiple of 16.
 
-    The rows are at base + offsets [16] int64, and are of numbers like `example`: pairs of bfloat16
-    (uint32) are copied, all others are converted to float32. `out` is an address, and its rows
-    begin `stride` bytes apart. Prefetch the same numbers of the rows at base + ahead [16].
+    uint8 in the source is fp8, and becomes float32. source and out are addresses, and the strides
+    are the bytes between rows.
     """
-    size = example.bitwidth // 8
-    is_pair = example == types.uint32
-    number = FLOAT if example == types.float32 else ir.IntType(8 * size)
+    size = 1 if example == types.uint8 else 4
+    kind = ir.VectorType(BYTE if size == 1 else FLOAT, LANES)
 
-    def emit(builder, base, offsets, ahead, column, out, stride, _):
-        first = builder.add(base, builder.mul(column, INT(size)))
-        vectors = []
-        for i in range(LANES):
-            offset = builder.load(element(builder, offsets, INT(i), 8, INT), align=8)
-            later = builder.load(element(builder, ahead, INT(i), 8, INT), align=8)
-            prefetch_line(builder, pointer_to(builder, builder.add(first, later), BYTE))
-            kind = ir.VectorType(number, LANES)
-            row = builder.load(pointer_to(builder, builder.add(first, offset), kind), align=size)
-            vectors.append(row if is_pair else stored_to_float32(builder, row))
-        for _stage in range(4):
-            vectors = interleaved(builder, vectors)
-        for i, vector in enumerate(vectors):
-            place = builder.add(out, builder.mul(stride, INT(i)))
-            builder.store(vector, pointer_to(builder, place, vector.type), align=4)
-
-    return types.void(*[types.int64] * 6, example), without_result(emit)
-
-
-@intrinsic
-def join_rows(typing, first, second, ahead, later, dim, out, example):
-    """Compute out [dim] = words of the numbers of two rows, 16 at a time, as in `transpose_rows`.
-
-    A pair has a number of each row, and other words are the first row in float32. All arguments but
-    dim are addresses. Prefetch the same numbers of the rows `ahead` and `later`.
-    """
-    is_pair = example == types.uint32
-    size = 2 if is_pair else example.bitwidth // 8
-    number = FLOAT if example == types.float32 else ir.IntType(8 * size)
-    kind = ir.VectorType(number, LANES)
-
-    def emit(builder, first, second, ahead, later, dim, out, _):
-        with cgutils.for_range_slice(builder, INT(0), dim, INT(LANES)) as (column, _count):
-            row = builder.load(element(builder, first, column, size, kind), align=size)
-            prefetch_line(builder, element(builder, ahead, column, size, BYTE))
-            if is_pair:
-                prefetch_line(builder, element(builder, later, column, size, BYTE))
-                other = builder.load(element(builder, second, column, size, kind), align=size)
-                places = [i // 2 + LANES * (i % 2) for i in range(2 * LANES)]
-                order = ir.Constant(ir.VectorType(INT32, 2 * LANES), places)
-                joined = builder.shuffle_vector(row, other, order)
-            else:
-                joined = stored_to_float32(builder, row)
-            place = element(builder, out, column, 4, joined.type)
-            builder.store(joined, place, align=4)
+    def emit(builder, source, source_stride, out, out_stride, rows, columns, _):
+        with cgutils.for_range(builder, rows) as row:
+            first = builder.add(source, builder.mul(row.index, source_stride))
+            to = builder.add(out, builder.mul(row.index, out_stride))
+            with cgutils.for_range_slice(builder, INT(0), columns, INT(LANES)) as (column, _count):
+                words = builder.load(element(builder, first, column, size, kind), align=size)
+                place = element(builder, to, column, 4, FLOATS)
+                builder.store(stored_to_float32(builder, words), place, align=4)
 
     return types.void(*[types.int64] * 6, example), without_result(emit)
 
@@ -140,7 +87,7 @@ def weigh_rows(typing, rows, scores, weights, visible, first, row_max, row_sum, 
     keys. The maxima and the sums of weights in row_max and row_sum [rows] go on; factors [rows] are
     what earlier weights are multiplied by. Weights are float32, or bfloat16 for pairs.
     """
-    is_pair = example == types.uint32
+    is_pair = example == types.uint16
     itemsize = 2 if is_pair else 4
     vectors = range(4)
 
