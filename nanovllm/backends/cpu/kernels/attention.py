@@ -35,6 +35,7 @@ KEYS = WIDTH  # of a segment: the scores of a segment are a block of the product
 MAX_ROWS = 64
 # Up to so many rows of a group read the cache where it is.
 FEW_ROWS = 8
+AHEAD = KEYS // TILE  # tiles between those that are used and those that are prefetched
 
 
 class QueryGroups(NamedTuple):
@@ -111,10 +112,10 @@ def add_values(word, sums_ptr, sums_stride, weights_ptr, weights_stride, v_ptr, 
     size, whole = bytes_of(word) * per_word(word), dim // WIDTH * WIDTH  # bytes of a word
     for c in range(0, whole, WIDTH):
         add_product(word, sums_ptr + 4 * c, sums_stride, weights_ptr, weights_stride,
-                    v_ptr + size * c, v_stride, steps, rows, distance)
+                    (v_ptr + size * c, v_stride), steps, rows, distance)
     for c in range(whole, dim, TILE):
         add_narrow(word, sums_ptr + 4 * c, sums_stride, weights_ptr, weights_stride,
-                   v_ptr + size * c, v_stride, steps, rows, distance)
+                   (v_ptr + size * c, v_stride), steps, rows, distance)
 
 
 @compiled()
@@ -148,7 +149,7 @@ def attend_groups(qkv, out, partial, k_cache, v_cache, queries, context_lens, fi
     scores, sums = np.empty((max_rows, KEYS), f32), np.empty((max_rows, wide), f32)
     row_max, row_sum, factors = np.empty((3, max_rows), f32)
     visible, group = np.empty(max_rows, np.int64), -1
-    tiles = np.empty(block_tables.shape[1] * block_size // TILE + 3, np.int64)
+    tiles = np.empty(block_tables.shape[1] * block_size // TILE + 2 * AHEAD, np.int64)
     for item in range(start, stop):
         p, head = item // num_kv_heads, item % num_kv_heads
         count = np.sum(queries[p] >= 0)
@@ -156,7 +157,7 @@ def attend_groups(qkv, out, partial, k_cache, v_cache, queries, context_lens, fi
         is_few = tiled and rows <= FEW_ROWS
         if tiled and p != group:
             group, last_tile = p, (context_len - 1) // TILE
-            find_tiles(tiles[: last_tile + 3], block_tables[p], last_tile,
+            find_tiles(tiles[: last_tile + 2 * AHEAD], block_tables[p], last_tile,
                        num_kv_heads * block_size // TILE * tile_bytes, block_size // TILE,
                        tile_bytes)
         head_bytes = head * block_size // TILE * tile_bytes
@@ -180,28 +181,14 @@ def attend_groups(qkv, out, partial, k_cache, v_cache, queries, context_lens, fi
             tokens = min(KEYS, context_len - first)
             first_tile, stop_tile = first // TILE, (first + tokens - 1) // TILE + 1
             scores[:rows] = 0
-            if is_few:
-                for i in range(first_tile, stop_tile):
-                    add_narrow(example, scores_ptr + 4 * TILE * (i - first_tile), 4 * KEYS,
-                               query_ptr, 4 * words, k_base + tiles[i], tile_bytes // words, words,
-                               rows, tiles[i + 2] - tiles[i])
+            if tiled:
+                k = k_base, tile_bytes // words, np.int64(tiles[first_tile:].ctypes.data)
+                add_product(example, scores_ptr, 4 * KEYS, query_ptr, 4 * words, k, words, rows, 1)
             else:
-                if tiled:
-                    for i in range(first_tile, stop_tile):
-                        j = TILE * (i - first_tile)
-                        copy_words(k_base + tiles[i], tile_bytes // words,
-                                   np.int64(keys[:, j:].ctypes.data), 4 * KEYS, words, TILE,
-                                   example)
-                        copy_words(v_base + tiles[i], n * tile_bytes // TILE,
-                                   np.int64(values[j // n].ctypes.data), 4 * wide, TILE // n, dim,
-                                   example)
-                    for j in range(tokens, (tokens + TILE - 1) // TILE * TILE):
-                        values[j // n, :, j % n] = 0  # it may be NaN, and 0 times NaN is NaN
-                else:
-                    gather_rows(keys, values, k_cache, v_cache, block_tables[p], head, first,
-                                tokens, tiled)
-                add_product(word, scores_ptr, 4 * KEYS, query_ptr, 4 * words,
-                            np.int64(keys.ctypes.data), 4 * KEYS, words, rows, 0)
+                gather_rows(keys, values, k_cache, v_cache, block_tables[p], head, first, tokens,
+                            tiled)
+                k = np.int64(keys.ctypes.data), 4 * KEYS
+                add_product(word, scores_ptr, 4 * KEYS, query_ptr, 4 * words, k, words, rows, 0)
 
             weigh_rows(rows, scores_ptr, weights_ptr, np.int64(visible.ctypes.data), first,
                        np.int64(row_max.ctypes.data), np.int64(row_sum.ctypes.data),
@@ -212,21 +199,29 @@ def attend_groups(qkv, out, partial, k_cache, v_cache, queries, context_lens, fi
                         sums[r, d] *= factors[r]
 
             if not is_few:
+                if tiled:
+                    for i in range(first_tile, stop_tile):
+                        j = TILE * (i - first_tile)
+                        copy_words(v_base + tiles[i], n * tile_bytes // TILE,
+                                   np.int64(values[j // n].ctypes.data), 4 * wide, TILE // n, dim,
+                                   example)
+                    for j in range(tokens, (tokens + TILE - 1) // TILE * TILE):
+                        values[j // n, :, j % n] = 0  # it may be NaN, and 0 times NaN is NaN
                 for c in range(0, wide, WIDTH):
-                    add_product(word, sums_ptr + 4 * c, 4 * wide, weights_ptr, 4 * KEYS // n,
-                                np.int64(values[0, c:].ctypes.data), 4 * wide,
+                    v = np.int64(values[0, c:].ctypes.data), 4 * wide
+                    add_product(word, sums_ptr + 4 * c, 4 * wide, weights_ptr, 4 * KEYS // n, v,
                                 (tokens + n - 1) // n, rows, 0)
                 continue
             for i in range(first_tile, stop_tile):
                 j, v_ptr = TILE * (i - first_tile), v_base + tiles[i]
                 steps, stride = min(TILE, tokens - j) // n, n * tile_bytes // TILE
                 add_values(example, sums_ptr, 4 * wide, weights_ptr + 4 * (j // n), 4 * KEYS // n,
-                           v_ptr, stride, steps, rows, tiles[i + 2] - tiles[i], dim)
+                           v_ptr, stride, steps, rows, tiles[i + AHEAD] - tiles[i], dim)
             if tokens % n > 0:
                 # The slot after the last token may hold NaN, and 0 times NaN is NaN.
-                v = array(v_ptr + stride * steps, (dim, n), example)
+                last = array(v_ptr + stride * steps, (dim, n), example)
                 for d in range(dim):
-                    odd_value[d, 0] = operand(v[d, 0], example)
+                    odd_value[d, 0] = operand(last[d, 0], example)
                 add_values(word, sums_ptr, 4 * wide, weights_ptr + 4 * (tokens // n), 4 * KEYS // n,
                            np.int64(odd_value.ctypes.data), 0, 1, rows, 0, dim)
 
