@@ -67,9 +67,9 @@ def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
     (address, step stride), and out (address, row stride), with all strides in bytes. `ahead` is
     (distance, lines): each step prefetches `lines` cache lines, `distance` bytes after its weights.
 
-    If w is in tiles of 16 columns, it is (address, step stride, tiles), where `tiles` is the address
-    of int64 [columns / 16]: how many bytes after `address` each tile begins. If `lines` is not 0,
-    the next ones in this array are prefetched.
+    If w is in tiles of 16 columns, it is (address, step stride, tiles), where `tiles` is the
+    address of int64 [columns / 16]: how many bytes after `address` each tile begins. If `lines` is
+    not 0, the next ones in this array are prefetched.
 
     As many sums as possible stay in registers during all steps.
 
@@ -114,8 +114,8 @@ def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
 
         def load_weights(place):
             if is_fp8:
-                loaded = builder.load(pointer_to(builder, place, ir.VectorType(BYTE, LANES)), align=1)
-                return stored_to_float32(builder, loaded)
+                pointer = pointer_to(builder, place, ir.VectorType(BYTE, LANES))
+                return stored_to_float32(builder, builder.load(pointer, align=1))
             loaded = builder.load(pointer_to(builder, place, numbers), align=4)
             if not is_pairs:
                 return loaded
@@ -160,8 +160,12 @@ def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
                 totals[place] = cgutils.alloca_once_value(builder, start)
             with cgutils.for_range(builder, steps) as step:
                 offset = builder.mul(step.index, w_step)
-                for place in ahead:
-                    line = builder.add(place, offset)
+                if tiles:
+                    with builder.if_then(builder.icmp_signed(">", lines, INT(0))):
+                        for place in ahead:
+                            prefetch_line(builder, pointer_to(builder, builder.add(place, offset)))
+                else:
+                    line = builder.add(ahead, offset)
                     with cgutils.for_range(builder, lines) as later:
                         prefetch_line(builder, element(builder, line, later.index, 64, BYTE))
                 weights = [load_weights(builder.add(vector, offset)) for vector in vectors]
@@ -188,7 +192,7 @@ def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
                 later = [tile_of(v + width // lanes) for v in range(first, last)]
             else:
                 vectors = [builder.add(w, INT(word_bytes * lanes * v)) for v in range(first, last)]
-                later = [builder.add(builder.add(w, distance), builder.mul(INT(i), part))]
+                later = builder.add(builder.add(w, distance), builder.mul(INT(i), part))
             add_pass(row_of(x, row, x_row), vectors, place, later)
 
     return types.void(word, rows, columns, x, w, steps, out, ahead), without_result(emit)
