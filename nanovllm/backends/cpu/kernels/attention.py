@@ -35,7 +35,7 @@ KEYS = WIDTH  # of a segment: the scores of a segment are a block of the product
 MAX_ROWS = 64
 # Up to so many rows of a group read the cache where it is.
 FEW_ROWS = 8
-AHEAD = KEYS // TILE  # tiles between those that are used and those that are prefetched
+AHEAD = 2  # tiles between those that are used and those that are prefetched
 
 
 class QueryGroups(NamedTuple):
@@ -88,21 +88,47 @@ def find_tiles(tiles, table, last, block_bytes, tiles_of_block, tile_bytes):
 
 
 @compiled()
-def gather_rows(keys, values, k_cache, v_cache, table, head, first, tokens, tiled):
-    """Copy the tokens from `first` on to keys [D / n, KEYS, n] and values [KEYS / n, D or more, n].
+def to_later_tile(tiles, i, h, heads, head_bytes):
+    """Return the bytes from tile i of head h to a tile that is read soon: head by head, then i."""
+    later = i * heads + h + AHEAD
+    return tiles[later // heads] - tiles[i] + (later % heads - h) * head_bytes
 
-    What `attend_groups` reads is then side by side. The token after the last one is 0 in values.
+
+@compiled()
+def q_head(first_head, r, rows, q_per_kv):
+    """Return the query head of row r of KV heads that have `rows` rows each."""
+    return (first_head + r // rows) * q_per_kv + r % rows % q_per_kv
+
+
+@compiled()
+def copy_tokens(keys, values, k_cache, v_cache, table, tiles, head, first, tokens):
+    """Copy tokens of a head to keys [D / n, KEYS, n] and values [KEYS / n, D or more, n].
+
+    The token after the last one is 0 in values, because it may be NaN, and 0 times NaN is NaN.
     """
     _, _, block_size, dim = k_cache.shape
-    n, example = keys.shape[2], k_cache[0, 0, 0, 0]
-    for j in range(tokens + tokens % n):
-        slot = min(first + j, first + tokens - 1)
-        block, slot = table[slot // block_size], slot % block_size
-        k, v = k_cache[block, head].ravel(), v_cache[block, head].ravel()
-        for d in range(dim):
-            keys[d // n, j, d % n] = operand(k[key_place(slot, d, dim, tiled, n)], example)
-            value = operand(v[value_place(slot, d, dim, tiled, n)], example)
-            values[j // n, d, j % n] = value if j < tokens else 0
+    words, _, n = keys.shape
+    example, wide = k_cache[0, 0, 0, 0], values.shape[1]
+    tiled = is_tiled(block_size, dim)
+    if tiled:
+        row_bytes = dim * k_cache.itemsize
+        tile_bytes, offset = TILE * row_bytes, head * block_size * row_bytes
+        for j in range(0, tokens, TILE):
+            place = offset + tiles[(first + j) // TILE]
+            copy_words(np.int64(k_cache.ctypes.data) + place, tile_bytes // words,
+                       np.int64(keys[:, j:].ctypes.data), 4 * KEYS, words, TILE, example)
+            copy_words(np.int64(v_cache.ctypes.data) + place, n * tile_bytes // TILE,
+                       np.int64(values[j // n].ctypes.data), 4 * wide, TILE // n, dim, example)
+    else:
+        for j in range(tokens):
+            block, slot = table[(first + j) // block_size], (first + j) % block_size
+            k, v = k_cache[block, head].ravel(), v_cache[block, head].ravel()
+            for d in range(dim):
+                keys[d // n, j, d % n] = operand(k[key_place(slot, d, dim, tiled, n)], example)
+                number = operand(v[value_place(slot, d, dim, tiled, n)], example)
+                values[j // n, d, j % n] = number
+    if tokens % n > 0:
+        values[tokens // n, :, 1] = 0
 
 
 @compiled()
@@ -112,10 +138,10 @@ def add_values(word, sums_ptr, sums_stride, weights_ptr, weights_stride, v_ptr, 
     size, whole = bytes_of(word) * per_word(word), dim // WIDTH * WIDTH  # bytes of a word
     for c in range(0, whole, WIDTH):
         add_product(word, sums_ptr + 4 * c, sums_stride, weights_ptr, weights_stride,
-                    (v_ptr + size * c, v_stride), steps, rows, distance)
+                    v_ptr + size * c, v_stride, steps, rows, distance)
     for c in range(whole, dim, TILE):
         add_narrow(word, sums_ptr + 4 * c, sums_stride, weights_ptr, weights_stride,
-                   (v_ptr + size * c, v_stride), steps, rows, distance)
+                   v_ptr + size * c, v_stride, steps, rows, distance)
 
 
 @compiled()
@@ -142,34 +168,37 @@ def attend_groups(qkv, out, partial, k_cache, v_cache, queries, context_lens, fi
     n, tiled = per_word(example), is_tiled(block_size, dim)
     words, wide = (dim + n - 1) // n, (dim + WIDTH - 1) // WIDTH * WIDTH
     max_rows = queries.shape[1] * q_per_kv
-    tile_bytes = TILE * dim * bytes_of(example)
-    query, weights = operands((max_rows, words * n), example), operands((max_rows, KEYS), example)
+    tile_bytes, head_bytes = TILE * dim * bytes_of(example), block_size * dim * bytes_of(example)
+    # Few rows of all heads are computed together, to read the cache in the order of memory.
+    max_height = max(max_rows, FEW_ROWS * num_kv_heads)
+    query = operands((max_height, words * n), example)
+    weights, scores = operands((max_height, KEYS), example), np.empty((max_height, KEYS), f32)
+    sums, visible = np.empty((max_height, wide), f32), np.empty(max_height, np.int64)
+    row_max, row_sum, factors = np.empty((3, max_height), f32)
     keys, values = operands((words, KEYS, n), example), operands((KEYS // n, wide, n), example)
     word, odd_value = keys[0, 0, 0], operands((wide, n), example)
-    scores, sums = np.empty((max_rows, KEYS), f32), np.empty((max_rows, wide), f32)
-    row_max, row_sum, factors = np.empty((3, max_rows), f32)
-    visible, group = np.empty(max_rows, np.int64), -1
-    tiles = np.empty(block_tables.shape[1] * block_size // TILE + 2 * AHEAD, np.int64)
-    for item in range(start, stop):
-        p, head = item // num_kv_heads, item % num_kv_heads
+    tiles = np.empty(block_tables.shape[1] * block_size // TILE + AHEAD + 1, np.int64)
+    item = start
+    while item < stop:
+        p, first_head = item // num_kv_heads, item % num_kv_heads
         count = np.sum(queries[p] >= 0)
         rows, context_len, begin = count * q_per_kv, context_lens[p, count - 1], first_tokens[p]
         is_few = tiled and rows <= FEW_ROWS
-        if tiled and p != group:
-            group, last_tile = p, (context_len - 1) // TILE
-            find_tiles(tiles[: last_tile + 2 * AHEAD], block_tables[p], last_tile,
-                       num_kv_heads * block_size // TILE * tile_bytes, block_size // TILE,
-                       tile_bytes)
-        head_bytes = head * block_size // TILE * tile_bytes
-        k_base = np.int64(k_cache.ctypes.data) + head_bytes
-        v_base = np.int64(v_cache.ctypes.data) + head_bytes
+        heads = min(num_kv_heads - first_head, stop - item) if is_few else 1
+        item, height = item + heads, heads * rows
+        if tiled:
+            last_tile = (context_len - 1) // TILE
+            find_tiles(tiles[: last_tile + AHEAD + 1], block_tables[p], last_tile,
+                       num_kv_heads * head_bytes, block_size // TILE, tile_bytes)
+        k_base = np.int64(k_cache.ctypes.data) + first_head * head_bytes
+        v_base = np.int64(v_cache.ctypes.data) + first_head * head_bytes
         query_ptr, scores_ptr = np.int64(query.ctypes.data), np.int64(scores.ctypes.data)
         weights_ptr, sums_ptr = np.int64(weights.ctypes.data), np.int64(sums.ctypes.data)
-        for r in range(rows):
-            token, h = queries[p, r // q_per_kv], head * q_per_kv + r % q_per_kv
+        for r in range(height):
+            token, h = queries[p, r % rows // q_per_kv], q_head(first_head, r, rows, q_per_kv)
             for d in range(dim):
                 query[r, d] = operand(qkv[token, h, d], example)
-            visible[r] = context_lens[p, r // q_per_kv]
+            visible[r] = context_lens[p, r % rows // q_per_kv]
             row_max[r], row_sum[r] = -np.inf, 0
             sums[r] = 0
             if begin > 0:
@@ -180,53 +209,55 @@ def attend_groups(qkv, out, partial, k_cache, v_cache, queries, context_lens, fi
         for first in range(begin, context_len, KEYS):
             tokens = min(KEYS, context_len - first)
             first_tile, stop_tile = first // TILE, (first + tokens - 1) // TILE + 1
-            scores[:rows] = 0
-            if tiled:
-                k = k_base, tile_bytes // words, np.int64(tiles[first_tile:].ctypes.data)
-                add_product(example, scores_ptr, 4 * KEYS, query_ptr, 4 * words, k, words, rows, 1)
+            scores[:height] = 0
+            if is_few:
+                for i in range(first_tile, stop_tile):
+                    for h in range(heads):
+                        x = query_ptr + 4 * words * rows * h
+                        out_ptr = scores_ptr + 4 * (KEYS * rows * h + TILE * (i - first_tile))
+                        add_narrow(example, out_ptr, 4 * KEYS, x, 4 * words,
+                                   k_base + tiles[i] + head_bytes * h, tile_bytes // words, words,
+                                   rows, to_later_tile(tiles, i, h, heads, head_bytes))
             else:
-                gather_rows(keys, values, k_cache, v_cache, block_tables[p], head, first, tokens,
-                            tiled)
-                k = np.int64(keys.ctypes.data), 4 * KEYS
-                add_product(word, scores_ptr, 4 * KEYS, query_ptr, 4 * words, k, words, rows, 0)
+                copy_tokens(keys, values, k_cache, v_cache, block_tables[p], tiles, first_head,
+                            first, tokens)
+                add_product(word, scores_ptr, 4 * KEYS, query_ptr, 4 * words,
+                            np.int64(keys.ctypes.data), 4 * KEYS, words, rows, 0)
 
-            weigh_rows(rows, scores_ptr, weights_ptr, np.int64(visible.ctypes.data), first,
+            weigh_rows(height, scores_ptr, weights_ptr, np.int64(visible.ctypes.data), first,
                        np.int64(row_max.ctypes.data), np.int64(row_sum.ctypes.data),
                        np.int64(factors.ctypes.data), log2_scale, word)
-            for r in range(rows):
+            for r in range(height):
                 if factors[r] != 1:
                     for d in range(wide):
                         sums[r, d] *= factors[r]
 
             if not is_few:
-                if tiled:
-                    for i in range(first_tile, stop_tile):
-                        j = TILE * (i - first_tile)
-                        copy_words(v_base + tiles[i], n * tile_bytes // TILE,
-                                   np.int64(values[j // n].ctypes.data), 4 * wide, TILE // n, dim,
-                                   example)
-                    for j in range(tokens, (tokens + TILE - 1) // TILE * TILE):
-                        values[j // n, :, j % n] = 0  # it may be NaN, and 0 times NaN is NaN
-                for c in range(0, wide, WIDTH):
-                    v = np.int64(values[0, c:].ctypes.data), 4 * wide
-                    add_product(word, sums_ptr + 4 * c, 4 * wide, weights_ptr, 4 * KEYS // n, v,
-                                (tokens + n - 1) // n, rows, 0)
+                add_values(word, sums_ptr, 4 * wide, weights_ptr, 4 * KEYS // n,
+                           np.int64(values.ctypes.data), 4 * wide, (tokens + n - 1) // n, rows, 0,
+                           wide)
                 continue
+            stride = n * tile_bytes // TILE
             for i in range(first_tile, stop_tile):
-                j, v_ptr = TILE * (i - first_tile), v_base + tiles[i]
-                steps, stride = min(TILE, tokens - j) // n, n * tile_bytes // TILE
-                add_values(example, sums_ptr, 4 * wide, weights_ptr + 4 * (j // n), 4 * KEYS // n,
-                           v_ptr, stride, steps, rows, tiles[i + AHEAD] - tiles[i], dim)
-            if tokens % n > 0:
+                j = TILE * (i - first_tile)
+                steps = min(TILE, tokens - j) // n
+                for h in range(heads):
+                    add_values(example, sums_ptr + 4 * wide * rows * h, 4 * wide,
+                               weights_ptr + 4 * (KEYS * rows * h + j) // n, 4 * KEYS // n,
+                               v_base + tiles[i] + head_bytes * h, stride, steps, rows,
+                               to_later_tile(tiles, i, h, heads, head_bytes), dim)
+            for h in range(heads if tokens % n > 0 else 0):
                 # The slot after the last token may hold NaN, and 0 times NaN is NaN.
-                last = array(v_ptr + stride * steps, (dim, n), example)
+                address = v_base + tiles[stop_tile - 1] + head_bytes * h + stride * steps
+                last = array(address, (dim, n), example)
                 for d in range(dim):
                     odd_value[d, 0] = operand(last[d, 0], example)
-                add_values(word, sums_ptr, 4 * wide, weights_ptr + 4 * (tokens // n), 4 * KEYS // n,
+                add_values(word, sums_ptr + 4 * wide * rows * h, 4 * wide,
+                           weights_ptr + 4 * ((KEYS * rows * h + tokens) // n), 4 * KEYS // n,
                            np.int64(odd_value.ctypes.data), 0, 1, rows, 0, dim)
 
-        for r in range(rows):
-            token, h = queries[p, r // q_per_kv], head * q_per_kv + r % q_per_kv
+        for r in range(height):
+            token, h = queries[p, r % rows // q_per_kv], q_head(first_head, r, rows, q_per_kv)
             if is_prefix:
                 partial[token, h, dim], partial[token, h, dim + 1] = row_max[r], row_sum[r]
                 for d in range(dim):

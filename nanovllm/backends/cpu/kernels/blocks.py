@@ -13,7 +13,6 @@ from functools import cache
 
 import numpy as np
 import torch
-from numba.extending import overload
 
 from nanovllm.backends.cpu.jit import Kernel, compiled, has_amx, has_feature
 from nanovllm.backends.cpu.kernels import amx
@@ -33,24 +32,13 @@ HEIGHT = 6  # the most rows of a call of dot_rows
 READ_ONCE = HEIGHT if has_feature("avx512vnni") else 0
 
 
-def later_steps(weights, step):
-    """Return the weights of dot_rows from a step on."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(later_steps)
-def _later_steps(weights, step):
-    if len(weights) == 3:
-        return lambda weights, step: (weights[0] + weights[1] * step, weights[1], weights[2])
-    return lambda weights, step: (weights[0] + weights[1] * step, weights[1])
-
-
 @compiled()
-def add_product(word, sums_ptr, sums_stride, x_ptr, stride, weights, steps, rows, distance):
+def add_product(word, sums_ptr, sums_stride, x_ptr, stride, weight_ptr, weight_stride, steps, rows,
+                distance):
     """Compute sums [rows, 64] += x [rows, steps] times weights [steps, 64], in words.
 
-    `word` and `weights` are `word` and `w` of dot_rows. The strides are the bytes between rows.
-    Prefetch as many weights, `distance` bytes after them; 0 means none.
+    The type of `word` is as in dot_rows. The strides are the bytes between rows. Prefetch as many
+    weights, `distance` bytes after them; 0 means none.
 
     If weights are read several times, only the first time is from memory. All of them together
     prefetch the next weights, to keep memory busy meanwhile.
@@ -59,23 +47,23 @@ def add_product(word, sums_ptr, sums_stride, x_ptr, stride, weights, steps, rows
     span = max(steps, 1) if rows <= READ_ONCE else STEPS
     lines = (parts + 3) // parts  # of the four cache lines of a step, what each part prefetches
     for first in range(0, steps, span):
-        count, w = min(span, steps - first), later_steps(weights, first)
+        count, w = min(span, steps - first), weight_ptr + weight_stride * first
         ahead, row = distance, 0
         while row < rows:
             x, left = (x_ptr + row * stride + 4 * first, stride, 4), rows - row
-            out = sums_ptr + sums_stride * row, sums_stride
+            out, weights = (sums_ptr + sums_stride * row, sums_stride), (w, weight_stride)
             fetched = lines if distance != 0 and ahead - distance < 4 * WIDTH else 0
             if left >= 6:
-                dot_rows(word, 6, WIDTH, x, w, count, out, (ahead, fetched))
+                dot_rows(word, 6, WIDTH, x, weights, count, out, (ahead, fetched))
                 row += 6
             elif left >= 4:
-                dot_rows(word, 4, WIDTH, x, w, count, out, (ahead, fetched))
+                dot_rows(word, 4, WIDTH, x, weights, count, out, (ahead, fetched))
                 row += 4
             elif left >= 2:
-                dot_rows(word, 2, WIDTH, x, w, count, out, (ahead, fetched))
+                dot_rows(word, 2, WIDTH, x, weights, count, out, (ahead, fetched))
                 row += 2
             else:
-                dot_rows(word, 1, WIDTH, x, w, count, out, (ahead, fetched))
+                dot_rows(word, 1, WIDTH, x, weights, count, out, (ahead, fetched))
                 row += 1
             ahead += 64 * lines
 
@@ -84,17 +72,17 @@ def add_product(word, sums_ptr, sums_stride, x_ptr, stride, weights, steps, rows
 def add_block(word, sums_ptr, x_ptr, stride, weight_ptr, steps, rows):
     """Compute the same for a block of a weight in memory and sums [rows, 64] side by side."""
     ahead = AHEAD if rows <= READ_ONCE else 4 * WIDTH * STEPS
-    weights = weight_ptr, 4 * WIDTH
-    add_product(word, sums_ptr, 4 * WIDTH, x_ptr, stride, weights, steps, rows, ahead)
+    add_product(word, sums_ptr, 4 * WIDTH, x_ptr, stride, weight_ptr, 4 * WIDTH, steps, rows, ahead)
 
 
 @compiled()
-def add_narrow(word, sums_ptr, sums_stride, x_ptr, stride, weights, steps, rows, distance):
+def add_narrow(word, sums_ptr, sums_stride, x_ptr, stride, weight_ptr, weight_stride, steps, rows,
+               distance):
     """Compute the same for 16 columns: sums [rows, 16] and weights [steps, 16]."""
     row = 0
     while row < rows:
         x, left = (x_ptr + row * stride, stride, 4), rows - row
-        out = sums_ptr + sums_stride * row, sums_stride
+        out, weights = (sums_ptr + sums_stride * row, sums_stride), (weight_ptr, weight_stride)
         ahead = distance, 1 if row == 0 and distance != 0 else 0
         if left >= 4:
             dot_rows(word, 4, 16, x, weights, steps, out, ahead)

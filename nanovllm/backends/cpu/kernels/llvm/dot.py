@@ -67,10 +67,6 @@ def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
     (address, step stride), and out (address, row stride), with all strides in bytes. `ahead` is
     (distance, lines): each step prefetches `lines` cache lines, `distance` bytes after its weights.
 
-    If w is in tiles of 16 columns, it is (address, step stride, tiles), where `tiles` is the
-    address of int64 [columns / 16]: how many bytes after `address` each tile begins. If `lines` is
-    not 0, the next ones in this array are prefetched.
-
     As many sums as possible stay in registers during all steps.
 
     With AVX2 a vector of int8 has 4 outputs instead of 16. Its instruction multiplies 16 numbers in
@@ -96,7 +92,7 @@ def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
 
     def emit(builder, _word, _rows, _width, x, w, steps, out, ahead):
         x, x_row, x_step = cgutils.unpack_tuple(builder, x)
-        w, w_step, *tiles = cgutils.unpack_tuple(builder, w)
+        w, w_step = cgutils.unpack_tuple(builder, w)
         out, out_row = cgutils.unpack_tuple(builder, out)
         distance, lines = cgutils.unpack_tuple(builder, ahead)
         if word == types.float32 and num_rows == 1:  # the processor's own prefetching is faster
@@ -109,14 +105,12 @@ def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
         def row_of(address, row, step):
             return builder.add(address, builder.mul(INT(row), step))
 
-        def tile_of(vector):
-            return builder.add(w, builder.load(element(builder, tiles[0], INT(vector), 8, INT)))
-
-        def load_weights(place):
+        def load_weights(block, v):
             if is_fp8:
-                pointer = pointer_to(builder, place, ir.VectorType(BYTE, LANES))
-                return stored_to_float32(builder, builder.load(pointer, align=1))
-            loaded = builder.load(pointer_to(builder, place, numbers), align=4)
+                kind = ir.VectorType(BYTE, LANES)
+                loaded = builder.load(element(builder, block, INT(v), LANES, kind), align=1)
+                return stored_to_float32(builder, loaded)
+            loaded = builder.load(element(builder, block, INT(v), 4 * lanes, numbers), align=4)
             if not is_pairs:
                 return loaded
             return builder.zext(builder.bitcast(loaded, ir.VectorType(BYTE, LANES)), WORDS)
@@ -149,7 +143,7 @@ def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
                 return add(total, add_neighbors(builder, w, x, "wd"))
             return call(builder, f"x86.{name}", sums, total, w, x)
 
-        def add_pass(x, vectors, out, ahead):
+        def add_pass(x, w, out, ahead):
             results = {
                 (row, v): element(builder, row_of(out, row, out_row), INT(v), 4 * lanes, result)
                 for row in range(height) for v in range(num_vectors)}
@@ -159,16 +153,11 @@ def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
                 start = ir.Constant(sums, None) if is_pairs else builder.load(pointer, align=4)
                 totals[place] = cgutils.alloca_once_value(builder, start)
             with cgutils.for_range(builder, steps) as step:
-                offset = builder.mul(step.index, w_step)
-                if tiles:
-                    with builder.if_then(builder.icmp_signed(">", lines, INT(0))):
-                        for place in ahead:
-                            prefetch_line(builder, pointer_to(builder, builder.add(place, offset)))
-                else:
-                    line = builder.add(ahead, offset)
-                    with cgutils.for_range(builder, lines) as later:
-                        prefetch_line(builder, element(builder, line, later.index, 64, BYTE))
-                weights = [load_weights(builder.add(vector, offset)) for vector in vectors]
+                block = builder.add(w, builder.mul(step.index, w_step))
+                line = builder.add(ahead, builder.mul(step.index, w_step))
+                with cgutils.for_range(builder, lines) as later:
+                    prefetch_line(builder, element(builder, line, later.index, 64, BYTE))
+                weights = [load_weights(block, v) for v in range(num_vectors)]
                 first = builder.add(x, builder.mul(step.index, x_step))
                 for row in range(height):
                     number = load_word(row_of(first, row, x_row))
@@ -186,14 +175,9 @@ def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
 
         for i, (row, column) in enumerate(passes):
             place = builder.add(row_of(out, row, out_row), INT(4 * column))
-            first, last = column // lanes, column // lanes + num_vectors
-            if tiles:
-                vectors = [tile_of(v) for v in range(first, last)]
-                later = [tile_of(v + width // lanes) for v in range(first, last)]
-            else:
-                vectors = [builder.add(w, INT(word_bytes * lanes * v)) for v in range(first, last)]
-                later = builder.add(builder.add(w, distance), builder.mul(INT(i), part))
-            add_pass(row_of(x, row, x_row), vectors, place, later)
+            later = builder.add(builder.add(w, distance), builder.mul(INT(i), part))
+            first_word = builder.add(w, INT(word_bytes * column))
+            add_pass(row_of(x, row, x_row), first_word, place, later)
 
     return types.void(word, rows, columns, x, w, steps, out, ahead), without_result(emit)
 
