@@ -8,7 +8,7 @@ from typing import cast
 
 from nanovllm.config import EMBEDDED
 from nanovllm.engine.detokenizer import Tokenizer
-from nanovllm.utils.json_files import read_json
+from nanovllm.utils.json_files import check_fields, read_json
 
 # This lock is held while transformers loads a tokenizer. transformers imports its modules on first
 # use, and two threads that import the same module at the same time can fail with ImportError.
@@ -41,11 +41,26 @@ def load_tokenizer(directory: Path) -> Tokenizer:
         ) from error
 
 
+def adds_eos(directory: Path) -> bool:
+    """Return whether tokenizer_config.json says that a text ends with the EOS token.
+
+    transformers ignores this field if there is a tokenizer.json, which may not add the token
+    (e5-mistral).
+    """
+    path = directory / "tokenizer_config.json"
+    raw = read_json(path) if path.is_file() else {}
+    return bool(check_fields(raw, path, {"add_eos_token": (bool, ())}).get("add_eos_token"))
+
+
 def load_full(directory: Path) -> Tokenizer:
     """Load the tokenizer of transformers. Raises errors of many types."""
     with LOCK:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+        # For some values of tokenizer_class, AutoTokenizer takes only the vocabulary and the merges
+        # of tokenizer.json, and splits and normalizes text by the rules of that class.
+        if (directory / "tokenizer.json").is_file():
+            return PreTrainedTokenizerFast.from_pretrained(directory)
         # By default, the package mistral-common is used where it is installed. Its tokenizer reads
         # special tokens in a text letter by letter.
         tokenizer = AutoTokenizer.from_pretrained(
