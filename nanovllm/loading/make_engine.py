@@ -132,7 +132,7 @@ def load_engine(
 def check_format(quantization: str, checkpoint: Checkpoint) -> None:
     """Raise ValueError if the weights of the checkpoint do not have the format `quantization`."""
     found = checkpoint.weight_format and checkpoint.weight_format.method
-    if found != quantization.removesuffix("_marlin"):
+    if found != quantization.removesuffix("_marlin").replace("modelopt", "fp8"):
         raise ValueError(
             f"quantization={quantization!r} is a format of checkpoints, and {checkpoint.directory} "
             f"has {found!r}; leave it out, or use 'int8' or 'int4'"
