@@ -36,7 +36,9 @@ SAMPLING_FIELDS = {
     **{"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"},
 }
 INDEX = "model.safetensors.index.json"  # which file has which tensor
-WANTED = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]  # no pickles, no code
+# What is fetched from the hub: no pickles, no code, and weights only in the layout of transformers.
+WANTED = ["*.json", "*.txt", "*.jinja", "*.model"]
+SKIPPED = ["original/*", "onnx/*", "consolidated*"]
 
 
 def find_checkpoint(
@@ -73,7 +75,14 @@ def find_checkpoint(
         remedy = f"give a directory, a hub id like Qwen/Qwen3-0.6B, {EMBEDDED!r}, or 'smollm2-135m'"
         near = similar(name, [EMBEDDED, "smollm2-135m"])
         raise ValueError(f"there is no directory {name!r}; {near or remedy}")
-    return download(name, revision, [w for w in WANTED if weights or "tensors" not in w])
+    directory = download(name, revision, WANTED, SKIPPED)
+    if weights:
+        commit, files = directory.name, sorted(set(read_index(directory).values()))
+        if files:
+            download(name, commit, [*files, "adapter_model.safetensors"], [])
+        if not any((directory / file).is_file() for file in files):
+            download(name, commit, ["*.safetensors"], [*SKIPPED, "*/*"])
+    return directory
 
 
 def config_class(architectures: Any) -> type[ModelConfig]:
@@ -219,18 +228,23 @@ def are_equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and all(torch.equal(x, y) for x, y in parts)
 
 
+def read_index(directory: Path) -> dict[str, str]:
+    """Return the file of each tensor, as a path relative to `directory`; empty without an index."""
+    path = directory / INDEX
+    raw = read_json(path).get("weight_map") if path.is_file() else None
+    return {
+        name: check_field(path, f"weight_map[{name!r}]", file, str, ())
+        for name, file in check_field(path, "weight_map", raw or {}, dict, ()).items()
+    }
+
+
 def weight_files(directory: Path) -> tuple[list[Path], dict[str, Path]]:
     """Return the safetensors files, and which of them has which tensor, if an index says it.
 
     The index decides, also about other files in the directory, unless it is left from weights that
     are not there. Raises ValueError if there are no files, or only some of those in the index.
     """
-    index = directory / INDEX
-    raw = read_json(index).get("weight_map") if index.is_file() else None
-    listed = {
-        name: directory / check_field(index, f"weight_map[{name!r}]", file, str, ())
-        for name, file in check_field(index, "weight_map", raw or {}, dict, ()).items()
-    }
+    listed = {name: directory / file for name, file in read_index(directory).items()}
     paths = sorted(set(listed.values()))
     absent = [path for path in paths if not path.is_file()]
     if paths and not absent:
@@ -246,8 +260,9 @@ def weight_files(directory: Path) -> tuple[list[Path], dict[str, Path]]:
     files = [single] if single.is_file() else shards or sorted(directory.glob("*.safetensors"))
     if not files:
         raise ValueError(
-            f"{directory} has no *.safetensors. Pickled weights (*.bin, *.pt) can run code and are "
-            "not read: convert them with model.save_pretrained of transformers"
+            f"{directory} has no *.safetensors, such as model.safetensors. Pickled weights (*.bin, "
+            "*.pt) can run code and are not read: convert them with model.save_pretrained of "
+            "transformers"
         )
     return files, {}
 

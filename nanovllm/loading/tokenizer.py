@@ -24,8 +24,8 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     names = ("tokenizer.json", "vocab.json", "tokenizer.model")
     if not any((directory / name).is_file() for name in names):
         raise ValueError(
-            f"{directory} has no tokenizer files; name one with tokenizer=..., or set "
-            "skip_tokenizer_init=True to work with token ids"
+            f"{directory} has no tokenizer files ({', '.join(names)}); name one with "
+            "tokenizer=..., or set skip_tokenizer_init=True to work with token ids"
         )
     try:
         tokenizer = load_full(directory)

@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import fresh
+import huggingface_hub
 import pytest
 import torch
 from checkpoints import edited, make_checkpoint, random_llm, weights_of
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from wrong_values import GENERATION, POINTER, WRONG
@@ -141,8 +144,6 @@ def test_weights_in_the_format_of_mlx(path: Path, tmp_path: Path) -> None:
 
 
 def test_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import huggingface_hub
-
     def offline(*args: object, **kwargs: object) -> str:
         raise ConnectionError("no route to host")
 
@@ -231,6 +232,57 @@ def test_generation_config(tmp_path: Path) -> None:
         assert llm.engine.input_processor.eos_token_ids == frozenset(raw.get("eos_token_id", [0]))
     (tmp_path / "generation_config.json").unlink()
     assert random_llm(tmp_path).get_default_sampling_params() == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    "weights", [[INDEX, *SHARDS], ["model.safetensors"], [INDEX, "model.safetensors"]], ids=str
+)
+def test_files_that_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: list[str]
+) -> None:
+    """The hub is a list of names. An index may be left from other weights."""
+    wanted = {"config.json", "1_Pooling/config.json", *weights}
+    others = {"consolidated.safetensors", "original/params.json", "onnx/model.safetensors", "a.bin"}
+    others |= {"old.safetensors"} if SHARDS[0] in weights else {"onnx/config.json"}
+    weight_map = {"weight_map": {shard: shard for shard in SHARDS}}
+
+    def fetch(name: str, revision: str | None, **patterns: Any) -> str:
+        for file in filter_repo_objects(wanted | others, **patterns):
+            (tmp_path / file).parent.mkdir(exist_ok=True)
+            (tmp_path / file).write_text(json.dumps(weight_map))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    for has_weights in (False, True):
+        assert find_checkpoint("a/b", weights=has_weights) == tmp_path
+        found = {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*.*")}
+        assert found == {x for x in wanted if has_weights or not x.endswith(".safetensors")}
+
+
+def test_a_cache_that_others_have_filled(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Offline, huggingface_hub refuses a snapshot if a file that matches is missing."""
+    repo, commit = tmp_path / "models--a--b", "0" * 40
+    snapshot = repo / "snapshots" / commit
+    for folder in (snapshot, repo / "refs", repo / "trees"):
+        folder.mkdir(parents=True)
+    edited(path, snapshot)
+    (repo / "refs" / "main").write_text(commit)
+    names = ("config.json", "model.safetensors", "LICENSE.txt", "generation_config.json")
+    files = {name: {"size": 1, "blob_id": "0"} for name in names}
+    tree = {"format_version": 1, "files": files}
+    (repo / "trees" / f"{commit}.json").write_text(json.dumps(tree))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert find_checkpoint("a/b") == find_checkpoint("a/b", commit) == snapshot
+    assert "missing (LICENSE.txt, generation_config.json)" in caplog.text
+    (snapshot / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="such as model.safetensors"):
+        LLM("a/b", skip_tokenizer_init=True)
+    (snapshot / INDEX).write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+    with pytest.raises(ValueError, match="no model-1.safetensors, which .* names"):
+        LLM("a/b", skip_tokenizer_init=True)
 
 
 def test_embedded_checkpoint_is_hugging_faces(embedded: LLM) -> None:
