@@ -78,7 +78,7 @@ def find_checkpoint(
     directory = download(name, revision, WANTED, SKIPPED)
     if weights:
         commit, files = directory.name, sorted(set(read_index(directory).values()))
-        if files:
+        if files:  # also of an adapter, which may be beside a model
             download(name, commit, [*files, "adapter_model.safetensors"], [])
         if not any((directory / file).is_file() for file in files):
             download(name, commit, ["*.safetensors"], [*SKIPPED, "*/*"])
