@@ -21,7 +21,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
         from nanovllm.features.formats.embedded_tokenizer import EmbeddedTokenizer
 
         return cast("Tokenizer", EmbeddedTokenizer(directory, load_full))
-    names = ("tokenizer.json", "vocab.json", "tokenizer.model")
+    names = ("tokenizer.json", "merges.txt", "tokenizer.model")  # merges.txt is with vocab.json
     if not any((directory / name).is_file() for name in names):
         raise ValueError(
             f"{directory} has no tokenizer files ({', '.join(names)}); name one with "

@@ -109,6 +109,9 @@ def test_mistral_common_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_tokenizers_without_tokenizer_json(tmp_path: Path) -> None:
     without_tokenizer_json(tmp_path, tokenizer_class="GPT2Tokenizer")
     assert load_tokenizer(tmp_path).encode("<|im_end|>") == [1035]
+    (tmp_path / "merges.txt").unlink()
+    with pytest.raises(ValueError, match=r"no tokenizer files \(tokenizer.json, merges.txt"):
+        load_tokenizer(tmp_path)
     without_tokenizer_json(tmp_path, tokenizer_class="ByT5Tokenizer")
     with pytest.raises(ValueError, match="is a ByT5Tokenizer, which does not use .* tokenizers"):
         load_tokenizer(tmp_path)

@@ -131,7 +131,7 @@ class WeightFormat:
         inner = check_field(path, "quantization", config.get("quantization") or {}, dict, ())
         config = {**config, **inner}  # ModelOpt's fields are in `quantization`, or beside it
         method = config.get("quant_method") or ("modelopt" if config.get("quant_algo") else None)
-        has_weights = config.get("quant_algo" if method == "modelopt" else "config_groups")
+        has_weights = config.get("config_groups") or config.get("quant_algo")
         if not has_weights and (method == "modelopt" or config.get("kv_cache_scheme")):
             return None
         if method not in CHOICES:
