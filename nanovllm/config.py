@@ -35,7 +35,7 @@ WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
 }
 # Formats of quantized checkpoints. In vLLM, "_marlin" selects kernels.
 FORMATS = (
-    *("fp8", "fbgemm_fp8", "compressed-tensors"),
+    *("fp8", "modelopt", "fbgemm_fp8", "compressed-tensors"),
     *("awq", "awq_marlin", "gptq", "gptq_marlin"),
 )
 

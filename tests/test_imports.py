@@ -20,7 +20,7 @@ GROUPS = [[set(group.split(", ")) for group in rank.split(" | ")] for rank in RU
 # The functions of the core that import backends, features or commands, by module.
 IMPORTING = {
     "llm": "",  # at its head
-    "loading.checkpoint": "__init__ config_class find_checkpoint read_config",
+    "loading.checkpoint": "__init__ as_listed config_class find_checkpoint read_config",
     "loading.make_engine": "all_tasks find_files load_engine make_engine",
     "loading.make_runner": "load_model make_backend make_cache make_eager_runner make_fast_steps make_runner",
     "loading.memory": "plan_memory",

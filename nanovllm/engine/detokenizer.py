@@ -31,6 +31,7 @@ class Detokenizer:
     ) -> None:
         self.tokenizer = tokenizer.backend_tokenizer
         self.skip_special_tokens = skip_special_tokens
+        self.kept: dict[int, str] = {}  # special tokens that are not skipped, with their texts
         self.stream = DecodeStream(self._context(prompt_ids), skip_special_tokens)
 
     def _context(self, prompt_ids: list[int]) -> list[int]:
@@ -59,4 +60,4 @@ class Detokenizer:
                 raise
             self.stream = DecodeStream([], self.skip_special_tokens)
             text = self.stream.step(self.tokenizer, token)
-        return text or ""
+        return (text or "") + self.kept.get(token, "")

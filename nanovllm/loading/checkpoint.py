@@ -35,7 +35,10 @@ SAMPLING_FIELDS = {
     **{name: name for name in ("temperature", *FILTERS, *PENALTIES)},
     **{"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"},
 }
-WANTED = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]  # no pickles, no code
+INDEX = "model.safetensors.index.json"  # which file has which tensor
+# What is fetched from the hub: no pickles, no code, and weights only in the layout of transformers.
+WANTED = ["*.json", "*.txt", "*.jinja", "*.model"]
+SKIPPED = ["original/*", "onnx/*", "consolidated*"]
 
 
 def find_checkpoint(
@@ -72,7 +75,14 @@ def find_checkpoint(
         remedy = f"give a directory, a hub id like Qwen/Qwen3-0.6B, {EMBEDDED!r}, or 'smollm2-135m'"
         near = similar(name, [EMBEDDED, "smollm2-135m"])
         raise ValueError(f"there is no directory {name!r}; {near or remedy}")
-    return download(name, revision, [w for w in WANTED if weights or "tensors" not in w])
+    directory = download(name, revision, WANTED, SKIPPED)
+    if weights:
+        commit, files = directory.name, sorted(set(read_index(directory).values()))
+        if files:  # also of an adapter, which may be beside a model
+            download(name, commit, [*files, "adapter_model.safetensors"], [])
+        if not any((directory / file).is_file() for file in files):
+            download(name, commit, ["*.safetensors"], [*SKIPPED, "*/*"])
+    return directory
 
 
 def config_class(architectures: Any) -> type[ModelConfig]:
@@ -108,11 +118,17 @@ class Checkpoint:
         config_type = config_class(self.config.get("architectures"))
         self.model_config = config_type.from_json(self.config, self.config_path)
         self.weight_format: WeightFormat | None = None  # of quantized weights
-        # MLX has `quantization`, and in new versions also the same as quantization_config.
-        if fields := self.config.get("quantization_config") or self.config.get("quantization"):
+        # compression_config is the old name of compressed-tensors. MLX has `quantization`, and in
+        # new versions also the same as quantization_config. ModelOpt may write only its own file.
+        names = ("quantization_config", "compression_config", "quantization")
+        fields, source = next(filter(None, map(self.config.get, names)), None), self.config_path
+        path = directory / "hf_quant_config.json"
+        if not fields and path.is_file():
+            fields, source = read_json(path) | {"quant_method": "modelopt"}, path
+        if fields:
             from nanovllm.features.formats.quantized_checkpoint import WeightFormat
 
-            self.weight_format = WeightFormat.from_config(fields, self.config_path)
+            self.weight_format = WeightFormat.from_config(fields, source)
 
     def generation_defaults(self) -> tuple[frozenset[int], SamplingParams]:
         """Return the end-of-sequence tokens and the sampling parameters of generation_config.json.
@@ -154,8 +170,9 @@ class Checkpoint:
                 except Exception as error:  # the error types of safetensors are not public
                     raise unreadable(path, "a readable safetensors file", error) from None
 
-            paths = weight_files(self.directory) if has_weights else []
-            files = self.model_config.select_tensors({path: opened(path) for path in paths})
+            paths, listed = weight_files(self.directory) if has_weights else ([], {})
+            files = as_listed({path: opened(path) for path in paths}, listed)
+            files = self.model_config.select_tensors(files)
             if files and self.weight_format is not None:
                 files = dict(self.weight_format.decoded(files))
             if files and self.adapter is not None:
@@ -185,7 +202,7 @@ class Checkpoint:
 def read_config(directory: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of config.json, with `overrides`."""
     adapter, path = directory / "adapter_config.json", directory / "config.json"
-    if adapter.is_file() and not list(directory.glob("model*.safetensors")):
+    if adapter.is_file() and not list(directory.glob("model*.safetensors*")):
         base = read_json(adapter).get("base_model_name_or_path")
         raise ValueError(
             f"{directory} is an adapter; load it with its base model: "
@@ -211,13 +228,54 @@ def are_equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and all(torch.equal(x, y) for x, y in parts)
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files. Raises ValueError if there are none."""
-    single, shards = directory / "model.safetensors", sorted(directory.glob("model*.safetensors"))
+def read_index(directory: Path) -> dict[str, str]:
+    """Return the file of each tensor, as a path relative to `directory`; empty without an index."""
+    path = directory / INDEX
+    raw = read_json(path).get("weight_map") if path.is_file() else None
+    return {
+        name: check_field(path, f"weight_map[{name!r}]", file, str, ())
+        for name, file in check_field(path, "weight_map", raw or {}, dict, ()).items()
+    }
+
+
+def weight_files(directory: Path) -> tuple[list[Path], dict[str, Path]]:
+    """Return the safetensors files, and which of them has which tensor, if an index says it.
+
+    The index decides, also about other files in the directory, unless it is left from weights that
+    are not there. Raises ValueError if there are no files, or only some of those in the index.
+    """
+    listed = {name: directory / file for name, file in read_index(directory).items()}
+    paths = sorted(set(listed.values()))
+    absent = [path for path in paths if not path.is_file()]
+    if paths and not absent:
+        return paths, listed
+    shards = sorted(directory.glob("model*.safetensors"))
+    if absent and (not shards or len(absent) < len(paths)):
+        name = os.path.relpath(absent[0], directory)
+        more = f" and {len(absent) - 1} more" * (len(absent) > 1)
+        raise ValueError(
+            f"{directory} has no {name}{more}, which {INDEX} names; fetch the checkpoint again"
+        )
+    single = directory / "model.safetensors"
     files = [single] if single.is_file() else shards or sorted(directory.glob("*.safetensors"))
     if not files:
         raise ValueError(
-            f"{directory} has no *.safetensors. Pickled weights (*.bin, *.pt) can run code and are "
-            "not read: convert them with model.save_pretrained of transformers"
+            f"{directory} has no *.safetensors, such as model.safetensors. Pickled weights (*.bin, "
+            "*.pt) can run code and are not read: convert them with model.save_pretrained of "
+            "transformers"
         )
+    return files, {}
+
+
+def as_listed(files: dict[Path, Any], listed: Mapping[str, Path]) -> dict[Path, Any]:
+    """Return the open files, each without the tensors that the index reads from another file."""
+    from nanovllm.features.formats.adapter import MergedFile
+
+    names = {path: dict.fromkeys(file.keys()) for path, file in files.items()}
+    for path, file in files.items():
+        kept = {
+            x: x for x in names[path] if path == (of := listed.get(x, path)) or x not in names[of]
+        }
+        if len(kept) < len(names[path]):
+            files[path] = MergedFile(file, kept, None, {})
     return files

@@ -17,7 +17,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 from nanovllm.loading.make_runner import make_runner
 from nanovllm.loading.select_backend import pick_device
-from nanovllm.loading.tokenizer import load_tokenizer
+from nanovllm.loading.tokenizer import adds_eos, load_tokenizer
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ def load_engine(
         speculation = NgramSpeculation(config.speculative_config, max_tokens)
         engine.scheduler.speculation = speculation
     pooling = read_pooling_settings(checkpoint.directory, model_config.hidden_size)
+    pooling = replace(pooling, add_eos_token=tokenizer is not None and adds_eos(tokenizer_dir))
     input_processor.task_factories = all_tasks(engine.scheduler, pooling)
     if parser := config.reasoning_parser:
         input_processor.task_factories[SamplingParams] = with_parser(input_processor, parser)
@@ -131,7 +132,7 @@ def load_engine(
 def check_format(quantization: str, checkpoint: Checkpoint) -> None:
     """Raise ValueError if the weights of the checkpoint do not have the format `quantization`."""
     found = checkpoint.weight_format and checkpoint.weight_format.method
-    if found != quantization.removesuffix("_marlin"):
+    if found != quantization.removesuffix("_marlin").replace("modelopt", "fp8"):
         raise ValueError(
             f"quantization={quantization!r} is a format of checkpoints, and {checkpoint.directory} "
             f"has {found!r}; leave it out, or use 'int8' or 'int4'"

@@ -8,7 +8,7 @@ from typing import cast
 
 from nanovllm.config import EMBEDDED
 from nanovllm.engine.detokenizer import Tokenizer
-from nanovllm.utils.json_files import read_json
+from nanovllm.utils.json_files import check_fields, read_json
 
 # This lock is held while transformers loads a tokenizer. transformers imports its modules on first
 # use, and two threads that import the same module at the same time can fail with ImportError.
@@ -21,11 +21,11 @@ def load_tokenizer(directory: Path) -> Tokenizer:
         from nanovllm.features.formats.embedded_tokenizer import EmbeddedTokenizer
 
         return cast("Tokenizer", EmbeddedTokenizer(directory, load_full))
-    names = ("tokenizer.json", "vocab.json", "tokenizer.model")
+    names = ("tokenizer.json", "merges.txt", "tokenizer.model")  # merges.txt is with vocab.json
     if not any((directory / name).is_file() for name in names):
         raise ValueError(
-            f"{directory} has no tokenizer files; name one with tokenizer=..., or set "
-            "skip_tokenizer_init=True to work with token ids"
+            f"{directory} has no tokenizer files ({', '.join(names)}); name one with "
+            "tokenizer=..., or set skip_tokenizer_init=True to work with token ids"
         )
     try:
         tokenizer = load_full(directory)
@@ -41,11 +41,26 @@ def load_tokenizer(directory: Path) -> Tokenizer:
         ) from error
 
 
+def adds_eos(directory: Path) -> bool:
+    """Return whether tokenizer_config.json says that a text ends with the EOS token.
+
+    transformers ignores this field if there is a tokenizer.json, which may not add the token
+    (e5-mistral).
+    """
+    path = directory / "tokenizer_config.json"
+    raw = read_json(path) if path.is_file() else {}
+    return bool(check_fields(raw, path, {"add_eos_token": (bool, ())}).get("add_eos_token"))
+
+
 def load_full(directory: Path) -> Tokenizer:
     """Load the tokenizer of transformers. Raises errors of many types."""
     with LOCK:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+        # For some values of tokenizer_class, AutoTokenizer takes only the vocabulary and the merges
+        # of tokenizer.json, and splits and normalizes text by the rules of that class.
+        if (directory / "tokenizer.json").is_file():
+            return PreTrainedTokenizerFast.from_pretrained(directory)
         # By default, the package mistral-common is used where it is installed. Its tokenizer reads
         # special tokens in a text letter by letter.
         tokenizer = AutoTokenizer.from_pretrained(

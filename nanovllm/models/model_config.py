@@ -35,7 +35,8 @@ FIELDS: Fields = {
         (str, ("silu",), "hidden_act"),
         (str, ANY, "rope_type type"),
         (list, ANY, "architectures layer_types"),
-        (dict, ANY, "quantization_config quantization rope_parameters rope_scaling"),
+        (dict, ANY, "quantization_config compression_config quantization"),
+        (dict, ANY, "rope_parameters rope_scaling"),
     )
     for name in names.split()
 }

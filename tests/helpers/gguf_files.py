@@ -55,6 +55,7 @@ def write_gguf(
     writer.add_token_types([3 if token == END else 1 for token in tokens])
     writer.add_token_merges(["t h", "th e"])
     writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_add_eos_token(True)
     writer.add_chat_template((NANO / "chat_template.jinja").read_text())
     weights = {}
     for file in checkpoint.glob("*.safetensors"):

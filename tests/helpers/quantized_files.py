@@ -184,6 +184,14 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[..., tuple[Tensors, torch.Tens
         {"quant_method": "fp8", "activation_scheme": "static"},
         lambda w: fp8(w, tuple(w.shape), "weight_scale", scalar=True),
     ),
+    "modelopt tensor": (
+        {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 8}},
+        lambda w: fp8(w, tuple(w.shape), "weight_scale", scalar=True),
+    ),
+    "modelopt channel": (
+        {"quantization": {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "exclude_modules": []}},
+        lambda w: fp8(w, (1, w.shape[1]), "weight_scale"),
+    ),
     "fbgemm fp8": (
         {"quant_method": "fbgemm_fp8"},
         lambda w: fp8(w, (1, w.shape[1]), "weight_scale"),

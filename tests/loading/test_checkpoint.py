@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
-import fresh
+import huggingface_hub
 import pytest
 import torch
-from checkpoints import edited, make_checkpoint, random_llm
+from checkpoints import edited, make_checkpoint, random_llm, weights_of
+from huggingface_hub.utils import filter_repo_objects
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from wrong_values import GENERATION, POINTER, WRONG
 
@@ -140,8 +143,6 @@ def test_weights_in_the_format_of_mlx(path: Path, tmp_path: Path) -> None:
 
 
 def test_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import huggingface_hub
-
     def offline(*args: object, **kwargs: object) -> str:
         raise ConnectionError("no route to host")
 
@@ -151,6 +152,54 @@ def test_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.undo()
     with pytest.raises(ValueError, match="not a valid hub id"):
         LLM("what is/this?")
+
+
+INDEX = "model.safetensors.index.json"
+SHARDS = ["model-1.safetensors", "model-2.safetensors"]
+# Shards, a stale file in the directory, and the shards that have all tensors. The values of tensors
+# that the index reads from another file are wrong.
+LAYOUTS: dict[str, tuple[list[str], str | None, list[str]]] = {
+    "in a folder": ([f"weights/{x}" for x in SHARDS], "model.safetensors", []),
+    "stale shards": (SHARDS, "model-3.safetensors", []),
+    "overlaid first": (SHARDS, None, SHARDS[:1]),
+    "overlaid last": (SHARDS, None, SHARDS[1:]),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_index_decides(path: Path, tmp_path: Path, name: str) -> None:
+    """Weights of a stale file were loaded, or a tensor in two files was refused."""
+    shards, stale, with_all = LAYOUTS[name]
+    edited(path, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    wrong = {key: tensor + 1 for key, tensor in tensors.items()}
+    weight_map = {}
+    for i, shard in enumerate(shards):
+        part = {key: tensors[key] for key in sorted(tensors)[i::2]}
+        weight_map |= dict.fromkeys(part, shard)
+        (tmp_path / shard).parent.mkdir(exist_ok=True)
+        save_file(wrong | part if shard in with_all else part, tmp_path / shard)
+    if stale is not None:
+        save_file(wrong, tmp_path / stale)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    for key, weight in weights_of(random_llm(tmp_path, attention_backend="sdpa")).items():
+        assert torch.equal(weight, tensors[key]), key
+    (tmp_path / shards[0]).unlink()
+    with pytest.raises(ValueError, match=rf"has no {shards[0]}, which {INDEX} names; fetch"):
+        random_llm(tmp_path)
+    (tmp_path / shards[1]).unlink()
+    if stale is not None:  # now the index is left from weights that are not there
+        weights = weights_of(random_llm(tmp_path, attention_backend="sdpa"))
+        assert all(torch.equal(weight, wrong[key]) for key, weight in weights.items())
+
+
+@pytest.mark.parametrize("weight_map", [["a"], {"a": 3}])
+def test_a_broken_index(path: Path, tmp_path: Path, weight_map: object) -> None:
+    edited(path, tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=rf"{INDEX}: weight_map.* must be"):
+        random_llm(tmp_path)
 
 
 def test_generation_config(tmp_path: Path) -> None:
@@ -184,6 +233,59 @@ def test_generation_config(tmp_path: Path) -> None:
     assert random_llm(tmp_path).get_default_sampling_params() == SamplingParams()
 
 
+@pytest.mark.parametrize(
+    "weights", [[INDEX, *SHARDS], ["model.safetensors"], [INDEX, "model.safetensors"]], ids=str
+)
+def test_files_that_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: list[str]
+) -> None:
+    """The hub is a list of names. An index may be left from other weights."""
+    wanted = {"config.json", "1_Pooling/config.json", *weights}
+    others = {"consolidated.safetensors", "original/params.json", "onnx/model.safetensors", "a.bin"}
+    others |= {"old.safetensors"} if SHARDS[0] in weights else {"onnx/config.json"}
+    weight_map = {"weight_map": {shard: shard for shard in SHARDS}}
+
+    def fetch(name: str, revision: str | None, **patterns: Any) -> str:
+        for file in filter_repo_objects(wanted | others, **patterns):
+            (tmp_path / file).parent.mkdir(exist_ok=True)
+            (tmp_path / file).write_text(json.dumps(weight_map))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    for has_weights in (False, True):
+        assert find_checkpoint("a/b", weights=has_weights) == tmp_path
+        found = {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*.*")}
+        assert found == {x for x in wanted if has_weights or not x.endswith(".safetensors")}
+
+
+def test_a_cache_that_others_have_filled(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Offline, huggingface_hub refuses a snapshot if a file that matches is missing."""
+    repo, commit = tmp_path / "models--a--b", "0" * 40
+    snapshot = repo / "snapshots" / commit
+    for folder in (snapshot, repo / "refs", repo / "trees"):
+        folder.mkdir(parents=True)
+    edited(path, snapshot)
+    (repo / "refs" / "main").write_text(commit)
+    names = ("config.json", "model.safetensors", "LICENSE.txt", "generation_config.json")
+    files = {name: {"size": 1, "blob_id": "0"} for name in names}
+    tree = {"format_version": 1, "files": files}
+    (repo / "trees" / f"{commit}.json").write_text(json.dumps(tree))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert find_checkpoint("a/b") == find_checkpoint("a/b", commit) == snapshot
+    with pytest.raises(ValueError, match="'a/absent' .*HF_HOME"):
+        find_checkpoint("a/absent")
+    assert "missing (LICENSE.txt, generation_config.json)" in caplog.text
+    (snapshot / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="such as model.safetensors"):
+        LLM("a/b", skip_tokenizer_init=True)
+    (snapshot / INDEX).write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+    with pytest.raises(ValueError, match="no model-1.safetensors, which .* names"):
+        LLM("a/b", skip_tokenizer_init=True)
+
+
 def test_embedded_checkpoint_is_hugging_faces(embedded: LLM) -> None:
     """AutoModelForCausalLM and AutoTokenizer load it unchanged and say the same."""
     from transformers import AutoModelForCausalLM
@@ -201,31 +303,3 @@ def test_embedded_checkpoint_is_hugging_faces(embedded: LLM) -> None:
     ours = embedded.chat(chat, use_tqdm=False)[0]
     assert ours["token_ids"] == out
     assert ours["text"] == "7, 19, 42"
-
-
-@pytest.mark.slow
-def test_hub_id_from_a_cache(tmp_path: Path) -> None:
-    """A hub id, offline, from a cache laid out as huggingface_hub does: HF_HOME is honoured."""
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    repo = tmp_path / "hub" / "models--someone--tiny"
-    snapshot = repo / "snapshots" / commit
-    snapshot.mkdir(parents=True)
-    make_checkpoint(snapshot)
-    (repo / "refs").mkdir()
-    (repo / "refs" / "main").write_text(commit)
-    code = (
-        "from nanovllm import LLM, SamplingParams\n"
-        "llm = LLM('someone/tiny', skip_tokenizer_init=True, dtype='float32', device='cpu')\n"
-        "outputs = llm.generate([1, 2], SamplingParams(temperature=0), use_tqdm=False)\n"
-        "print(outputs[0]['token_ids'])\n"
-        "try: LLM('someone/absent')\n"
-        "except ValueError as error: print(error)"
-    )
-    done = fresh.run(code, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1")
-    assert done.returncode == 0, done.stderr
-    tokens, error = done.stdout.splitlines()
-    params = SamplingParams(temperature=0)
-    want = random_llm(snapshot).generate([1, 2], params, use_tqdm=False)[0]["token_ids"]
-    assert tokens == str(want)
-    assert "someone/absent" in error
-    assert "HF_HOME" in error

@@ -3,14 +3,19 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
+from transformers.models.auto import tokenization_auto
 from wrong_values import POINTER
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.loading.checkpoint import find_checkpoint
 from nanovllm.loading.tokenizer import load_tokenizer
+
+EMBEDDED = find_checkpoint("qwen3-nano")
 
 
 def test_an_end_token_that_the_model_does_not_have(larger_tokenizer: Path, tmp_path: Path) -> None:
@@ -27,55 +32,86 @@ def test_an_end_token_that_the_model_does_not_have(larger_tokenizer: Path, tmp_p
 BROKEN = ["", "{", "[]", "null", "[" * 100_000, "\xff", POINTER]
 
 
-@pytest.mark.parametrize("text", [*BROKEN, "{}"], ids=lambda text: text[:8])
+@pytest.mark.parametrize("text", BROKEN, ids=lambda text: text[:8])
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_broken_tokenizer(path: Path, tmp_path: Path, name: str, text: str) -> None:
-    shutil.copytree(find_checkpoint("qwen3-nano"), tmp_path, dirs_exist_ok=True)
-    if name == "tokenizer_config.json" and text == "{}":
-        text = '{"tokenizer_class": 3}'
+    shutil.copytree(EMBEDDED, tmp_path, dirs_exist_ok=True)
     (tmp_path / name).write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=name):
         LLM(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("fields", "word"),
-    [
-        ({"tokenizer_class": "LayoutLMv3Tokenizer"}, "tokenizer_class 'LayoutLMv3Tokenizer'"),
-        ({"tokenizer_class": "CLIPTokenizer"}, "tokenizer_class 'CLIPTokenizer' .*Unk token"),
-        ({"tokenizer_class": "T5Tokenizer"}, "tokenizer_class 'T5Tokenizer' .*tokenizer=..."),
-    ],
-    ids=str,
-)
-def test_a_tokenizer_that_cannot_encode(tmp_path: Path, fields: dict, word: str) -> None:
-    """They were loaded, and requests failed, some with an error that was wrong."""
-    for file in find_checkpoint("qwen3-nano").iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    config = tmp_path / "tokenizer_config.json"
-    text = json.dumps(json.loads(config.read_text()) | fields)
-    config.unlink()
-    config.write_text(text)
-    with pytest.raises(ValueError, match=word):
-        LLM(str(tmp_path))
+REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "Ġ"}
+LLAMA_2 = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "Ġ"}, REPLACE]}
+PARTS: dict[str, dict[str, Any]] = {
+    "SmolLM2": {"pre_tokenizer": {"type": "Digits", "individual_digits": True}},
+    "CodeQwen1.5": {"pre_tokenizer": None, "normalizer": REPLACE, "decoder": {"type": "Fuse"}},
+    "Llama 2": {"pre_tokenizer": None, "normalizer": LLAMA_2, "decoder": {"type": "Fuse"}},
+    "lowercase": {"normalizer": {"type": "Lowercase"}},
+}
+CLASSES = ["GPT2Tokenizer", "LlamaTokenizerFast", "Qwen2Tokenizer", "T5Tokenizer", None]
+
+
+@pytest.mark.parametrize("tokenizer_class", CLASSES)
+@pytest.mark.parametrize("name", PARTS)
+def test_tokenizer_json_decides(tmp_path: Path, name: str, tokenizer_class: str | None) -> None:
+    """AutoTokenizer replaces its parts by those of the class in tokenizer_config.json."""
+    raw = json.loads((EMBEDDED / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw | PARTS[name]))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": tokenizer_class})
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    file, loaded = Tokenizer.from_file(str(tmp_path / "tokenizer.json")), load_tokenizer(tmp_path)
+    for text in ("say 12345 6.7", "Ab  c", " a", "a<|im_end|>b c<|im_end|> d", "日本語 🙂"):
+        ids = file.encode(text).ids
+        assert loaded.encode(text) == ids
+        assert loaded.backend_tokenizer.decode(ids) == file.decode(ids)
+
+
+def test_a_tokenizer_that_cannot_encode(tmp_path: Path) -> None:
+    """It was loaded, and requests failed, some with an error that was wrong."""
+    words = {"type": "WordLevel", "vocab": {"the": 0}, "unk_token": "?"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": words, "added_tokens": []}))
+    with pytest.raises(ValueError, match="WordLevel error.*tokenizer=..."):
+        load_tokenizer(tmp_path)
+
+
+def without_tokenizer_json(path: Path, **fields: str) -> Path:
+    """Write the vocabulary as vocab.json and merges.txt."""
+    raw = json.loads((EMBEDDED / "tokenizer.json").read_text())
+    (path / "vocab.json").write_text(json.dumps(raw["model"]["vocab"]))
+    (path / "merges.txt").touch()
+    added = {token.pop("id"): token for token in raw["added_tokens"]}
+    text = json.dumps({"added_tokens_decoder": added, **fields})
+    (path / "tokenizer_config.json").write_text(text)
+    return path
 
 
 def test_mistral_common_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is installed, transformers prefers its tokenizer for models with tekken.json."""
-    shutil.copytree(find_checkpoint("qwen3-nano"), tmp_path, dirs_exist_ok=True)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mistral"}))
+    asked = []
 
     def uses(path: Path, mistral_format: bool | None = None, **_: object) -> bool:
-        return mistral_format is not False
+        asked.append(mistral_format)
+        return False
 
-    module = "transformers.models.auto.tokenization_auto"
-    monkeypatch.setattr(f"{module}._use_mistral_format", uses)
-    tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.encode("<|im_end|>") == [1035]
+    names = {"mistral": "MistralCommonBackend"}
+    monkeypatch.setattr(tokenization_auto, "TOKENIZER_MAPPING_NAMES", names)
+    monkeypatch.setattr(tokenization_auto, "_use_mistral_format", uses)
+    without_tokenizer_json(tmp_path, tokenizer_class="GPT2Tokenizer")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral"}))
+    with pytest.raises(ValueError, match="instantiate the backend"):  # not made of vocab.json
+        load_tokenizer(tmp_path)
+    assert asked == [False]
 
 
-def test_a_tokenizer_of_another_package(tmp_path: Path) -> None:
-    shutil.copytree(find_checkpoint("qwen3-nano"), tmp_path, dirs_exist_ok=True)
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+def test_tokenizers_without_tokenizer_json(tmp_path: Path) -> None:
+    without_tokenizer_json(tmp_path, tokenizer_class="GPT2Tokenizer")
+    assert load_tokenizer(tmp_path).encode("<|im_end|>") == [1035]
+    (tmp_path / "merges.txt").unlink()
+    with pytest.raises(ValueError, match=r"no tokenizer files \(tokenizer.json, merges.txt"):
+        load_tokenizer(tmp_path)
+    without_tokenizer_json(tmp_path, tokenizer_class="ByT5Tokenizer")
     with pytest.raises(ValueError, match="is a ByT5Tokenizer, which does not use .* tokenizers"):
         load_tokenizer(tmp_path)

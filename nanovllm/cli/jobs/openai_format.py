@@ -73,6 +73,8 @@ class Job:
         task: Any = requests[0].task  # of all
         if self.url == COMPLETIONS:
             task.separates = False  # as in vLLM, the text includes the thinking
+        if self.tool_use is not None:
+            task.has_tools = self.tool_use.choice != "none"
         llm.engine.add(requests)
         return requests
 
@@ -103,7 +105,9 @@ class Job:
             return body | {"object": "list", "data": data}
         num_top = -1 if self.params.logprob_token_ids else self.params.logprobs or 0
         body["object"] = "chat.completion" if self.tool_use else "text_completion"
-        body["choices"] = [choice(s, i, self.tool_use, num_top) for i, s in enumerate(samples)]
+        task: Any = requests[0].task
+        tool_use = self.tool_use and replace(self.tool_use, removed=[*task.markers().values()])
+        body["choices"] = [choice(s, i, tool_use, num_top) for i, s in enumerate(samples)]
         if outputs[0].prompt_logprobs is not None:
             # As in vLLM, the first sample of each prompt has them.
             owners = [body] if self.tool_use else body["choices"][:: len(outputs[0].outputs)]

@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanovllm.utils.json_files import check_field
+
 # The suffixes of the tensors of a weight: numbers, scales, and others.
 VALUES = ("weight", "weight_packed", "qweight")
 SCALES = ("weight_scale", "weight_scale_inv", "scales")
@@ -35,6 +37,7 @@ UNUSED = ("input_scale", "input_zero_point", "input_scale_ub")
 CHOICES: dict[str, dict[str, tuple[Any, ...]]] = {
     "fp8": {},
     "fbgemm_fp8": {},
+    "modelopt": {"quant_algo": ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")},
     "compressed-tensors": {
         "format": ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
         "transform_config": ({},),
@@ -125,9 +128,12 @@ class WeightFormat:
         None means that only the KV cache is quantized. Raises ValueError, with the supported
         values, for a format that is not supported.
         """
-        if config.get("kv_cache_scheme") and not config.get("config_groups"):
+        inner = check_field(path, "quantization", config.get("quantization") or {}, dict, ())
+        config = {**config, **inner}  # ModelOpt's fields are in `quantization`, or beside it
+        method = config.get("quant_method") or ("modelopt" if config.get("quant_algo") else None)
+        has_weights = config.get("config_groups") or config.get("quant_algo")
+        if not has_weights and (method == "modelopt" or config.get("kv_cache_scheme")):
             return None
-        method = config.get("quant_method")
         if method not in CHOICES:
             raise ValueError(
                 f"{path}: quantization_config with quant_method={method!r:.80} is not supported; "
@@ -142,6 +148,7 @@ class WeightFormat:
                 )
         if method == "auto-round":  # its tensors are the same
             method = "awq" if config.get("packing_format") == "auto_round:auto_awq" else "gptq"
+        method = method.replace("modelopt", "fp8")
         groups = (config.get("config_groups") or {}).values()
         schemes = [config, *(group.get("weights") or {} for group in groups)]
         for name in ("dynamic", "extra_config"):  # GPTQ's and AutoRound's exceptions for layers

@@ -1,13 +1,16 @@
 """Thinking: the part of an output between <think> and </think>, its budget and its separation.
 
 A prompt can open the block, as the chat templates of DeepSeek-R1 and Qwen3.5 do, or the output
-begins with <think>. Only this block is thinking: a marker anywhere else is part of the answer.
+begins with <think>. Only this block is thinking: a marker anywhere else is part of the answer. A
+tool call ends a block that has no </think>: Qwen3.5 writes such calls.
 Markers are found in the text, because a marker can consist of several tokens.
 """
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +22,12 @@ if TYPE_CHECKING:
     from nanovllm.sampling_params import SamplingParams
 
 START, END = "<think>", "</think>"
+CALL, END_CALL = "<tool_call>", "</tool_call>"
+BEGUN_CALL = re.compile(CALL + r"\s*(?:[\[{<]|\Z)")  # and not the marker in a sentence
+# Tokens with other texts that a tokenizer has added separate the turns of a prompt.
+TAG = re.compile(r"</?(?:think|tool_call|tool_response)>")
+TURN = re.compile(r"\s*\w*\s*<think>(.*)", re.DOTALL)  # with the role
+LAST = re.compile(r".*<think>(.*)", re.DOTALL)
 
 
 def check_markers(input_processor: InputProcessor, what: str) -> Tokenizer:
@@ -37,21 +46,58 @@ def check_markers(input_processor: InputProcessor, what: str) -> Tokenizer:
     return tokenizer
 
 
+def special_markers(tokenizer: Tokenizer) -> dict[int, str]:
+    """Return the markers that are special tokens, which a text usually lacks."""
+    rules = tokenizer.backend_tokenizer
+    ids = {rules.token_to_id(marker): marker for marker in (START, END, CALL, END_CALL)}
+    return {i: marker for i, marker in ids.items() if i is not None and not rules.decode([i])}
+
+
 def opened(tokenizer: Tokenizer, prompt: list[int]) -> str | None:
-    """Return the text after <think> in a prompt that leaves the block open, or None."""
-    text: str = tokenizer.backend_tokenizer.decode(prompt, skip_special_tokens=False)
-    _, start, thought = text.rpartition(START)
-    return thought if start and END not in thought else None
+    """Return the text after <think> in a prompt that leaves the block open, or None.
+
+    In a prompt with several turns, only a <think> with which the last turn begins counts. Others
+    may be quotations in a message.
+    """
+    rules = tokenizer.backend_tokenizer
+    added = rules.get_added_tokens_decoder()
+    turns = (i for i in range(len(prompt) - 1, 0, -1) if prompt[i] in added)
+    start = next((i for i in turns if not TAG.fullmatch(added[prompt[i]].content)), 0)
+    text: str = rules.decode(prompt[start + 1 if start else 0 :], skip_special_tokens=False)
+    found = (TURN if start else LAST).match(text)
+    return found[1] if found and not (END in found[1] or BEGUN_CALL.search(found[1])) else None
+
+
+def split_end(text: str, markers: Sequence[str]) -> tuple[str, str]:
+    """Split a text before its end that may be the beginning of a marker, which may be empty."""
+    for size in range(min(len(text), max(map(len, markers), default=0)), 0, -1):
+        if any(marker.startswith(text[-size:]) for marker in markers):
+            return text[:-size], text[-size:]
+    return text, ""
 
 
 class Splitter:
     """Separates the thinking and the answer in the text of one output, while the text grows."""
 
-    def __init__(self, is_open: bool) -> None:
-        """is_open: whether the prompt opens the block."""
+    def __init__(self, is_open: bool, call_ends: bool = True, removed: Sequence[str] = ()) -> None:
+        """is_open: whether the prompt opens the block.
+
+        call_ends: whether a tool call ends a block that has no </think>.
+        removed: markers that are not returned, neither in the thinking nor in the answer.
+        """
         self.is_open = self.is_thinking = self.has_thought = is_open
+        self.call_ends, self.removed = call_ends, removed
         self.has_begun = False  # else the output may still begin with <think>
-        self.held = ""  # text that may be the beginning of a marker
+        # Text that may be the beginning of a marker, or a call in the thinking: until </think> or
+        # the end of the output, it is not known whether the call ends the thinking.
+        self.held = ""
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether the thinking has come to a call, or to more than one character of its marker."""
+        held = self.held
+        is_begun = held.startswith(CALL) or (len(held) > 1 and CALL.startswith(held))
+        return self.is_thinking and self.call_ends and is_begun
 
     def add(self, text: str, is_last: bool = False) -> tuple[str, str]:
         """Add text. Returns what is new in the thinking and in the answer, without the markers."""
@@ -65,14 +111,22 @@ class Splitter:
             if begun.startswith(START):
                 text = begun.removeprefix(START)
                 self.is_thinking = self.has_thought = True
-        if not self.is_thinking:
-            return "", text
-        thought, end, answer = text.partition(END)
-        self.is_thinking = not end
-        if not end and not is_last:
-            sizes = range(len(END) - 1, 0, -1)
-            self.held = next((END[:size] for size in sizes if text.endswith(END[:size])), "")
-            thought = text.removesuffix(self.held)
+        thought, answer = "", text
+        if self.is_thinking:
+            thought, end, answer = text.partition(END)
+            call = BEGUN_CALL.search(thought) if self.call_ends and not end else None
+            if call:
+                thought, answer = thought[: call.start()], thought[call.start() :]
+            self.is_thinking = not end and not (call and is_last)
+            if self.is_thinking:
+                self.held, answer = answer, ""
+        if not is_last and not self.held:
+            if self.is_thinking:
+                thought, self.held = split_end(thought, (END, CALL, *self.removed))
+            else:
+                answer, self.held = split_end(answer, self.removed)
+        for marker in self.removed:
+            thought, answer = thought.replace(marker, ""), answer.replace(marker, "")
         return thought, answer
 
 
@@ -83,6 +137,7 @@ class Thinking:
     tokenizer: Tokenizer
     end_ids: list[int]  # the tokens of </think>
     limit: float  # tokens of thinking, including those in the prompt
+    call_ends: bool  # as in Splitter
 
 
 def make_thinking(
@@ -101,7 +156,7 @@ def make_thinking(
         )
     tokenizer = check_markers(input_processor, "thinking_token_budget")
     end_ids = input_processor.encode(END, add_special_tokens=False)
-    return Thinking(tokenizer, end_ids, limit)
+    return Thinking(tokenizer, end_ids, limit, params.structured_outputs is None)
 
 
 class ThinkingOfRow:
@@ -110,7 +165,7 @@ class ThinkingOfRow:
     def __init__(self, rules: Thinking, prompt: list[int]) -> None:
         self.rules = rules
         thought = opened(rules.tokenizer, prompt)
-        self.splitter = Splitter(thought is not None)
+        self.splitter = Splitter(thought is not None, rules.call_ends)
         last = rules.tokenizer.backend_tokenizer.decode(prompt[-32:], skip_special_tokens=False)
         self.is_closed = last.rstrip().endswith(END)  # the template has turned thinking off
         ids = rules.tokenizer.encode(thought, add_special_tokens=False) if thought else []
@@ -124,11 +179,12 @@ class ThinkingOfRow:
             self.num_read += 1
             if token >= 0:  # else the output has ended
                 was_thinking = self.splitter.is_thinking
-                self.num_thought += was_thinking
+                self.num_thought += was_thinking and not self.splitter.is_in_call
                 self.splitter.add(decode([token], skip_special_tokens=False))
                 self.answer_start = self.num_read if was_thinking else self.answer_start
         place = self.num_thought - self.rules.limit  # among the tokens of </think>
-        is_over = self.splitter.is_thinking and 0 <= place < len(self.rules.end_ids)
+        is_thinking = self.splitter.is_thinking and not self.splitter.is_in_call
+        is_over = is_thinking and 0 <= place < len(self.rules.end_ids)
         return self.rules.end_ids[int(place)] if is_over else None
 
     def mask(self, matcher: Matcher, output: list[int]) -> bytes | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint, random_llm, weights_of
+from checkpoints import edited, make_checkpoint, random_llm, weights_of
 from hybrid_checkpoints import make_hybrid_checkpoint
 from moe_checkpoints import make_moe_checkpoint
 from quantized_files import (
@@ -50,6 +50,30 @@ def test_formats(name: str, tmp_path: Path) -> None:
     assert outputs == [out.outputs[0].token_ids for out in wanted]
 
 
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [("compression_config", "compressed W8A8"), ("hf_quant_config.json", "modelopt channel")],
+)
+def test_other_places_of_the_config(tmp_path: Path, place: str, name: str) -> None:
+    """The old field of compressed-tensors, and the file of ModelOpt, which may be alone."""
+    make_checkpoint(tmp_path)
+    decoded = quantize_checkpoint(tmp_path, name)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    config = raw.pop("quantization_config")
+    (tmp_path / place).write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(raw | {place: config}))
+    weights = weights_of(random_llm(tmp_path, attention_backend="sdpa"))
+    assert all(torch.equal(weight, decoded[key].float()) for key, weight in weights.items())
+
+
+def test_modelopt_may_quantize_only_the_cache(path: Path, tmp_path: Path) -> None:
+    edited(path, tmp_path)
+    (tmp_path / "hf_quant_config.json").write_text(
+        '{"quantization": {"quant_algo": null, "kv_cache_quant_algo": "FP8"}}'
+    )
+    assert len(random_llm(tmp_path).generate([1], GREEDY, use_tqdm=False)) == 1
+
+
 def test_dummy_weights(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     quantize_checkpoint(tmp_path, "gptq")
@@ -59,7 +83,8 @@ def test_dummy_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "method"), [("awq", "awq"), ("awq", "awq_marlin"), ("gptq", "gptq"), ("fp8", "fp8")]
+    ("name", "method"),
+    [("awq", "awq"), ("awq", "awq_marlin"), ("gptq", "gptq"), ("fp8", "fp8"), ("fp8", "modelopt")],
 )
 def test_the_name_of_the_format_as_quantization(tmp_path: Path, name: str, method: str) -> None:
     """As in scripts for vLLM: it is accepted for a checkpoint that has this format."""
@@ -80,7 +105,7 @@ def test_a_format_that_the_checkpoint_does_not_have(path: Path) -> None:
         random_llm(path, quantization="fp8")
 
 
-LIST = "can be 'fp8', 'fbgemm_fp8', 'compressed-tensors', 'awq', 'gptq', 'auto-round'"
+LIST = "can be 'fp8', 'fbgemm_fp8', 'modelopt', 'compressed-tensors', 'awq', 'gptq', 'auto-round'"
 
 
 @pytest.mark.parametrize(
@@ -88,6 +113,7 @@ LIST = "can be 'fp8', 'fbgemm_fp8', 'compressed-tensors', 'awq', 'gptq', 'auto-r
     [
         ({"quant_method": "bitsandbytes"}, f"'bitsandbytes' is not .*{LIST}.*'int8' or 'int4'"),
         ({"bits": 4}, f"quant_method=None is not supported; quant_method {LIST}"),
+        ({"quantization": {"quant_algo": "NVFP4"}}, "NVFP4' is not .* can be 'FP8', 'FP8_PER_CHA"),
         (AWQ | {"version": "gemv"}, "version='gemv' is not supported; version can be 'gemm'"),
         (AUTO_ROUND | {"packing_format": "auto_round"}, "packing_format='auto_round' is not"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format='marlin' is not supported"),

@@ -287,6 +287,24 @@ def test_prompts_by_name(with_prompts: Path) -> None:
         llm.embed(["x", [1]], use_tqdm=False, prompt_name="query")
 
 
+@pytest.mark.parametrize("adds", [True, False])
+def test_the_end_of_a_text(with_prompts: Path, tmp_path: Path, adds: bool) -> None:
+    """e5-mistral has add_eos_token, which its tokenizer.json does not apply."""
+    for file in with_prompts.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").unlink()
+    text = json.dumps(config | {"add_eos_token": adds})
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    llm = LLM(str(tmp_path), dtype="float32", device="cpu")
+    plain = llm.get_tokenizer().encode("a b")
+    ended = plain + [1035] * adds
+    prompts = ["a b", {"prompt": "a b<|im_end|>"}, plain]
+    found = [out.prompt_token_ids for out in llm.embed(prompts, use_tqdm=False)]
+    assert found == [ended, [*plain, 1035], plain]
+    assert llm.generate("a b", use_tqdm=False)[0].prompt_token_ids == plain
+
+
 @pytest.mark.slow
 def test_equal_to_sentence_transformers(with_prompts: Path) -> None:
     library = pytest.importorskip("sentence_transformers")

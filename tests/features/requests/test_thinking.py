@@ -4,6 +4,7 @@ import json
 import random
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from checkpoints import random_llm
 from scripted import run_bodies, script
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.cli.jobs.openai_format import CHAT, COMPLETIONS
-from nanovllm.features.requests.thinking import END, START, Splitter
+from nanovllm.cli.jobs.openai_format import CHAT, COMPLETIONS, parse
+from nanovllm.features.requests.thinking import END, START, Splitter, opened
 from nanovllm.loading.checkpoint import find_checkpoint
 
 OPEN, CLOSED = "What is 2 + 3?\n<think>\n", "What is 2 + 3?\n<think>\n\n</think>\n\n"
@@ -31,7 +32,10 @@ def spelled(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     path = tmp_path_factory.mktemp("spelled") / "model"
     shutil.copytree(find_checkpoint("qwen3-nano"), path)
     rules = json.loads((path / "tokenizer.json").read_text())
-    rules["added_tokens"] = [t for t in rules["added_tokens"] if "think" not in t["content"]]
+    names = "think", "tool_call"
+    rules["added_tokens"] = [
+        t for t in rules["added_tokens"] if not any(name in t["content"] for name in names)
+    ]
     (path / "tokenizer.json").write_text(json.dumps(rules))
     with (path / "chat_template.jinja").open("a") as template:
         template.write("{# <think></think> #}")
@@ -43,12 +47,16 @@ def separated(text: str, is_open: bool) -> tuple[str | None, str]:
     begun = re.match(r"\s*<think>", text)
     if not begun and not is_open:
         return None, text
-    thought, _, answer = text[begun.end() if begun else 0 :].partition(END)
+    text = text[begun.end() if begun else 0 :]
+    thought, end, answer = text.partition(END)
+    if not end and (call := re.search(r"<tool_call>\s*([{\[<]|$)", text)):
+        return text[: call.start()], text[call.start() :]
     return thought, answer
 
 
 def texts(rng: random.Random) -> str:
-    parts = [START, END, "a", " ", "\n", "<", "</", "think", ">", "</thin", "Hm", "é"]
+    parts = [START, END, "a", " ", "\n", "<", "</", "think", ">", "</thin", "Hm", "<tool_call>{"]
+    parts += ["<tool_call>", "<tool_", "call>"]
     return "".join(rng.choices(parts, k=rng.randrange(9)))
 
 
@@ -73,6 +81,86 @@ def test_no_text_is_held_back_longer_than_needed() -> None:
     assert [splitter.add(piece) for piece in ("So", " 5 <", "6 </th", "ink>\n", "5")] == [
         *[("So", ""), (" 5 ", ""), ("<6 ", ""), ("", "\n"), ("", "5")]
     ]
+
+
+TURNS = "<|im_start|>user\n{0}<|im_end|>\n<|im_start|>assistant\n{0}<|im_end|>\n"
+TURNS += "<|im_start|>user\n<tool_response>{0}</tool_response><|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("quoted", ["What is <think>?", "<think>", "</think>", "<tool_call>{"])
+@pytest.mark.parametrize(
+    ("begun", "wanted"),
+    [
+        *[("", None), ("<think>\n", "\n"), ("<think>\nSo 2", "\nSo 2"), (CLOSED[15:], None)],
+        *[("The <think>", None), ("<think>\n<tool_call>\n{", None)],
+    ],
+)
+def test_a_quotation_opens_no_thinking(
+    thinker: LLM, spelled: LLM, quoted: str, begun: str, wanted: str | None
+) -> None:
+    """Only what the last turn begins with does."""
+    for llm in (thinker, spelled):
+        tokenizer = llm.get_tokenizer()
+        prompt = tokenizer.encode(TURNS.format(quoted) + begun)
+        assert opened(tokenizer, prompt) == wanted
+        assert opened(tokenizer, prompt[: -len(tokenizer.encode("assistant\n" + begun))]) is None
+
+
+def test_a_call_ends_the_thinking(thinker: LLM, spelled: LLM) -> None:
+    """No budget writes into it. A marker in a sentence is not a call."""
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+    for llm in (thinker, spelled):
+        encode = llm.get_tokenizer().encode
+        said = encode("So I add\n" + call)
+        thought = len(encode("So I add\n"))
+        for budget in (None, thought + 2 + (llm is spelled), 100):
+            params = SamplingParams(max_tokens=len(said), thinking_token_budget=budget)
+            params.logits_processors = [script(said)]
+            sample = llm.generate(OPEN, params, use_tqdm=False)[0].outputs[0]
+            assert sample.token_ids == said
+            assert (sample.reasoning, sample.text) == ("So I add\n", call)
+        said = encode("The <tool_call> tag is 2 and 3 and 2")
+        params = SamplingParams(max_tokens=len(said), thinking_token_budget=thought + 3)
+        params.logits_processors = [script(said)]
+        sample = llm.generate(OPEN, params, use_tqdm=False)[0].outputs[0]
+        assert sample.reasoning.startswith("The <tool_call> tag")
+        assert sample.text
+
+
+def test_markers_that_are_special_tokens(tmp_path: Path) -> None:
+    """The parsers see them, and texts have none of them."""
+    shutil.copytree(find_checkpoint("qwen3-nano"), tmp_path / "model")
+    rules = (tmp_path / "model" / "tokenizer.json").read_text()
+    (tmp_path / "model" / "tokenizer.json").write_text(
+        rules.replace('"special": false', '"special": true')
+    )
+    llm = LLM(str(tmp_path / "model"), reasoning_parser="qwen3", device="cpu", dtype="float32")
+    text = 'Yes. <tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call></think>'
+    said = llm.get_tokenizer().encode("<think>So <think></think>" + text)
+    fields = dict(max_tokens=len(said), ignore_eos=True, logits_processors=[script(said)])
+    for skips, stop in ((False, None), (True, None), (True, ["never said"])):
+        params = SamplingParams(skip_special_tokens=skips, stop=stop, **fields)
+        whole = llm.generate("a", params, use_tqdm=False)[0].outputs[0]
+        parts = list(llm.stream("a", params))
+        wanted = "So <think>", text
+        wanted = tuple(re.sub("<.*?>", "", part) for part in wanted) if skips else wanted
+        assert (whole.reasoning, whole.text) == wanted
+        assert (
+            tuple("".join(getattr(part, name) for part in parts) for name in ("reasoning", "text"))
+            == wanted
+        )
+    body = {
+        "messages": [{"role": "user", "content": "a"}],
+        "tools": [{"type": "function", "function": {"name": "add"}}],
+    }
+    for choice, content in (("auto", "Yes."), ("none", re.sub("<.*?>", "", text))):
+        job = parse(llm, CHAT, body | {"tool_choice": choice}, "model")
+        requests = replace(job, params=SamplingParams(**fields)).submit(llm)
+        while not requests[0].ended:
+            llm.engine.run_step()
+        message = job.response("b", requests)["choices"][0]["message"]
+        assert (message["reasoning"], message["content"]) == ("So ", content)
+        assert len(message.get("tool_calls", [])) == (choice == "auto")
 
 
 def counted(llm: LLM, prompt: str, said: list[int], limit: int) -> list[int]:

@@ -2,6 +2,8 @@
 
 import json
 import random
+import time
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 from scripted import run_bodies, script
 
-from nanovllm import LLM, SamplingParams, parse_tool_calls
+from nanovllm import LLM, GenerationError, SamplingParams, parse_tool_calls
 from nanovllm.cli.jobs.openai_format import CHAT, parse
 from nanovllm.features.requests.tool_calls import ToolUse
 
@@ -56,7 +58,27 @@ def parsed(text: str, tools: Any = None) -> tuple[str, list[tuple[str, Any]]]:
 
 
 ONE = ("add", {"a": 1})
+TWO, BOTH = xml("f", a="1", b="2"), ("f", {"a": "1", "b": "2"})
+INLINE = "<function=f><parameter=a>1<parameter=b>2</parameter></function>"
+# Values that quote tags.
+QUOTED = [
+    *("x </parameter> y", "a\n</parameter>\nb", "</parameter>", "</function>", "</tool_call>"),
+    *("a\n</parameter>\n</function>\n</tool_call>", "<tool_call>", "call <function=f> so"),
+    *("</tool_call></tool_call></function>", "<tool_call></parameter><tool_call></function>"),
+    *(TWO, f"so:\n{TWO}\n{TWO}\nor", call("say", t="a"), call("stop") + "\n" + call("stop")),
+]
 CASES = [
+    *[(xml("w", t=value, u="2"), "", [("w", {"t": value, "u": "2"})]) for value in QUOTED],
+    # A part of a call is missing.
+    *[(TWO.replace("</parameter>\n", "", n), "", [BOTH]) for n in (1, 2)],
+    (TWO.replace("</function>\n", "") + TWO, "", [BOTH, BOTH]),
+    ("a " + TWO.replace("<tool_call>\n", "") + " b " + INLINE, "a b", [BOTH, BOTH]),
+    # Several calls in a block.
+    (f"<tool_call>{INLINE}\n{INLINE}</tool_call>", "", [BOTH, BOTH]),
+    ('<tool_call>{"name": "stop"}\n{"name": "stop"}</tool_call>', "", [("stop", {})] * 2),
+    ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}', "", [ONE]),
+    ('<tool_call>{"name": "add", "parameters": {"a": 1}}', "", [ONE]),
+    ('<tool_call>{"name": "stop", "arguments": null}', "", [("stop", {})]),
     (call("add", a=1), "", [ONE]),
     ("Let me see.\n" + call("add", a=1) + "\n" + call("stop"), "Let me see.", [ONE, ("stop", {})]),
     ("a " + call("add", a=1) + " b", "a b", [ONE]),
@@ -84,6 +106,7 @@ TEXTS = [
     *("<tool_call>{", "<tool_call>[]", "<tool_call>[1]", "<tool_call>7</tool_call>"),
     '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
     '<tool_call>{"name": "a", "arguments": [1]}</tool_call>',
+    '<tool_call>{"name": "a", "arguments": "[]"}</tool_call>',
     '<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>',
     '<tool_call>{"name": "a", "arguments": {"x": 1e999}}</tool_call>',
     '<tool_call>[{"name": "a"}, 5]</tool_call>',
@@ -91,6 +114,7 @@ TEXTS = [
     "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n",
     "<tool_call><function=></function></tool_call>",
     "<tool_call>" + "[" * 100_000,
+    "The form is <function=NAME>, and then </tool_call>.",
 ]
 
 
@@ -105,21 +129,48 @@ def test_what_is_not_a_call_stays_text(text: str) -> None:
     assert parsed(text + call("add", a=1)) == (text.strip(), [ONE])
 
 
-def test_types_of_parameters() -> None:
-    """A value of Qwen3-Coder's form is what the schema says, if it can be."""
-    values = {
-        "a": "3",
-        "exact": "True",
-        "label": "7",
-        "more": '{"x": [1]}',
-        "any": "null",
-        "b": "1",
-    }
-    wanted = {"a": 3, "exact": True, "label": "7", "more": {"x": [1]}, "any": "null", "b": "1"}
-    assert parsed(xml("add", **values), TOOLS) == ("", [("add", wanted)])
-    values = {"a": "three", "exact": "NaN", "more": "{", "any": "[" * 99_999}
-    assert parsed(xml("add", **values), TOOLS) == ("", [("add", values)])
-    assert parsed(xml("stop", a="3"), TOOLS) == ("", [("stop", {"a": "3"})])
+STRING, NULL, INTEGER = {"type": "string"}, {"type": "null"}, {"type": "integer"}
+VALUES = {"3": 3, "null": None, '{"x": [1]}': {"x": [1]}}
+REF = {"$ref": "#/$defs/a~1b"}
+# A schema, and what values become that do not stay as they are.
+TYPED: list[tuple[Any, dict[str, Any]]] = [
+    (STRING, {}),
+    ({"anyOf": [STRING, NULL]}, {"null": None}),
+    ({"type": ["string", "null"]}, {"null": None}),
+    ({"type": ["integer", "string"]}, {"3": 3}),
+    ({"type": ["number", "string"]}, {"3": 3}),
+    ({"oneOf": [{"type": "boolean"}, NULL]}, VALUES | {"True": True, "None": None}),
+    ({"enum": [1, "2"]}, {"3": 3}),
+    ({"enum": ["1", "2"]}, {}),
+    ({"description": "a day"}, {}),
+    (True, {}),
+    (INTEGER, VALUES),
+    ({"allOf": [REF]}, VALUES),
+    ({"properties": {}}, VALUES),
+    ({"$ref": "#/$defs/none"}, {}),
+]
+
+
+@pytest.mark.parametrize(("schema", "wanted"), TYPED)
+def test_types_of_parameters(schema: Any, wanted: dict[str, Any]) -> None:
+    """A value of Qwen3-Coder's form is what the schema says, if all of it can be."""
+    cycle = {"anyOf": [REF, INTEGER]}
+    parameters = {"properties": {"x": schema}, "$defs": {"a/b": cycle}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}, STOP]
+    others = ["2026-01-15", "00501", "1,000", "1e999", "NaN", "three", "{", "[" * 99_999, "3 of 4"]
+    for value in (*VALUES, "None", "True", *others):
+        call = {"x": wanted.get(value, value), "y": "3"}
+        assert parsed(xml("f", x=value, y="3"), tools) == ("", [("f", call)]), value
+    assert parsed(xml("stop", a="3"), tools) == ("", [("stop", {"a": "3"})])
+
+
+def test_openings_without_an_end() -> None:
+    """The time does not grow with their square, which took 44 s for 8,000."""
+    start = time.process_time()
+    for unit in ("<tool_call><function=f><parameter=a>\n", "<function=f><parameter=a>x"):
+        for end in ("", "</function>", "</parameter><parameter=b>y" * 20_000):
+            parse_tool_calls(unit * 20_000 + end)
+    assert time.process_time() - start < 30
 
 
 def test_damaged_calls() -> None:
@@ -211,6 +262,27 @@ def test_a_file_with_tools(embedded: LLM, tmp_path: Path) -> None:
     assert usage[1:3] == [len(tokenizer.encode(text)) for text in ("add", "none")]
     assert len(ToolUse(TOOLS, "auto", parallel=False).parse(said)[1]) == 1
     assert ToolUse(TOOLS, "none").parse(said) == (said, [])
+
+
+@pytest.mark.extra
+@pytest.mark.skipif(find_spec("llguidance") is None, reason="needs llguidance")
+def test_references_of_forced_calls(embedded: LLM) -> None:
+    """They are to the definitions of the tool's own schema, or to all of it."""
+    calls = []
+    for name, values in (("f", [1]), ("g", ["x"])):
+        items = {"v": {"$ref": "#/$defs/v"}, "next": {"$ref": "#"}}
+        schema = {"type": "object", "properties": items, "additionalProperties": False}
+        schema |= {"$defs": {"v": {"enum": values}}}
+        calls.append({"type": "function", "function": {"name": name, "parameters": schema}})
+    grammar = ToolUse(calls, "required").grammar()
+    params = SamplingParams(structured_outputs=grammar, max_tokens=60)
+    for value, context in (("x", nullcontext()), (1, pytest.raises(GenerationError))):
+        said = json.dumps([{"name": "g", "arguments": {"next": {"v": value}}}])
+        ids = [*embedded.get_tokenizer().encode(said), 1033]
+        params.logits_processors = [script(ids)]
+        with context:
+            output = embedded.generate("a", params, use_tqdm=False)[0].outputs[0]
+            assert output.text == said
 
 
 @pytest.mark.extra

@@ -17,6 +17,7 @@ from nanovllm.features.formats.gguf.reader import GGUF
 from nanovllm.features.formats.gguf.tokenizer import read_tokenizer
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
+from nanovllm.utils.json_files import read_json
 from nanovllm.utils.log import progress_bar
 
 SHARD_BYTES = 2**30
@@ -52,6 +53,9 @@ def convert(source: Path, target: Path, dtype: str = "bfloat16", run_in: str | N
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         read_tokenizer(file).save_pretrained(temporary)
+        path = temporary / "tokenizer_config.json"
+        adds_eos = bool(file.field("tokenizer.ggml.add_eos_token"))  # which transformers drops
+        path.write_text(json.dumps(read_json(path) | {"add_eos_token": adds_eos}, indent=2))
         (temporary / "config.json").write_text(json.dumps(raw, indent=2))
         generation = {"do_sample": False, "eos_token_id": raw["eos_token_id"]}
         (temporary / "generation_config.json").write_text(json.dumps(generation, indent=2))

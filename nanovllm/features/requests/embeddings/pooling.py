@@ -65,6 +65,7 @@ class PoolingSettings:
     normalize: bool = True
     prompts: Mapping[str, str] = field(default_factory=dict)  # name -> text
     prompt_name: str | None = None  # the default of PoolingParams.prompt_name
+    add_eos_token: bool = False  # whether the token ids of a text end with the EOS token
 
     def complete(self, params: PoolingParams) -> PoolingParams:
         """Return checked parameters, with the settings in place of None except for `dimensions`."""
@@ -119,12 +120,18 @@ class Embedding(Task):
         self.input_processor = input_processor
         self.params = settings.complete(params)
         self.prefix = settings.prefix(self.params)
+        self.add_eos_token = settings.add_eos_token
 
     def prepare(self, prompt: ParsedPrompt) -> ParsedPrompt:
         """Prepend the prompt of the checkpoint to text. Raises ValueError for token ids."""
         text, token_ids = prompt
         if text is not None and token_ids is None:
-            return self.prefix + text, None
+            text = self.prefix + text
+            if not self.add_eos_token:
+                return text, None
+            token_ids = self.input_processor.encode(text)
+            eos = self.input_processor.get_tokenizer().eos_token_id
+            return text, token_ids + [eos] * (eos is not None and token_ids[-1:] != [eos])
         if self.params.prompt_name is not None:
             raise ValueError(
                 f"prompt_name={self.params.prompt_name!r} is prepended to text, and the prompt is "

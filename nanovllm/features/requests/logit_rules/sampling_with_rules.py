@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from nanovllm.engine.detokenizer import CONTEXT, Tokenizer
+from nanovllm.engine.detokenizer import CONTEXT, Detokenizer, Tokenizer
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.request import Request, Sample, TaskFactory
 from nanovllm.engine.sampling import Sampling
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.requests.logit_rules.params import make_rules, num_logprobs
 from nanovllm.features.requests.repetition import Repetition, as_params
-from nanovllm.features.requests.thinking import Splitter, check_markers, opened
+from nanovllm.features.requests.thinking import Splitter, check_markers, opened, special_markers
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StreamOutput
 from nanovllm.plan import RowResult, TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
@@ -26,6 +26,8 @@ class SampleState:
 
 class SamplingWithRules(Sampling):
     """The task of requests with SamplingParams. Without rules it is Sampling."""
+
+    has_tools = False  # whether the caller parses tool calls; set by cli/jobs/openai_format.py
 
     def __init__(
         self, input_processor: InputProcessor, params: SamplingParams, separates: bool = False
@@ -53,10 +55,24 @@ class SamplingWithRules(Sampling):
             request.is_watched = request.is_watched or self.repetition is not None
             prompt, inputs = request.seqs[0].token_ids, self.input_processor
             is_open = self.separates and opened(inputs.get_tokenizer(), prompt) is not None
+            call_ends = self.params.structured_outputs is None
+            removed = [m for m in self.markers().values() if not self.has_tools or "tool" not in m]
             for sample in request.samples:
-                sample.state = SampleState(Splitter(is_open))
+                sample.state = SampleState(Splitter(is_open, call_ends, removed))
                 if self.repetition is not None:
                     sample.state.repetition = Repetition(self.repetition, sample.seq)
+
+    def markers(self) -> dict[int, str]:
+        """Return the special tokens that texts keep until their parsers have seen them."""
+        if not self.params.skip_special_tokens or not (self.separates or self.has_tools):
+            return {}
+        markers = special_markers(self.input_processor.get_tokenizer())
+        return {i: text for i, text in markers.items() if self.separates or "tool" in text}
+
+    def detokenizer(self, seq: Sequence) -> Detokenizer:
+        detokenizer = super().detokenizer(seq)
+        detokenizer.kept = self.markers()
+        return detokenizer
 
     def receive(self, request: Request, seq: Sequence, result: RowResult) -> None:
         sample = request.samples[seq.index]
@@ -97,7 +113,8 @@ class SamplingWithRules(Sampling):
     def completion(self, sample: Sample) -> CompletionOutput:
         completion = super().completion(sample)
         if self.separates:
-            splitter = Splitter(sample.state.splitter.is_open)
+            streamed = sample.state.splitter
+            splitter = Splitter(streamed.is_open, streamed.call_ends, streamed.removed)
             reasoning, text = splitter.add(completion.text, is_last=True)
             thought = reasoning if splitter.has_thought else None
             completion = replace(completion, text=text, reasoning=thought)

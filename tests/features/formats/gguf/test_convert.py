@@ -42,6 +42,7 @@ def test_the_embedded_model_comes_back(
     assert converted.decode(ids) == text
     assert converted.convert_ids_to_tokens(ids[:2]) == ["the", "Ġ"]
     assert converted.convert_tokens_to_ids(END) in ids
+    assert llm.embed("the", use_tqdm=False)[0].prompt_token_ids == [*ids[:1], 1035]
     assert converted.chat_template == (NANO / "chat_template.jinja").read_text()
 
 
