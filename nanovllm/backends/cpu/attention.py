@@ -27,8 +27,10 @@ from nanovllm.backends.cpu.kernels.attention import (
 )
 from nanovllm.backends.cpu.kernels.parallel import address_for, follow_torch, run
 from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE
+from nanovllm.backends.cpu.kernels.words import TILE, is_tiled
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.batch import ForwardBatch
+from nanovllm.models.fp8 import FP8, to_fp8
 from nanovllm.models.layers import Norms, Rope
 from nanovllm.models.model_config import ModelConfig
 
@@ -61,6 +63,7 @@ class NumbaAttention(PlainAttention):
         self.max_queries = max(1, MAX_ROWS * self.kv_heads // self.heads)  # of a group
         self.examples = [DTYPE_EXAMPLE[dtype] for dtype in dtypes]
         self.shape = tuple(self.cache.shape[2:])
+        self.is_tiled = is_tiled(self.block_size, self.dim)
         self.kv_addresses = [(layer[0].data_ptr(), layer[1].data_ptr()) for layer in self.cache]
         compile_all(*dtypes)
         self.attend_groups = address_for(attend_groups, *dtypes)
@@ -77,6 +80,35 @@ class NumbaAttention(PlainAttention):
         memory = torch.from_numpy(np.empty(size + PAGE_BYTES, np.uint8))
         start = -memory.data_ptr() % PAGE_BYTES
         return memory[start : start + size].view(dtype).view(shape)
+
+    # ---- the layout of the cache, in torch ----
+
+    def tiles(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the keys [blocks, K, B / 16, D / n, 16, n] and values [blocks, K, B / n, D, n]."""
+        n = 2 if self.cache.itemsize == 2 else 1
+        k, v = self.cache[layer]
+        k = k.view(*k.shape[:2], -1, self.dim // n, TILE, n)
+        return k, v.view(*v.shape[:2], -1, self.dim, n)
+
+    def store(self, layer: int, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
+        if not self.is_tiled:
+            super().store(layer, k, v, batch)
+            return
+        block, slot = batch.slot_mapping // self.block_size, batch.slot_mapping % self.block_size
+        keys, values = self.tiles(layer)
+        if self.cache.dtype == FP8:
+            k, v = map(to_fp8, (k, v), self.scales[layer])
+        n = keys.shape[-1]
+        keys[block, :, slot // TILE, :, slot % TILE] = k.unflatten(2, (-1, n))
+        values[block, :, slot // n, :, slot % n] = v
+
+    def read_blocks(self, layer: int, blocks: Tensor) -> Tensor:
+        if not self.is_tiled:
+            return super().read_blocks(layer, blocks)
+        keys, values = (tiles[blocks].to(self.dtype) for tiles in self.tiles(layer))
+        keys, values = keys.permute(1, 0, 2, 4, 3, 5), values.permute(1, 0, 2, 4, 3)
+        shape = 2, self.kv_heads, len(blocks) * self.block_size, self.dim
+        return torch.stack((keys.flatten(), values.flatten())).view(shape)
 
     # ---- once per step ----
 

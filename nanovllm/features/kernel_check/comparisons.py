@@ -259,10 +259,11 @@ def attention_step(
 def norm_rope_store(backends: Backends, *sizes: Any) -> Comparisons:
     """Compare q and the cache, for the sizes of `attention_step`."""
     num_heads, _, dim = sizes[0]
-    found, wanted = (
-        (q[:, :num_heads].flatten(1), attention.cache.view(-1, dim))
-        for attention, q, _ in attention_step(backends, *sizes, empty=0.0)
-    )
+    found, wanted = [], []
+    for attention, q, _ in attention_step(backends, *sizes, empty=0.0):
+        blocks = torch.arange(attention.cache.shape[2], device=q.device)
+        kv = attention.read_blocks(0, blocks).view(-1, dim)
+        found, wanted = wanted, [q[:, :num_heads].flatten(1), kv]
     is_fp8 = sizes[-1]
     if not is_fp8:  # some kernels scale q then
         yield Comparison("q", found[0], wanted[0])
