@@ -22,6 +22,8 @@ from nanovllm.models.transfers import to_device
 
 
 class PlainAttention:
+    layout = "rows of D numbers"  # of a head's slots in a block
+
     def __init__(
         self,
         config: ModelConfig,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from nanovllm.models import layers, sampler
 from nanovllm.models.attention import PlainAttention
@@ -95,6 +96,9 @@ class Backend:
     linear = staticmethod(layers.linear)
     add_rms_norm = staticmethod(layers.add_rms_norm)
     silu_and_mul = staticmethod(layers.silu_and_mul)
+    multiply_by_sigmoid = staticmethod(layers.multiply_by_sigmoid)
+    # x [T, I] times a small weight [O, I] that is not in a Linear, such as a router's.
+    small_linear: Callable[[Tensor, Tensor], Tensor] = staticmethod(F.linear)
 
     def delta_rule(self) -> ModuleType | None:
         """Return a module of kernels for features/models/hybrid/delta_rule.py, or None.

@@ -64,6 +64,8 @@ class NumbaAttention(PlainAttention):
         self.examples = [DTYPE_EXAMPLE[dtype] for dtype in dtypes]
         self.shape = tuple(self.cache.shape[2:])
         self.is_tiled = is_tiled(self.block_size, self.dim)
+        if self.is_tiled:
+            self.layout = f"tiles of {TILE} slots"
         self.kv_addresses = [(layer[0].data_ptr(), layer[1].data_ptr()) for layer in self.cache]
         compile_all(*dtypes)
         self.attend_groups = address_for(attend_groups, *dtypes)

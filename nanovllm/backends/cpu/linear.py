@@ -35,11 +35,17 @@ class PackedFloats:
     def of(cls, weight: Tensor, experts: int) -> PackedFloats:
         n, (outputs, inputs) = 4 // weight.itemsize, weight.shape
         kernel = float_product(weight.dtype, inputs)
-        each = weight.view(experts, outputs // experts, inputs)
         columns = padded_bytes(inputs, weight.itemsize) // weight.itemsize - inputs
-        each = F.pad(each, (0, columns, 0, -each.shape[1] % kernel.width))
-        blocks = each.unflatten(2, (-1, n)).unflatten(1, (-1, kernel.width))
-        return cls(blocks.transpose(2, 3).contiguous(), kernel, weight.shape)
+        each = weight.view(experts, outputs // experts, inputs)
+        each = (F.pad(each, (0, columns)) if columns else each).unflatten(2, (-1, n))
+        blocks, rest = divmod(each.shape[1], kernel.width)
+        shape = experts, blocks + (rest > 0), each.shape[2], kernel.width, n
+        values = weight.new_zeros(shape)
+        rows = values.transpose(2, 3)  # [X, blocks, width, words, n]
+        rows[:, :blocks] = each[:, : blocks * kernel.width].unflatten(1, (blocks, kernel.width))
+        if rest:
+            rows[:, blocks, :rest] = each[:, -rest:]
+        return cls(values, kernel, weight.shape)
 
     def product(self) -> Product:
         return self.kernel

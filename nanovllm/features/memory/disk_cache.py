@@ -148,6 +148,7 @@ def fingerprint(engine: Any, config: Any) -> dict[str, str]:
         "dtype": runner.dtype,
         "block_size": config.block_size,
         "kv_cache_dtype": runner.attention.cache.dtype,
+        "layout of the KV cache": runner.attention.layout,
         "quantization": config.quantization,
         "adapter": adapter and (adapter.ranks, adapter.alphas, adapter.use_rslora),
         "config.json": json.dumps(checkpoint.config, sort_keys=True),

@@ -118,9 +118,7 @@ class Unpacked:
 
     def store(self, start: int, source: Tensor) -> None:
         if not isinstance(self.weight, Tensor):
-            self.weight = self.weight.unpack()  # PackedExperts of backends/cpu/kernels/experts.py
-        elif self.weight.is_mkldnn:
-            self.weight = self.weight.to_dense(self.weight.dtype)
+            self.weight = self.weight.unpack()  # PackedFloats of backends/cpu/linear.py
         self.weight[start : start + len(source)].copy_(source)
         self.rows_left -= len(source)
         if self.rows_left == 0:
@@ -130,7 +128,7 @@ class Unpacked:
         """Give the Linear its weight, and pack it if it is unpacked."""
         if self.linear.weight is self:
             self.linear.weight = self.weight
-            if isinstance(self.weight, Tensor) and not self.weight.is_mkldnn:
+            if isinstance(self.weight, Tensor):
                 self.linear.backend.after_load(self.linear)
             self.weight = None
             return_freed_memory()

@@ -205,7 +205,7 @@ def test_kernels_compile_for_arm(tmp_path: Path) -> None:
     for line in lines:
         kernel, cpu, *called = line.split()
         found[kernel, cpu] = {name for name in called if not re.match(RUNTIME, name)}
-    assert {kernel for kernel, _ in found} >= {"attend_groups", "linear_blocks", "decode_layers"}
+    assert {kernel for kernel, _ in found} >= {"attend_groups", "linear_blocks", "compute_layers"}
     assert len(found) == 2 * len({kernel for kernel, _ in found})
     assert set().union(*found.values()) == set()
 

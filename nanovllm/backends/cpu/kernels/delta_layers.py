@@ -5,38 +5,12 @@ from typing import Any
 from torch import Tensor
 
 from nanovllm.backends.cpu.attention import NumbaAttention
-from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels import delta_rule
 from nanovllm.backends.cpu.kernels.fused_decode import FusedLayers, States
-from nanovllm.backends.cpu.kernels.parallel import address_for, run
-from nanovllm.backends.cpu.kernels.primitives import (
-    DTYPE_EXAMPLE,
-    array,
-    exp,
-    f32,
-    from_float32,
-    to_float32,
-)
+from nanovllm.backends.cpu.kernels.parallel import address_for
+from nanovllm.backends.cpu.kernels.pointwise import gate_rows
 from nanovllm.backends.cpu.kernels.product import pointers
 from nanovllm.models.batch import ForwardBatch
-
-
-@compiled()
-def gate_rows(x_ptr, gate_ptr, rows, size, stride, example, start, stop):
-    """Compute x *= sigmoid(gate), both [rows, size]. Rows of gate are `stride` numbers apart."""
-    x, gate = array(x_ptr, (rows, size), example), array(gate_ptr, (rows, stride), example)
-    for i in range(start, stop):
-        for c in range(size):
-            sigmoid = from_float32(f32(1) / (f32(1) + exp(-to_float32(gate[i, c]))), example)
-            x[i, c] = from_float32(to_float32(x[i, c]) * to_float32(sigmoid), example)
-
-
-def multiply_by_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
-    """Return x * sigmoid(gate), in place. x and gate [T, n]; rows of gate may be apart."""
-    stride, (rows, size) = gate.stride(0), x.shape
-    run(gate_rows, (x.data_ptr(), gate.data_ptr(), rows, size, stride, DTYPE_EXAMPLE[x.dtype]),
-        rows, rows * size)
-    return x
 
 
 class HybridLayers(FusedLayers):

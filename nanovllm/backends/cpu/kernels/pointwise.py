@@ -86,6 +86,48 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 @compiled()
+def gate_rows(x_ptr, gate_ptr, rows, size, stride, example, start, stop):
+    """Compute x *= sigmoid(gate), both [rows, size]. Rows of gate are `stride` numbers apart."""
+    x, gate = array(x_ptr, (rows, size), example), array(gate_ptr, (rows, stride), example)
+    for i in range(start, stop):
+        for c in range(size):
+            sigmoid = from_float32(f32(1) / (f32(1) + exp(-to_float32(gate[i, c]))), example)
+            x[i, c] = from_float32(to_float32(x[i, c]) * to_float32(sigmoid), example)
+
+
+def multiply_by_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
+    """Return x * sigmoid(gate) in place. x is [T, n] and gate is [T, n] or [T, 1]."""
+    rows, size = x.shape
+    gate = gate if gate.shape == x.shape else gate.expand_as(x).contiguous()
+    arguments = x.data_ptr(), gate.data_ptr(), rows, size, gate.stride(0), DTYPE_EXAMPLE[x.dtype]
+    run(gate_rows, arguments, rows, rows * size)
+    return x
+
+
+@compiled()
+def small_linear_rows(x_ptr, weight_ptr, out_ptr, rows, inputs, outputs, example, start, stop):
+    """Compute out [rows, outputs] = x [rows, inputs] times a plain weight [outputs, inputs]."""
+    x, weight = array(x_ptr, (rows, inputs), example), array(weight_ptr, (outputs, inputs), example)
+    out = array(out_ptr, (rows, outputs), example)
+    for i in range(start, stop):
+        for o in range(outputs):
+            total = f32(0)
+            for c in range(inputs):
+                total += to_float32(x[i, c]) * to_float32(weight[o, c])
+            out[i, o] = from_float32(total, example)
+
+
+def small_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x [T, I] times a plain weight [O, I]: [T, O]. Each number is one loop over inputs."""
+    x, (rows, inputs), outputs = x.contiguous(), x.shape, len(weight)
+    out = x.new_empty(rows, outputs)
+    addresses = x.data_ptr(), weight.data_ptr(), out.data_ptr()
+    arguments = *addresses, rows, inputs, outputs, DTYPE_EXAMPLE[x.dtype]
+    run(small_linear_rows, arguments, rows, rows * inputs * outputs)
+    return out
+
+
+@compiled()
 def norm_rope_store_rows(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr,
                          slot_mapping, num_blocks, num_kv_heads, block_size, dim, num_heads,
                          row_heads, eps, example, weight_example, cache_example, k_scale, v_scale,

@@ -72,7 +72,7 @@ class GatedAttention(SelfAttention):
 
     def __init__(self, config: HybridConfig, layer: int, backend: Backend) -> None:
         """`layer` is its number among the layers with a KV cache."""
-        self.layer, self.config = layer, config
+        self.layer, self.config, self.backend = layer, config, backend
         self.q_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
         sizes = {"q_proj": self.q_size, "k_proj": kv_size, "v_proj": kv_size, "gate": self.q_size}
@@ -88,7 +88,8 @@ class GatedAttention(SelfAttention):
         projections = self.qkv_gate_proj(x)
         qkv, gate = projections.split([projections.shape[1] - self.q_size, self.q_size], dim=1)
         q = attention.norm_rope_store(self.layer, qkv.contiguous(), self.norms, rope, batch)
-        return self.o_proj(attention.attend(self.layer, q, batch) * gate.sigmoid())
+        attended = attention.attend(self.layer, q, batch)
+        return self.o_proj(self.backend.multiply_by_sigmoid(attended, gate))
 
     def linears(self) -> tuple[Linear, Linear]:
         return self.qkv_gate_proj, self.o_proj

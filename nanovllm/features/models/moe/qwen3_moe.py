@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from nanovllm.features.models.moe import experts as reference
 from nanovllm.features.models.moe.moe_config import Experts, MoeConfig
@@ -48,12 +47,14 @@ class SparseMLP(MLP):
         mlp: Any = self.backend.expert_mlp(*linears) or reference.expert_mlp
         y: Tensor = mlp(x, weights, choices, *linears)
         if self.shared is not None:
-            y += F.linear(x, self.shared_gate).sigmoid() * self.shared(x)
+            gate = self.backend.small_linear(x, self.shared_gate)
+            y += self.backend.multiply_by_sigmoid(self.shared(x), gate)
         return y if self.down_proj.reduce is None else self.down_proj.reduce(y)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights [T, k] in the dtype of x, and the experts [T, k] int64."""
-        probs = F.linear(x, self.router).softmax(dim=-1, dtype=torch.float32)
+        scores = self.backend.small_linear(x, self.router)
+        probs = scores.softmax(dim=-1, dtype=torch.float32)
         weights, choices = probs.topk(self.config.num_per_token, dim=-1)
         if self.config.normalized:
             weights /= weights.sum(dim=-1, keepdim=True)

@@ -10,7 +10,6 @@ from hybrid_checkpoints import make_hybrid_checkpoint
 
 from nanovllm import SamplingParams
 from nanovllm.backends.cpu.kernels import fused_decode
-from nanovllm.backends.cpu.kernels.blocks import kernel_for
 from nanovllm.backends.cpu.kernels.delta_layers import HybridLayers
 
 
@@ -25,8 +24,6 @@ from nanovllm.backends.cpu.kernels.delta_layers import HybridLayers
 def test_one_call_is_the_model(
     tmp_path: Path, layers: str, heads: int, size: int, weights: str | None, dtype: torch.dtype
 ) -> None:
-    if weights is None and kernel_for(dtype) is None:
-        pytest.skip("neither AMX nor AVX512-BF16 on this processor")
     make_hybrid_checkpoint(tmp_path, layers, heads, hidden_size=size, intermediate_size=128)
     options: dict[str, Any] = {"attention_backend": "numba", "num_kv_cache_blocks": 60}
     options["quantization"] = weights
@@ -52,12 +49,12 @@ def test_one_call_is_the_model(
             return wanted
 
     calls: list[int] = []
-    compiled = fused_decode.decode_layers
+    compiled = fused_decode.compute_layers
     runner.fused_model = Both
     # The rows have other numbers than their places, once some have ended.
     params = [SamplingParams(temperature=0, max_tokens=25 - i, ignore_eos=True) for i in range(17)]
     with pytest.MonkeyPatch.context() as patch:
         counted: Any = lambda *a: (calls.append(a[1].rows), compiled(*a))  # noqa: E731
-        patch.setattr(fused_decode, "decode_layers", counted)
+        patch.setattr(fused_decode, "compute_layers", counted)
         llm.generate([[1 + i] * (3 * i + 1) for i in range(17)], params, use_tqdm=False)
     assert {1, 2, 15, 16, 17} <= set(calls)

@@ -18,7 +18,6 @@ from nanovllm.models.sampler import uniform
 
 numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
 
-from nanovllm.backends.cpu import linear  # noqa: E402
 from nanovllm.backends.cpu.kernels import (  # noqa: E402
     amx,
     attention,
@@ -30,9 +29,11 @@ from nanovllm.backends.cpu.kernels import (  # noqa: E402
 )
 from nanovllm.backends.cpu.kernels import pointwise as cpu  # noqa: E402
 from nanovllm.backends.cpu.kernels import sampler as cpu_sampler  # noqa: E402
-from nanovllm.backends.cpu.kernels.attention import attend  # noqa: E402
-from nanovllm.backends.cpu.kernels.blocks import kernel_for  # noqa: E402
-from nanovllm.backends.cpu.kernels.few_queries import AttentionWork, QueryGroups  # noqa: E402
+from nanovllm.backends.cpu.kernels.attention import (  # noqa: E402
+    AttentionWork,
+    QueryGroups,
+    attend,
+)
 from nanovllm.backends.cpu.kernels.fused_decode import FusedLayers  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -273,20 +274,19 @@ def test_a_query_sees_nothing_of_later_tokens(dtype: torch.dtype, count: int) ->
     Of few rows, and of many, whose weights are multiplied in pairs or in float32.
     """
     torch.manual_seed(0)
+    n = 2 if dtype is torch.bfloat16 else 1  # numbers of a word of the cache
     shape, like = (2, 1, 16, 32), primitives.DTYPE_EXAMPLE[dtype]
     kernel = parallel.address_for(attention.attend_groups, dtype, dtype)
     qkv, k, v = (torch.randn(n).to(dtype) for n in ((count, 3, 32), shape, shape))
-    none = np.empty((0, count), np.int64)
+    none, first = np.empty((0, count), np.int64), np.zeros(1, np.int64)
     queries, contexts = np.arange(count)[None], np.arange(1, count + 1)[None]
-    rest = QueryGroups(queries, contexts, np.array([[1]], np.int32))
-    reads = AttentionWork(
-        QueryGroups(none, none, none.astype(np.int32)),
-        rest,
-        np.full((count, 1), -np.inf, np.float32),
-    )
+    rest = QueryGroups(queries, contexts, first, np.array([[1]], np.int32))
+    prefixes = QueryGroups(none, none, none.ravel(), none.astype(np.int32))
+    reads = AttentionWork(prefixes, rest, np.empty((0, 0, 0), np.float32))
     found = []
     for last in (0.0, 3e38):
-        v[1, 0, count - 1] = last
+        values = v[1, 0].view(16 // n, 32, n)
+        values[(count - 1) // n, :, (count - 1) % n] = last
         out = torch.empty(count, 32, dtype=dtype)
         attend(
             qkv.data_ptr(),
@@ -298,6 +298,7 @@ def test_a_query_sees_nothing_of_later_tokens(dtype: torch.dtype, count: int) ->
             v.data_ptr(),
             shape,
             reads,
+            1.0,
             like,
             like,
             kernel,
@@ -312,16 +313,12 @@ def test_a_query_sees_nothing_of_later_tokens(dtype: torch.dtype, count: int) ->
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
 @pytest.mark.parametrize("tie", [False, True])
 def test_fused_layers_are_the_models(tmp_path, family: str, tie: bool, dtype: torch.dtype) -> None:
-    """Both compute every batch of a run: decodes of 1 to 70 sequences, a shared prefix, chunks."""
-    if kernel_for(dtype) is None:
-        pytest.skip("neither AMX nor AVX512-BF16 on this processor")
+    """Both compute the same bits: decodes of 1 to 70 sequences, a shared prefix, chunks."""
     make_checkpoint(tmp_path, family, tie=tie)
     llm = random_llm(tmp_path, dtype=str(dtype)[6:], num_kv_cache_blocks=1000)
     runner = llm.engine.runner
     model, compiled, sizes = runner.model, runner.fused_model, []
     assert isinstance(compiled, FusedLayers)
-    by_unit = model.backend.linear
-    limits = dict(atol=0.1, rtol=0.05) if dtype is torch.bfloat16 else dict(atol=1e-5, rtol=1e-4)
 
     class Both:
         logits = model.logits
@@ -329,31 +326,17 @@ def test_fused_layers_are_the_models(tmp_path, family: str, tie: bool, dtype: to
         @staticmethod
         def forward(batch, attention):
             found = compiled.forward(batch, attention)
-            logits = compiled.logits(found)
-            model.backend.linear = linear.linear
             wanted = model.forward(batch, attention)
-            wanted_logits = model.logits(found)
-            model.backend.linear = by_unit
-            tokens = len(batch.slot_mapping)
-            found, wanted = found[:tokens], wanted[:tokens]
-            torch.testing.assert_close(found, wanted, **limits)
-            torch.testing.assert_close(logits, wanted_logits, **limits)
-            sizes.append(tokens)
+            assert torch.equal(found, wanted)
+            sizes.append(len(found))
             return wanted
 
-    calls = []
-    layers = fused_decode.decode_layers
     runner.fused_model, runner.fused_step = Both, lambda plan: None
     params = [SamplingParams(temperature=0, max_tokens=2 + i, ignore_eos=True) for i in range(70)]
     prompts = [[3] * 300 + [i] for i in range(4)] + [[1 + i] * (i % 50 + 1) for i in range(66)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            fused_decode, "decode_layers", lambda *a: (calls.append(a[1].rows), layers(*a))
-        )
-        llm.generate(prompts, params, use_tqdm=False)
+    llm.generate(prompts, params, use_tqdm=False)
     assert {1, 16, 17, 33, 64, 65} <= set(sizes)
-    assert {1, 16, 17, 33, 64} <= set(calls)
-    assert max(calls) == 64
+    assert max(sizes) > 300
 
 
 def test_models_of_the_same_layers_are_fused(tmp_path) -> None:
@@ -369,19 +352,6 @@ def test_models_of_the_same_layers_are_fused(tmp_path) -> None:
     model.__class__ = Qwen3
     mlp.__class__ = type("Doubled", (type(mlp),), {"__call__": lambda self, x: 2 * x})
     assert model.backend.fuse_layers(model, runner.attention) is None
-
-
-def test_padded_weights(tmp_path) -> None:
-    """The unit computes products with them, of which the last block has fewer outputs."""
-    make_checkpoint(tmp_path, "qwen3", 32, 1, 1, hidden_size=2752)
-    runner = random_llm(tmp_path, dtype="float32").engine.runner
-    linears = runner.model.layers[0].linears()
-    assert id(linears[0]) in runner.backend.linear.addresses
-    assert isinstance(runner.fused_model, FusedLayers)
-    for module in linears:
-        x = torch.randn(3, module.weight.shape[1])
-        found, wanted = runner.backend.linear(x, module), linear.linear(x, module)
-        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -407,8 +377,7 @@ def test_without_amx(tmp_path) -> None:
         "llm = LLM(dtype='bfloat16', device='cpu', attention_backend='numba')\n"
         "question = [{'role': 'user', 'content': 'What is 34 + 58?'}]\n"
         "print(llm.chat(question, use_tqdm=False)[0].outputs[0].text)\n"
-        "assert llm.engine.runner.fused_model is llm.engine.runner.model\n"
-        "assert not amx.linear_blocks.signatures and not blocks.linear_blocks.signatures\n"
+        "assert not amx.linear_blocks.signatures and blocks.linear_blocks.signatures\n"
         "assert attention.attend_groups.signatures\n"
     )
     variables = dict(NUMBA_CPU_NAME="x86-64-v3", NUMBA_CACHE_DIR=str(tmp_path), NUMBA_OPT="0")
