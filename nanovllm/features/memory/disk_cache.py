@@ -85,10 +85,8 @@ def load(engine: Any, config: Any, path: Any) -> int:
 
 def fields(found: dict[str, str]) -> dict[str, Any]:
     """Return a fingerprint with each field of config.json as a value of its own."""
-    config = json.loads(found["config.json"])
-    return {k: v for k, v in found.items() if k != "config.json"} | {
-        f"{name} of config.json": value for name, value in config.items()
-    }
+    config = json.loads((rest := dict(found)).pop("config.json"))
+    return rest | {f"{name} of config.json": value for name, value in config.items()}
 
 
 def file_in(path: Any) -> Path:
