@@ -81,14 +81,12 @@ def available_cores() -> list[int]:
 def quota(cores: int) -> int:
     """Return how many of `cores` the container may use: the CPU time of its control groups."""
     for group in control_groups("cpu"):
-        with suppress(OSError, ValueError):  # "max", which is no limit, is not a number
-            if (file := group / "cpu.max").exists():
-                limit, period = map(int, file.read_text().split())
-            else:  # version 1
-                names = "cpu.cfs_quota_us", "cpu.cfs_period_us"
-                limit, period = (int((group / name).read_text()) for name in names)
-            if limit > 0 and period > 0:  # -1 is no limit
-                cores = max(1, min(cores, -(-limit // period)))
+        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):  # or version 1
+            with suppress(OSError, ValueError):  # "max", which is no limit, is not a number
+                text = " ".join((group / name).read_text() for name in names)
+                limit, period = map(int, text.split())
+                if limit > 0:  # -1 is no limit
+                    cores = max(1, min(cores, -(-limit // period)))
     return cores
 
 

@@ -88,24 +88,22 @@ class BatchFiles:
                         "name another output"
                     )
                 if line.endswith(b"\n"):
-                    num_done = len(self.done)
-                    self.mark_done(result := json.loads(line))
-                    if len(self.done) == num_done:
-                        number = result["id"].removeprefix("batch-")
-                        twice.append(f"line {number} ({result['custom_id']!r})")
+                    if not self.mark_done(result := json.loads(line)):
+                        twice.append(f"{result['id']} ({result['custom_id']!r})")
                     size += len(line)
         if twice:
-            more = f" and {len(twice) - 9} more" if len(twice) > 9 else ""
             raise ValueError(
-                f"{self.target} has several results of {', '.join(twice[:9])}{more}; leave one of "
-                "each there, or name another output"
+                f"{self.target} has two results of each of {len(twice)} lines, such as "
+                f"{', '.join(twice[:9])}; remove one of each, or name another output"
             )
         return size
 
-    def mark_done(self, result: dict[str, Any]) -> None:
-        """Note that a result is in the output."""
+    def mark_done(self, result: dict[str, Any]) -> bool:
+        """Note that a result is in the output. Returns whether it is the first of its line."""
         error = result["error"] and result["error"]["error"]["message"]
-        self.done[int(result["id"].removeprefix("batch-"))] = result["custom_id"], error
+        number, num_done = int(result["id"].removeprefix("batch-")), len(self.done)
+        self.done[number] = result["custom_id"], error
+        return len(self.done) > num_done
 
     def errors(self) -> list[str]:
         """Return the custom_id and the message of each result with an error."""

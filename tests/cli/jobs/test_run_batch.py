@@ -442,7 +442,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     # As two processes without a lock leave it.
     save(source, few(2))
     target.write_bytes(whole * 2 + whole[:20])
-    every = r"several results of line 1 \('q0'\), line 2 \('q1'\), line 3 \('wrong'\); leave one"
+    every = r"two results of each of 3 lines, such as batch-1 \('q0'\), batch-2 \('q1'\), batch-3"
     refused(source, target, every)
 
 
