@@ -14,7 +14,7 @@ from tqdm import tqdm
 from nanovllm.config import EMBEDDED, EngineConfig, engine_config, with_parameters_of
 from nanovllm.engine.chat_template import Message, as_conversations
 from nanovllm.engine.request import Progress, Request
-from nanovllm.features.requests.calls import OptionalCalls
+from nanovllm.features.requests.calls import OptionalCalls, show_progress
 from nanovllm.inputs import Prompt, ShowProgress, pair_up
 from nanovllm.outputs import RequestOutput, StreamOutput
 from nanovllm.sampling_params import SamplingParams
@@ -130,8 +130,8 @@ class LLM(OptionalCalls):
                         raise progress.error
                     if is_shown and time.monotonic() - last_shown > 0.1:
                         last_shown = time.monotonic()
-                        show_progress(bar, progress, last_shown - start)
-                show_progress(bar, progress, time.monotonic() - start)
+                        show_progress(bar, self.engine, progress, last_shown - start)
+                show_progress(bar, self.engine, progress, time.monotonic() - start)
         except BaseException as error:  # also Ctrl-C
             self.engine.abort(requests, wait=True)
             outputs = [request.output for request in requests if request.ended]
@@ -208,11 +208,3 @@ class LLM(OptionalCalls):
             for conversation in as_conversations(messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
-
-
-def show_progress(bar: Any, progress: Progress, seconds: float) -> None:
-    prompt = progress.num_prompt_tokens / (seconds + 1e-9)
-    output = progress.num_output_tokens / (seconds + 1e-9)
-    bar.set_postfix_str(f"prompt {prompt:,.0f} tok/s, output {output:,.0f} tok/s", refresh=False)
-    bar.update(progress.num_ended - bar.n)
-    bar.refresh()

@@ -69,6 +69,8 @@ class Chunk:
     num_logprobs: int = 0  # how many of the most likely tokens to report with each target
     num_candidates: int = 0  # number of candidates, if `result_kind` is CANDIDATES
     num_drafts: int = 0  # the last tokens that are drafts; see features/requests/ngram.py
+    # The known output of a row with rules, if it has drafts or had some in its last step.
+    output: list[int] | None = None
 
 
 class ResultKind(Enum):

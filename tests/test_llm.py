@@ -58,6 +58,12 @@ def test_progress_bar_counts_its_own_requests(path: Path, capsys, monkeypatch) -
     assert "1/1" in shown
     assert output / prompt == pytest.approx(8 / 4, rel=0.1)
     llm.engine.abort_request(other)
+    # A prompt in several steps, each of which is shown.
+    monkeypatch.setattr("nanovllm.llm.time.monotonic", itertools.count(0, 0.2).__next__)
+    random_llm(path, max_num_batched_tokens=32).generate([5] * 150, GREEDY)
+    rates = re.findall(r"prompt ([\d,]+) tok/s", capsys.readouterr().err)
+    assert len(rates) > 10
+    assert "0" not in rates
 
 
 def test_failure_in_generate_leaves_no_request(path: Path) -> None:

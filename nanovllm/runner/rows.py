@@ -80,6 +80,8 @@ class Rows:
         self.positions[plan.decode_rows] += 1
         for chunk in plan.chunks:
             self.positions[chunk.row] = chunk.start + len(chunk.token_ids)
+            if chunk.output is not None and self.rules is not None:
+                self.rules.replace_output(chunk)
 
     def build(self, plan: StepPlan) -> StepBatch:
         """Build the batch of a plan from the host arrays, decodes last. Call `apply` first."""

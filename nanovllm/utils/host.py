@@ -4,11 +4,13 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# Linux shows the limits of a container here. No such files exist on other systems.
+# Linux shows the limits of a container here, and in which control groups this process is. No such
+# files exist on other systems.
 CONTROL_GROUP = Path("/sys/fs/cgroup")
+GROUPS_OF_PROCESS = Path("/proc/self/cgroup")
 # Parts of the messages of the RuntimeError that torch raises if an allocation fails.
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")
 TRIAL = 5  # seconds, in which a parallel region of OpenMP ends unless it waits forever
@@ -19,17 +21,43 @@ def available_host_memory() -> int:
     import psutil  # here, because only an engine needs it
 
     available: int = psutil.virtual_memory().available
-    try:
-        limit = (CONTROL_GROUP / "memory.max").read_text().strip()
-        used = int((CONTROL_GROUP / "memory.current").read_text())
-        lines = (CONTROL_GROUP / "memory.stat").read_text().splitlines()
-    except OSError:
-        return available
-    if limit != "max":
-        # Inactive file pages belong to the page cache, which the kernel reclaims.
-        used -= int(dict(line.split() for line in lines)["inactive_file"])
-        available = min(available, int(limit) - used)
+    for group in control_groups("memory"):
+        for names in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),  # version 1
+        ):
+            with suppress(OSError, ValueError):  # "max", which is no limit, is not a number
+                limit, used = (int((group / name).read_text()) for name in names)
+                available = min(available, limit - used + reclaimable(group))
     return max(0, available)
+
+
+def reclaimable(group: Path) -> int:
+    """Return the bytes of inactive file pages, the page cache that the kernel reclaims."""
+    with suppress(OSError, ValueError):
+        lines = (group / "memory.stat").read_text().splitlines()
+        stat = {name: int(value) for name, value in map(str.split, lines)}
+        # In version 1, the first name includes the groups below this one, as the usage does.
+        return stat.get("total_inactive_file", stat.get("inactive_file", 0))
+    return 0
+
+
+def control_groups(controller: str) -> Iterator[Path]:
+    """Yield the control groups of versions 2 and 1 whose limits apply to this process.
+
+    A limit of a group applies to the groups below it too. A container may see its own group as the
+    root, whatever the path of the group is, so directories need not exist.
+    """
+    lines = ["0::/"]  # the roots
+    with suppress(OSError):
+        lines += GROUPS_OF_PROCESS.read_text().splitlines()
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        for root in (CONTROL_GROUP / controllers, CONTROL_GROUP / controller):  # either may exist
+            group = root / path.lstrip("/")
+            yield from (g for g in (group, *group.parents) if g.is_relative_to(root))
 
 
 @contextmanager
@@ -51,12 +79,15 @@ def available_cores() -> list[int]:
 
 
 def quota(cores: int) -> int:
-    """Return how many of `cores` the container may use: cpu.max of its control group."""
-    try:
-        limit, period = (CONTROL_GROUP / "cpu.max").read_text().split()
-        return cores if limit == "max" else max(1, min(cores, -(-int(limit) // int(period))))
-    except (OSError, ValueError):
-        return cores
+    """Return how many of `cores` the container may use: the CPU time of its control groups."""
+    for group in control_groups("cpu"):
+        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):  # or version 1
+            with suppress(OSError, ValueError):  # "max", which is no limit, is not a number
+                text = " ".join((group / name).read_text() for name in names)
+                limit, period = map(int, text.split())
+                if limit > 0:  # -1 is no limit
+                    cores = max(1, min(cores, -(-limit // period)))
+    return cores
 
 
 def cpu_has_fast_bf16() -> bool:

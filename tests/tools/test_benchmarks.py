@@ -160,6 +160,7 @@ def test_run_and_profile(path):
     rows = turn.profile_run(llm, work)
     assert any("attend" in name for name in rows)
     assert not any(name.startswith(("functional.", "_ops.")) for name in rows), "torch's functions"
+    assert not any(name.endswith(("reset_prefix_cache", "_free_all")) for name in rows)
     assert "schedule" not in vars(llm.engine.scheduler), "the methods are restored"
 
 

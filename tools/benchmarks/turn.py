@@ -134,6 +134,7 @@ def load(job: Result) -> tuple[Result, Callable[..., Result]]:
         llm = LLM(job["directory"], **job["options"])
 
         def measured(profile: bool) -> Result:
+            llm.reset_prefix_cache()
             answer = run_engine(llm, work)
             return answer | ({"seconds_by_component": profile_run(llm, work)} if profile else {})
     else:
@@ -147,8 +148,7 @@ def load(job: Result) -> tuple[Result, Callable[..., Result]]:
 
 
 def run_engine(llm: LLM, work: Workload) -> Result:
-    """Run all rounds through `generate`, starting with an empty prefix cache."""
-    llm.reset_prefix_cache()
+    """Run all rounds through `generate`. The caller empties the prefix cache first."""
     fixed: Result = {"temperature": work.temperature, "ignore_eos": True, "detokenize": False}
     outs: list[Any] = []
     steps: list[Result] = []
@@ -203,6 +203,7 @@ def profile_run(llm: LLM, work: Workload) -> Result:
     runner: Any = llm.engine.runner
     cuda = torch.cuda.is_initialized()
     work = replace(work, outputs=[min(n, 100) for n in work.outputs], rounds=work.rounds[:1])
+    llm.reset_prefix_cache()  # which can take longer than a small run
     kernels = profile(activities=[ProfilerActivity.CUDA])
     # Without entries for built-in functions, their time counts for the functions that call them.
     calls = cProfile.Profile(builtins=False)

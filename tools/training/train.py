@@ -234,7 +234,8 @@ def main() -> None:
     parameters = sum(p.numel() for p in model.parameters())
     sizes = f"{parameters:,} parameters, {len(tokenizer):,} tokens"
     print(f"{sizes}, starting at pool {done} of {args.pools}")
-    fast_bf16 = args.device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    has_bf16 = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)  # not for Macs
+    fast_bf16 = args.device != "cpu" or has_bf16()
     bar = tqdm(range(done, args.pools), initial=done, total=args.pools, unit="pool")
     for index in bar:
         batches = list(pool(tokenizer, index))

@@ -18,10 +18,12 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from nanovllm.cli.jobs.openai_format import Job, error_body, parse
@@ -43,7 +45,7 @@ class BatchFiles:
     and its request is computed again.
 
     Raises OSError if a file cannot be opened, and ValueError if the output has lines of something
-    else than this input.
+    else than this input, or two results of one line. The output is then unchanged.
     """
 
     def __init__(self, source: Path, target: Path, retry_errors: bool = False) -> None:
@@ -55,26 +57,29 @@ class BatchFiles:
         if target.exists() and not target.is_file():
             raise ValueError(f"{target} is not a regular file; name another output")
         target.touch()
-        if retry_errors:
-            self._remove_errors()
-        self._read_results()
+        size = self._read_results()
         for number, (custom_id, _) in self.done.items():
             if custom_ids.get(number, ...) != custom_id:
                 raise ValueError(
                     f"{target} has the result of {custom_id!r} for line {number} of {source}, "
                     "which is another request; name another output"
                 )
+        if retry_errors:
+            self._remove_errors()
+        else:
+            os.truncate(target, size)
 
     def _remove_errors(self) -> None:
         """Replace the output by a file without its errors. A kill leaves one or the other."""
         rest = self.target.with_name(self.target.name + ".rest")
         with self.target.open("rb") as old, rest.open("wb") as new:
-            new.writelines(x for x in old if x.endswith(SUCCESS) or not x.startswith(START))
+            new.writelines(line for line in old if line.endswith(SUCCESS))
         rest.replace(self.target)
+        self.done = {n: result for n, result in self.done.items() if result[1] is None}
 
-    def _read_results(self) -> None:
-        """Read which lines are done, and cut off an incomplete line."""
-        size = 0
+    def _read_results(self) -> int:
+        """Read which lines are done. Returns the size of the complete lines in bytes."""
+        size, twice = 0, []
         with self.target.open("rb") as results:
             for line in results:
                 if not START.startswith(line[: len(START)]):
@@ -83,14 +88,22 @@ class BatchFiles:
                         "name another output"
                     )
                 if line.endswith(b"\n"):
-                    self.mark_done(json.loads(line))
+                    if not self.mark_done(result := json.loads(line)):
+                        twice.append(f"{result['id']} ({result['custom_id']!r})")
                     size += len(line)
-        os.truncate(self.target, size)
+        if twice:
+            raise ValueError(
+                f"{self.target} has two results of each of {len(twice)} lines, such as "
+                f"{', '.join(twice[:9])}; remove one of each, or name another output"
+            )
+        return size
 
-    def mark_done(self, result: dict[str, Any]) -> None:
-        """Note that a result is in the output."""
+    def mark_done(self, result: dict[str, Any]) -> bool:
+        """Note that a result is in the output. Returns whether it is the first of its line."""
         error = result["error"] and result["error"]["error"]["message"]
-        self.done[int(result["id"].removeprefix("batch-"))] = result["custom_id"], error
+        number, num_done = int(result["id"].removeprefix("batch-")), len(self.done)
+        self.done[number] = result["custom_id"], error
+        return len(self.done) > num_done
 
     def errors(self) -> list[str]:
         """Return the custom_id and the message of each result with an error."""
@@ -133,6 +146,8 @@ def run_batch(
                 try:
                     if isinstance(request, Exception):
                         raise request
+                    if (method := request.get("method")) is not None:
+                        check_scalar("method", method, str, ("POST",))
                     url, body = request.get("url"), request.get("body")
                     job = parse(llm, url, body, model, trust_chat_templates)
                     in_flight[number] = custom_id, job, job.submit(llm)
@@ -166,6 +181,45 @@ def make_result(
     return {"id": name, "custom_id": custom_id, "response": response, "error": error}
 
 
+@contextmanager
+def only_writer(target: Path) -> Iterator[None]:
+    """Hold the lock of an output, so that no other process writes to it.
+
+    The system releases the lock when this process ends, also by kill -9. Raises ValueError, with
+    the id of the process that holds it. Without locks, a warning is printed.
+    """
+    target = target.resolve()  # the same for each name of it
+    path = target.parent / f".{target.name}.lock"
+    with ExitStack() as stack:
+        try:
+            if target.parent.is_dir() and (target.is_file() or not target.exists()):
+                stack.enter_context(FileLock(path).acquire(timeout=0))
+        except Timeout:
+            raise ValueError(
+                f"{holder_of(path)} writes to {target}; wait for it, or name another output"
+            ) from None
+        except (OSError, NotImplementedError) as error:
+            print(
+                f"warning: {path} cannot be locked ({error}); start no other run-batch with this "
+                "output",
+                file=sys.stderr,
+            )
+        else:
+            # A soft lock, which filelock takes where the system has none, has the id already.
+            if holder_of(path) != f"process {os.getpid()}":
+                with suppress(OSError):  # on Windows, nobody may write to what is locked
+                    path.write_text(f"{os.getpid()}\n")
+        yield
+
+
+def holder_of(lock: Path) -> str:
+    """Return "process " and the id of the process that wrote a lock file last, if it is known."""
+    with suppress(OSError, ValueError):
+        if number := lock.read_text().partition("\n")[0]:
+            return f"process {number}"
+    return "another process"
+
+
 def make_parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("nanovllm run-batch", description=__doc__, formatter_class=raw)
@@ -187,11 +241,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if options.get("tensor_parallel_size", 1) != 1:
             raise ValueError("tensor_parallel_size: one process writes the output; use 1")
-        files = BatchFiles(args.input_file, args.output_file, args.retry_errors)
-        num_old_errors = len(files.errors())
-        if len(files.done) < files.num_requests:
-            name = args.served_model_name or args.model
-            run_batch(LLM(args.model, **options), files, name, args.trust_chat_templates)
+        with only_writer(args.output_file):
+            files = BatchFiles(args.input_file, args.output_file, args.retry_errors)
+            num_old_errors = len(files.errors())
+            if len(files.done) < files.num_requests:
+                name = args.served_model_name or args.model
+                run_batch(LLM(args.model, **options), files, name, args.trust_chat_templates)
     except (OSError, TypeError, ValueError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1

@@ -43,8 +43,9 @@ def save(engine: Any, config: Any, path: Any) -> int:
             (Path(temporary) / NAME).replace(file)  # who reads the old file keeps it open
     except Exception as error:  # the error types of safetensors are not public
         raise OSError(f"{file} cannot be written: {error}") from error
-    logger.info(f"saved the KV of {len(blocks)} blocks to {file}")
-    return len(blocks) * config.block_size
+    num = len(blocks) * config.block_size
+    logger.info(f"saved the KV of {num:,} tokens to {file}")
+    return num
 
 
 def load(engine: Any, config: Any, path: Any) -> int:
@@ -64,10 +65,15 @@ def load(engine: Any, config: Any, path: Any) -> int:
         saved = json.loads(found.pop("blocks"))
         names = [name for name in {**here, **found} if here.get(name) != found.get(name)]
         if names not in ([], ["model"]):  # a copy of the model has another path
-            theirs, ours = (", ".join(f"{x.get(n)!s:.99}" for n in names) for x in (found, here))
+            theirs, ours = fields(found), fields(here)
+            differences = ", ".join(
+                f"{name} ({theirs.get(name)!s:.99}; here {ours.get(name)!s:.99})"
+                for name in {**ours, **theirs}
+                if ours.get(name) != theirs.get(name)
+            )
             raise ValueError(
-                f"{file} does not fit this engine: they differ in {', '.join(names)} "
-                f"({theirs}; here {ours}); use another directory"
+                f"{file} does not fit this engine: they differ in {differences}; use another "
+                "directory"
             )
         with hold_interrupt():
             for block, i in restore(engine.scheduler.block_manager, saved):
@@ -75,6 +81,12 @@ def load(engine: Any, config: Any, path: Any) -> int:
                 num += config.block_size
     logger.info(f"loaded the KV of {num:,} tokens from {file}")
     return num
+
+
+def fields(found: dict[str, str]) -> dict[str, Any]:
+    """Return a fingerprint with each field of config.json as a value of its own."""
+    config = json.loads((rest := dict(found)).pop("config.json"))
+    return rest | {f"{name} of config.json": value for name, value in config.items()}
 
 
 def file_in(path: Any) -> Path:

@@ -1,4 +1,7 @@
-"""The calls of LLM that do not sample: beams, embeddings, log-likelihoods, the disk cache."""
+"""The calls of LLM that do not sample: beams, embeddings, log-likelihoods, the disk cache.
+
+Also the progress bar of all calls.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request import Request
+from nanovllm.engine.request import Progress, Request
 from nanovllm.features.requests.beam_search import BeamSearchOutput
 from nanovllm.features.requests.embeddings.pooling import EmbeddingRequestOutput, PoolingParams
 from nanovllm.features.requests.loglikelihood import LoglikelihoodOutput, tokenize_pairs
@@ -191,3 +194,19 @@ def unaborted(requests: list[Request]) -> list[Any]:
     if any(request.samples[0].seq.finish_reason == "abort" for request in requests):
         raise RuntimeError("another thread has aborted the requests of this call")
     return [request.output for request in requests]
+
+
+def show_progress(bar: Any, engine: LLMEngine, progress: Progress, seconds: float) -> None:
+    """Show the counters of a call, which has run for `seconds`, in its progress bar."""
+    num_prompt, num_output = progress.num_prompt_tokens, progress.num_output_tokens
+    # A long prompt takes many steps until its request has a first token. The list is a copy,
+    # because another thread may run a step meanwhile.
+    for seq in list(engine.scheduler.running):
+        request = seq.request
+        if request and request.progress is progress and request not in progress.started:
+            num_prompt += min(seq.num_computed, seq.num_prompt)
+    prompt, output = (n / (seconds + 1e-9) for n in (num_prompt, num_output))
+    rates = f"prompt {prompt:,.0f} tok/s, output {output:,.0f} tok/s"
+    bar.set_postfix_str(rates, refresh=False)
+    bar.update(progress.num_ended - bar.n)
+    bar.refresh()

@@ -71,7 +71,8 @@ def add_candidates(
         logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
         values, ids = rules.apply(logprobs, positions).topk(k)
         packed = torch.cat((values.double(), ids), dim=1)
-        errors, rules.errors = rules.errors, {}
+        errors = {row.row: error for _, row, error in rules.errors}
+        rules.errors = []
     else:
         any_token = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         packed = backend.token_logprobs(logits, any_token, k)[:, 2:]

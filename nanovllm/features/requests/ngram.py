@@ -23,12 +23,14 @@ tests find equal tokens. In lower precision, an almost equally likely token may 
 embedded model in bfloat16 and int8 once in 4,900 tokens, in int4 once in 1,200, and with an fp8 KV
 cache not once in 4,700.
 
-Rows whose rules depend on the output (penalties, bad words, grammars, logits processors, budgets of
-thinking) and beams take no drafts. Their KV is not cached as a prefix before they are accepted, and
-the next tokens overwrite the slots of the others. The states of hybrid models could not be taken
-back, so these models are refused. Drafts pay while a step is limited by reading weights (lesson 4).
-Steps with drafts therefore have at most 16 tokens on a CPU and 64 on a GPU (config.MAX_DRAFT_STEP):
-with so many rows or more, no row gets drafts.
+Rules that depend on the output (penalties, bad words, grammars) are applied at each position of a
+chunk, to the output that ends with the drafts before it (logit_rules/row_rules.py). Logits
+processors may have a state, and the thinking of a row has one, which could not be taken back: rows
+with these, and beams, take no drafts. Nor do the states of hybrid models allow it, so these models
+are refused. The KV of drafts is not cached as a prefix before they are accepted, and the next
+tokens overwrite the slots of the others. Drafts pay while a step is limited by reading weights
+(lesson 4). Steps with drafts therefore have at most 16 tokens on a CPU and 64 on a GPU
+(config.MAX_DRAFT_STEP): with so many rows or more, no row gets drafts.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.plan import LogitRules, ResultKind
+from nanovllm.plan import ResultKind
+from nanovllm.utils.log import logger
 
 if TYPE_CHECKING:
     from nanovllm.config import SpeculativeConfig
@@ -92,6 +95,7 @@ class NgramSpeculation:
         self.max_drafts, self.max_tokens = config.num_speculative_tokens, max_tokens
         self.sizes = range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1)
         self.drafted_tokens = self.accepted_tokens = 0
+        self.logged: set[str] = set()  # reasons why rows have no drafts
 
     def stats(self) -> dict[str, int]:
         """Return the counters that are added to `LLMEngine.stats`."""
@@ -99,19 +103,28 @@ class NgramSpeculation:
 
     def plan(self, scheduler: Scheduler, step: InFlightStep, seq: Sequence, budget: int) -> int:
         """Plan the last known token of `seq` with drafts, if it gets any. Returns their number."""
-        if not (drafts := self.propose(scheduler, seq, budget - 1)):
+        drafts = self.propose(scheduler, seq, budget - 1)
+        has_rules = seq.lookup is not None and seq.sampling.rules is not None
+        # After a step with drafts, only the engine knows the tokens that the rules have to read.
+        is_after_drafts = not seq.decoding and seq.num_computed == len(seq.token_ids) - 1
+        if not drafts and not (has_rules and seq.known_to_runner and is_after_drafts):
             return 0
-        scheduler.plan_chunk(step, seq, 1)
+        if not scheduler.plan_chunk(step, seq, 1):
+            return 0
         chunk = step.plan.chunks[-1]
-        chunk.token_ids += drafts
-        chunk.num_drafts = len(drafts)
-        step.plan.new_blocks += scheduler.allocate(seq, len(drafts))
-        seq.num_computed += len(drafts)
+        chunk.output = seq.output_ids if has_rules else None
+        if drafts:
+            chunk.token_ids += drafts
+            chunk.num_drafts = len(drafts)
+            step.plan.new_blocks += scheduler.allocate(seq, len(drafts))
+            seq.num_computed += len(drafts)
         return 1 + len(drafts)
 
     def propose(self, scheduler: Scheduler, seq: Sequence, budget: int) -> list[int]:
         """Return at most `budget` drafts for a running sequence, or none."""
         length = len(seq.token_ids)
+        if len(scheduler.running) >= self.max_tokens:
+            self._log_once(f"no drafts while {self.max_tokens} or more sequences run")
         budget = min(budget, budget - scheduler.token_budget + self.max_tokens)
         number = min(budget, seq.max_length - length - 1)  # the token after the last draft fits too
         # All tokens but the last one must be computed, so no token is in flight.
@@ -131,7 +144,11 @@ class NgramSpeculation:
 
     def _find(self, seq: Sequence) -> int | None:
         """Return the position whose token is the first draft of a sequence, if it may have any."""
-        if seq.result_kind is not ResultKind.TOKEN or depend_on_output(seq.sampling.rules):
+        rules = seq.sampling.rules
+        if rules is not None and (rules.logits_processors or rules.thinking):
+            self._log_once("no drafts for requests with logits processors or rules of thinking")
+            return None
+        if seq.result_kind is not ResultKind.TOKEN:
             return None
         lookup: Lookup = seq.lookup or Lookup(self.max_drafts)
         seq.lookup, is_paused = lookup, len(seq.token_ids) < lookup.pause_end
@@ -173,11 +190,7 @@ class NgramSpeculation:
             seq.decoding = False  # the host knows its next token, and the runner does not
             seq.lookup.record(num_drafts, num_accepted, len(seq.token_ids))
 
-
-def depend_on_output(rules: LogitRules | None) -> bool:
-    """Return whether rules depend on output tokens, and not only on the position."""
-    if rules is None:
-        return False
-    penalties = rules.presence_penalty, rules.frequency_penalty, rules.repetition_penalty
-    others = rules.bad_words or rules.logits_processors or rules.grammar or rules.thinking
-    return penalties != (0, 0, 1) or bool(others)
+    def _log_once(self, reason: str) -> None:
+        if reason not in self.logged:
+            self.logged.add(reason)
+            logger.info(f"speculative_config: {reason}")

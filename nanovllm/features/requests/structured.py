@@ -6,6 +6,7 @@ request has a compiled `Grammar`, and each of its rows has a `Matcher` that foll
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import re
@@ -56,6 +57,12 @@ class Matcher:
         self.state = grammar.start.deep_copy()
         self.num_read = 0  # tokens of the output that `state` has read
         self.is_complete = False  # whether nothing but an end token may follow
+
+    def copy(self) -> Matcher:
+        """Return a matcher of the same output, which continues separately."""
+        other = copy.copy(self)
+        other.state = self.state.deep_copy()
+        return other
 
     def mask(self, output: list[int]) -> bytes | None:
         """Return which tokens may follow `output`, which must extend the output of the last call.

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import fresh
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 
 from nanovllm import LLM, PoolingParams, SamplingParams, StructuredOutputsParams
 from nanovllm.cli.jobs.openai_format import CHAT, COMPLETIONS, EMBEDDINGS, parse
-from nanovllm.cli.jobs.run_batch import BatchFiles, main, make_result, run_batch
+from nanovllm.cli.jobs.run_batch import BatchFiles, main, make_result, only_writer, run_batch
 
 NAME = "qwen3-nano"
 
@@ -218,6 +219,8 @@ WRONG: list[tuple[Any, str]] = [
     (b"[1, 2]", "must be an object"),
     ({"method": "POST", "url": CHAT, "body": ask("Hi")}, "custom_id must be a string, not None"),
     (line("x", "/v1/rank"), "url must be one of /v1/chat/completions"),
+    ({**line("x", CHAT, **ask("Hi")), "method": "GET"}, "method must be one of POST, not 'GET'"),
+    ({**line("x", CHAT), "method": 7}, "method must be a string, not 7"),
     ({**line("x", CHAT), "body": "Hi"}, "body must be an object, not 'Hi'"),
     (line("x", CHAT, model="gpt", **ask("Hi")), "model 'gpt' does not exist"),
     (line("x", CHAT), "messages must be a list"),
@@ -350,7 +353,9 @@ def until(condition: Callable[[], bool], seconds: float = 120) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="Windows has other signals")
-def test_ctrl_c_and_kill_9(embedded: LLM, tmp_path: Path) -> None:
+def test_ctrl_c_and_kill_9(
+    embedded: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = [line(f"q{i}", CHAT, **ask(f"Count from {i + 1} to {i + 21}")) for i in range(30)]
     source, target = save(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     arguments = ["-i", str(source), "-o", str(target)]
@@ -359,6 +364,8 @@ def test_ctrl_c_and_kill_9(embedded: LLM, tmp_path: Path) -> None:
     for number, done in ((signal.SIGINT, 2), (signal.SIGKILL, 6), (signal.SIGKILL, 12)):
         process = fresh.Process(fresh.module("nanovllm", "run-batch", *arguments))
         until(lambda least=done: target.exists() and target.read_bytes().count(b"\n") >= least)
+        assert main(arguments) == 1
+        assert f"process {process.process.pid} writes to {target}" in capsys.readouterr().err
         process.send_signal(number)
         ended = process.wait()
         if number == signal.SIGINT:
@@ -415,8 +422,9 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
 
     def refused(source: Path, target: Path, message: str) -> None:
         kept = target.read_bytes() if target.is_file() else None
-        with pytest.raises((ValueError, OSError), match=message):
-            BatchFiles(source, target)
+        for retry_errors in (False, True):
+            with pytest.raises((ValueError, OSError), match=message):
+                BatchFiles(source, target, retry_errors)
         assert (target.read_bytes() if target.is_file() else None) == kept
 
     refused(tmp_path / "nothing.jsonl", target, "No such file")
@@ -431,6 +439,36 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     refused(source, target, "the result of 'wrong' for line 3 of .*in.jsonl, which is another")
     save(source, few(3))  # with another line 3
     refused(source, target, "the result of 'wrong' for line 3 of .*in.jsonl, which is another")
+    # As two processes without a lock leave it.
+    save(source, few(2))
+    target.write_bytes(whole * 2 + whole[:20])
+    every = r"two results of each of 3 lines, such as batch-1 \('q0'\), batch-2 \('q1'\), batch-3"
+    refused(source, target, every)
+
+
+def test_one_process_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = save(tmp_path / "in.jsonl", few(2)), tmp_path / "out.jsonl"
+    finish(source, target)
+    whole = target.read_bytes()
+    (tmp_path / "other.jsonl").symlink_to(target)
+    refused = f"error: process {os.getpid()} writes to {target}; wait for it, or name another"
+    for name in (target, tmp_path / "other.jsonl"):
+        command = ["-i", str(source), "-o", str(name)]
+        with only_writer(target):
+            assert main([*command, "--retry-errors"]) == 1
+            assert refused in capsys.readouterr().err
+            assert target.read_bytes() == whole
+        assert main(command) == 1  # because its results are errors
+        assert "3 results" in capsys.readouterr().out
+    # A permission that is missing, and a file system without locks.
+    for error in (PermissionError("not permitted"), NotImplementedError("no flock")):
+        monkeypatch.setattr("filelock.FileLock.acquire", Mock(side_effect=error))
+        assert main(command) == 1
+        shown = capsys.readouterr()
+        assert "3 results" in shown.out
+        assert f"lock cannot be locked ({error}); start no other run-batch" in shown.err
 
 
 @pytest.mark.parametrize(

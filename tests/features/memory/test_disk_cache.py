@@ -134,13 +134,17 @@ def test_fault_is_caught(name: str) -> None:
     ],
     ids=str,
 )
-def test_the_same_kv_and_tokens(path: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_the_same_kv_and_tokens(
+    path: Path, tmp_path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     first = random_llm(path, **options)
     computed, again = run(first), run(first)
     num_saved = first.save_prefix_cache(tmp_path)
     assert num_saved == len(kv_by_hash(first)) * options.get("block_size", 16) > 150
     second = random_llm(path, **options)
     assert second.load_prefix_cache(tmp_path) == num_saved
+    assert f"saved the KV of {num_saved:,} tokens to {tmp_path}" in caplog.text
+    assert f"loaded the KV of {num_saved:,} tokens from {tmp_path}" in caplog.text
     assert kv_by_hash(second) == kv_by_hash(first)
     assert is_idle(second.engine)
     outputs = run(second)
@@ -215,12 +219,15 @@ def test_the_file_is_in_the_format_of_safetensors(path: Path, saved: tuple[Path,
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "bfloat16"}, r"dtype, .*\(torch.float32, .*; here torch.bfloat16, "),
+        ({"dtype": "bfloat16"}, r"dtype \(torch.float32; here torch.bfloat16\), kv_cache_dtype \("),
         ({"block_size": 32}, r"block_size \(16; here 32\)"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype .*here torch.float8_e4m3fn"),
         ({"quantization": "int8"}, "quantization .*None; here int8"),
         ({"load_format": "dummy"}, "weights .*here random with seed 0"),
-        ({"hf_overrides": {"rope_theta": 5e5}}, "config.json"),
+        (
+            {"hf_overrides": {"rope_theta": 5e5}},
+            r".*rope_theta of config.json \(None; here 500000.0\); use",
+        ),
     ],
     ids=str,
 )
@@ -240,7 +247,7 @@ def test_another_model(path: Path, saved: tuple[Path, Any], tmp_path: Path) -> N
     other = random_llm(tmp_path / "other")
     with pytest.raises(
         ValueError,
-        match=rf"differ in model, weights \({path}, \w+; here {tmp_path}/other, \w+\); use",
+        match=rf"differ in model \({path}; here {tmp_path}/other\), weights \(\w+; here \w+\); use",
     ):
         other.load_prefix_cache(saved[0])
     assert is_empty(other)

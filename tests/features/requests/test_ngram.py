@@ -10,11 +10,11 @@ from oracle_engine import Engine, right, sequence
 from lessons.oracle.drafts import MUTANTS, DraftHistory
 from lessons.oracle.mutants import Mutant, apply
 from lessons.oracle.oracle import run_history
-from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from nanovllm.config import SpeculativeConfig
 from nanovllm.engine import sampling
 from nanovllm.features.requests import ngram
-from nanovllm.features.requests.logit_rules import sampling_with_rules
+from nanovllm.features.requests.logit_rules import row_rules, sampling_with_rules
 from nanovllm.features.requests.ngram import FIRST_PAUSE, LONGEST_PAUSE, Lookup, NgramSpeculation
 from nanovllm.runner import rows
 
@@ -219,6 +219,9 @@ def random_params(rng: random.Random) -> SamplingParams:
         "include_stop_str_in_output": (False, True),
         "min_tokens": (0, 0, 5),
         "repetition_penalty": (1.0, 1.0, 1.0, 1.2),
+        "frequency_penalty": (0.0, 0.0, 0.0, 0.1, -0.1),
+        "presence_penalty": (0.0, 0.0, 0.0, -0.2),
+        "bad_words": (None, None, ["12 +", "planet"]),
         "logit_bias": (None, None, {17: -2.0}),
     }.items():
         params[name] = rng.choice(values)
@@ -231,8 +234,12 @@ def workload(seed: int, number: int = 24) -> tuple[list[str], list[SamplingParam
     return [rng.choice(TEXTS) for _ in range(number)], [random_params(rng) for _ in range(number)]
 
 
-def results(llm: LLM, seed: int, number: int = 24) -> list[Any]:
-    outputs = llm.generate(*workload(seed, number), use_tqdm=False)
+def results(llm: LLM, seed: int, number: int = 24, grammars: bool = False) -> list[Any]:
+    prompts, params = workload(seed, number)
+    for i, each in enumerate(params if grammars else ()):
+        each.structured_outputs, each.bad_words = GRAMMARS[i % len(GRAMMARS)], None
+        each.ignore_eos = False
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     return [
         (out.token_ids, out.text, out.finish_reason, out.stop_reason, entries(out.logprobs))
         for request in outputs
@@ -286,18 +293,36 @@ def test_results_are_those_without_speculation(without: LLM, how: str) -> None:
     assert is_idle(llm.engine)
 
 
+# The last one ends before `min_tokens`, so that all its end tokens are hidden.
+GRAMMARS = [
+    StructuredOutputsParams(regex=r"(12 \+ 3\d = 4\d\n)+"),
+    StructuredOutputsParams(regex=r"[a-e ]{3,60}"),
+    StructuredOutputsParams(json={"type": "array", "items": {"enum": ["planet", 12]}}),
+    StructuredOutputsParams(choice=["a a a", "x"]),
+]
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize("how", ["async", pytest.param("few blocks", marks=SLOW)])
+def test_grammars_read_drafts(without: LLM, how: str) -> None:
+    pytest.importorskip("llguidance")
+    llm = engine_of(**TIGHT[how])
+    for seed in range(4):
+        assert results(llm, seed, grammars=True) == results(without, seed, grammars=True)
+    stats = llm.stats()
+    assert 50 < stats["accepted_tokens"] < stats["drafted_tokens"] - 50
+    assert is_idle(llm.engine)
+
+
 RULES: list[tuple[dict[str, Any], bool]] = [
     ({}, True),
     (dict(logit_bias={5: 1.0}, min_tokens=2, allowed_token_ids=[5, 6], logprobs=1), True),
-    (dict(repetition_penalty=1.001), False),
-    (dict(presence_penalty=0.001), False),
-    (dict(frequency_penalty=0.001), False),
-    (dict(bad_words=["planet"]), False),
+    (dict(repetition_penalty=1.001, bad_words=["planet"]), True),
     (dict(logits_processors=[lambda ids, logits: logits]), False),
 ]
 
 
-def test_rows_whose_rules_depend_on_the_output_take_no_drafts() -> None:
+def test_rules_that_have_a_state_take_no_drafts(caplog: pytest.LogCaptureFixture) -> None:
     llm = engine_of(**PLENTY)
     for rules, has_drafts in RULES:
         before = llm.stats()["drafted_tokens"]
@@ -306,6 +331,10 @@ def test_rows_whose_rules_depend_on_the_output_take_no_drafts() -> None:
     before = llm.stats()["drafted_tokens"]
     llm.beam_search(list(TEXTS), BeamSearchParams(2, 20), use_tqdm=False)
     assert llm.stats()["drafted_tokens"] == before
+    assert caplog.text.count("no drafts for requests with logits processors or rules of") == 1
+    llm.engine.scheduler.speculation.max_tokens = 4
+    llm.generate(list(TEXTS), SamplingParams(**GREEDY), use_tqdm=False)
+    assert caplog.text.count("no drafts while 4 or more sequences run") == 1
 
 
 def test_ends_in_the_middle_of_accepted_drafts(without: LLM) -> None:
@@ -380,6 +409,15 @@ FAULTS = {
     "logits are of the last draft": Mutant(
         rows, "_start_step", "starts[1:][sampled] - 1 - tokens_after", "starts[1:][sampled] - 1"
     ),
+    "penalties do not count drafts": Mutant(
+        row_rules, "at_each_position", "self.output + rules.drafts_before", "self.output"
+    ),
+    "penalties do not count accepted drafts": Mutant(
+        row_rules,
+        "replace_output",
+        "self.penalties.add_row(chunk.row, row.prompt, row.output)",
+        "pass",
+    ),
     "tokens after a stop string stay": Mutant(
         sampling, "_add_text", "del seq.token_ids[seq.num_prompt + i + 1 :]", "pass"
     ),
@@ -401,8 +439,10 @@ def test_fault_of_results_is_caught(
     if mutant.module is sampling_with_rules:
         monkeypatch.setattr(sampling_with_rules, "SamplingWithRules", faulty.SamplingWithRules)
     else:
-        owner = rows.Rows if mutant.module is rows else sampling.Sampling
+        classes = [cls for cls in vars(mutant.module).values() if isinstance(cls, type)]
+        owner = next(cls for cls in classes if mutant.function in vars(cls))
         function = getattr(getattr(faulty, owner.__name__), mutant.function)
         monkeypatch.setattr(owner, mutant.function, function)
     llm = engine_of(**PLENTY)
-    assert (results(llm, 0), stopped(llm, whole)) != want
+    with pytest.raises((AssertionError, IndexError)):  # a wrong position may not exist
+        assert (results(llm, 0), stopped(llm, whole)) == want

@@ -6,6 +6,9 @@ the host: logits processors, grammars, bad words of several tokens, and budgets 
 with such a row launches its forward pass and then waits for the tokens of the previous step, so the
 rules run on the host while the device works.
 
+A row with drafts (features/requests/ngram.py) samples at several positions. Each of them has a copy
+of the row's rules, whose output ends with the drafts before the position.
+
 The order is the same as in transformers and vLLM: log-probabilities of the raw logits, allowed
 tokens, bad words, minimum length, bias, penalties, logits processors, the end of thinking that a
 budget forces, and last the grammar, which no other rule can override. The sampler follows. With
@@ -14,6 +17,7 @@ logprobs_mode="processed_logprobs", log-probabilities are computed after all thi
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable
@@ -33,7 +37,7 @@ from nanovllm.models.backend import Backend
 from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.sampler import MASKED
 from nanovllm.models.transfers import start_copy, to_device
-from nanovllm.plan import COMPLETE, FILTERS, LogitRules, NewRow, StepOutput
+from nanovllm.plan import COMPLETE, FILTERS, Chunk, LogitRules, NewRow, StepOutput
 from nanovllm.runner.model_runner import PendingOutput
 from nanovllm.utils.host import explain_out_of_memory
 
@@ -58,6 +62,9 @@ class RowRules:
         # Whether `output` must be complete before the next token is sampled.
         on_host = self.phrases, self.take_prompt, self.matcher, self.thinking
         self.needs_output = any(map(bool, on_host))
+        self.drafts: list[int] = []  # of this step
+        # Of the rules at one of the positions of a row with drafts: the drafts before it.
+        self.drafts_before: list[int] | None = None
         self.error: Exception | None = None  # raised when the row samples
         # (function that returns a step's tokens, this row's index), if `output` lacks that token.
         self.last: tuple[Callable[[], list[int]], int] | None = None
@@ -68,6 +75,17 @@ class RowRules:
         min_length = len(new_row.prompt) + rules.min_tokens
         self.edits += [(token, MASKED, min_length) for token in rules.stops]
         self.edits += [(token, value, NO_END) for token, value in rules.logit_bias]
+
+    def at_each_position(self) -> list[RowRules]:
+        """Return the rules at the next position, and at the one after each draft."""
+        if not self.drafts:
+            return [self]
+        result = [copy.copy(self) for _ in range(1 + len(self.drafts))]
+        matcher = self.matcher and self.matcher.copy()  # it reads one draft after another
+        for i, rules in enumerate(result):
+            rules.matcher, rules.drafts_before = matcher, self.drafts[:i]
+            rules.output = self.output + rules.drafts_before
+        return result
 
     def must_end(self) -> bool:
         """Return whether the grammar is complete, and the other rules hide all its end tokens."""
@@ -154,6 +172,16 @@ class RulesState:
                 failed.needs_output = True
                 self.rows[row] = failed
 
+    def replace_output(self, chunk: Chunk) -> None:
+        """Replace the output of a row that has drafts, or had some, of which a part was wrong."""
+        if (row := self.rows.get(chunk.row)) is None or chunk.output is None:
+            return
+        self.last_batch = None
+        row.output, row.last = list(chunk.output), None
+        row.drafts = chunk.token_ids[len(chunk.token_ids) - chunk.num_drafts :]
+        if not row.drafts and has_penalties(row.rules):
+            self.penalties.add_row(chunk.row, row.prompt, row.output)
+
     def batch(self, rows: list[int] | np.ndarray, positions: np.ndarray) -> RulesBatch | None:
         """Return the rules of `rows` as tensors, or None if no row has rules.
 
@@ -165,7 +193,8 @@ class RulesState:
         if self.rows.keys().isdisjoint(numbers):
             return None
         if self.last_batch is None or self.last_batch[0] != numbers:
-            with_rules = [(i, self.rows[row]) for i, row in enumerate(numbers) if row in self.rows]
+            rules = {row: self.rows[row].at_each_position() for row in self.rows.keys() & numbers}
+            with_rules = [(i, rules[row].pop(0)) for i, row in enumerate(numbers) if row in rules]
             self.last_batch = numbers, RulesBatch(with_rules, self)
         batch = self.last_batch[1]
         batch.length = int(positions[batch.rows].max()) + 1
@@ -182,8 +211,8 @@ class RulesBatch:
         self.rows = [row.row for _, row in rows]
         self.length = 0  # above the positions of all tokens to be sampled; set by RulesState
         self.host_rules = [(i, row) for i, row in rows if row.needs_output]
-        # Results of the last `apply`: errors by row, and indices of logits with a complete grammar.
-        self.errors: dict[int, Exception] = {}
+        # Results of the last `apply`: errors, and indices of logits with a complete grammar.
+        self.errors: list[tuple[int, RowRules, Exception]] = []
         self.completed: list[int] = []
 
         def send(values: Any, dtype: Any = np.int64) -> Tensor:
@@ -200,8 +229,17 @@ class RulesBatch:
         self.added = send([value for _, value, _ in edits], np.float32)
         self.until = send([end for _, _, end in edits])
         # 3. Penalties.
-        penalized = [(i, row.row, row.rules) for i, row in rows if has_penalties(row.rules)]
-        self.penalties = Penalties(penalized, state.penalties) if penalized else None
+        penalized = [(i, row) for i, row in rows if has_penalties(row.rules)]
+        known = [(i, row.row, row.rules) for i, row in penalized if row.drafts_before is None]
+        self.penalties = Penalties(known, state.penalties) if known else None
+        with_drafts = [(i, row) for i, row in penalized if row.drafts_before is not None]
+        self.penalties_with_drafts: Penalties | None = None
+        if with_drafts:
+            tokens = PenaltyState(len(with_drafts), state.sizes[1], device)
+            for place, (_, row) in enumerate(with_drafts):
+                tokens.add_row(place, row.prompt, row.output)
+            places = [(i, place, row.rules) for place, (i, row) in enumerate(with_drafts)]
+            self.penalties_with_drafts = Penalties(places, tokens)
         # 4. Log-probabilities.
         reported = [(i, row) for i, row in rows if row.rules.logprobs is not None]
         self.logprobs = LogprobsBatch(reported, state) if reported else None
@@ -228,8 +266,9 @@ class RulesBatch:
         if len(self.edited):
             active = positions[self.edited // vocab_size] < self.until
             flat.index_add_(0, self.edited, torch.where(active, self.added, 0.0))
-        if self.penalties is not None:
-            self.penalties.apply(logits, positions, self.length)
+        for penalties in (self.penalties, self.penalties_with_drafts):
+            if penalties is not None:
+                penalties.apply(logits, positions, self.length)
         if self.host_rules:
             self._apply_on_host(logits)
         return logits
@@ -241,7 +280,7 @@ class RulesBatch:
                 token_ids, i = row.last
                 row.output.append(token_ids()[i])
                 row.last = None
-        self.errors, self.completed = {}, []
+        self.errors, self.completed = [], []
         num_bytes = -(-logits.shape[1] // 8)
         masks = np.full((len(logits), num_bytes), 0xFF, np.uint8)  # a bit of 0 masks a token
         for i, row in self.host_rules:
@@ -253,7 +292,7 @@ class RulesBatch:
                         self.completed.append(i)
                         logits[i].fill_(MASKED)
             except Exception as error:  # of a processor or grammar; it ends only this request
-                self.errors[row.row] = error
+                self.errors.append((i, row, error))
                 logits[i].fill_(MASKED)
         if any(row.matcher for _, row in self.host_rules):
             # On a CPU, masked_fill takes several times as long.
@@ -276,10 +315,14 @@ class RulesBatch:
         if self.changes_logits:
             self.append(tokens, output.token_ids)
             errors, completed = self.errors, self.completed
-            self.errors = {}  # which keep logits processors in memory
+            self.errors = []  # which keep logits processors in memory
 
             def add_to(done: StepOutput) -> None:
-                done.errors |= errors
+                for i, row, error in errors:
+                    before = row.drafts_before or []
+                    # After a wrong draft, no token is taken from here.
+                    if done.token_ids[i - len(before) : i] == before:
+                        done.errors[row.row] = error
                 for i in completed:
                     done.token_ids[i] = COMPLETE
 
