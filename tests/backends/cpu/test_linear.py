@@ -16,7 +16,7 @@ from nanovllm.models.layers import Linear
 
 pytest.importorskip("numba")
 
-from nanovllm.backends.cpu.linear import PackedFloats, linear, pack  # noqa: E402
+from nanovllm.backends.cpu.linear import PackedFloats, linear, pack
 
 DTYPES = [torch.float32, torch.bfloat16]
 # Sizes of whole blocks, of parts of them, and of less than a word.
