@@ -12,7 +12,7 @@ import numpy as np
 
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels.blocks import WIDTH, add_narrow, add_product
-from nanovllm.backends.cpu.kernels.llvm.vectors import copy_words, weigh_rows
+from nanovllm.backends.cpu.kernels.llvm.vectors import SEGMENT, copy_words, weigh_rows
 from nanovllm.backends.cpu.kernels.parallel import in_parts
 from nanovllm.backends.cpu.kernels.primitives import (
     array,
@@ -30,7 +30,7 @@ from nanovllm.backends.cpu.kernels.words import (
     value_place,
 )
 
-KEYS = WIDTH  # of a segment: the scores of a segment are a block of the product
+KEYS = SEGMENT
 # The largest number of rows of a group of several queries.
 MAX_ROWS = 64
 # Up to so many rows of a group read the cache where it is.
@@ -221,8 +221,9 @@ def attend_groups(qkv, out, partial, k_cache, v_cache, queries, context_lens, fi
             else:
                 copy_tokens(keys, values, k_cache, v_cache, block_tables[p], tiles, first_head,
                             first, tokens)
-                add_product(word, scores_ptr, 4 * KEYS, query_ptr, 4 * words,
-                            np.int64(keys.ctypes.data), 4 * KEYS, words, rows, 0)
+                for c in range(0, tokens, WIDTH):
+                    add_product(word, scores_ptr + 4 * c, 4 * KEYS, query_ptr, 4 * words,
+                                np.int64(keys[:, c:].ctypes.data), 4 * KEYS, words, rows, 0)
 
             weigh_rows(height, scores_ptr, weights_ptr, np.int64(visible.ctypes.data), first,
                        np.int64(row_max.ctypes.data), np.int64(row_sum.ctypes.data),

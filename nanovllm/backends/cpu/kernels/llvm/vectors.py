@@ -18,6 +18,7 @@ from nanovllm.backends.cpu.kernels.llvm.calls import (
 )
 
 LANES = 16
+SEGMENT = 128  # keys
 # A polynomial that approximates 2^x on [0, 1), from the highest power on; see primitives.exp.
 EXP2 = 1.8701225e-3, 9.0106837e-3, 5.5804454e-2, 2.4016321e-1, 6.9315141e-1, 1.0
 FLOATS = ir.VectorType(FLOAT, LANES)
@@ -80,7 +81,7 @@ def exp2_vector(builder, x):
 @intrinsic
 def weigh_rows(typing, rows, scores, weights, visible, first, row_max, row_sum, factors, scale,
                example):
-    """Turn scores [rows, 64] of a segment into weights [rows, 64] of its keys.
+    """Turn scores [rows, SEGMENT] of a segment into weights [rows, SEGMENT] of its keys.
 
     All arguments but rows, first, scale and example are addresses. Row r attends to the keys from
     `first` on up to visible [r] int64. weight = exp2(score * scale - maximum), and 0 for other
@@ -89,7 +90,7 @@ def weigh_rows(typing, rows, scores, weights, visible, first, row_max, row_sum, 
     """
     is_pair = example == types.uint16
     itemsize = 2 if is_pair else 4
-    vectors = range(4)
+    vectors = range(SEGMENT // LANES)
 
     def emit(builder, rows, scores, weights, visible, first, row_max, row_sum, factors, scale, _):
         scales, least = copies(builder, scale), ir.Constant(FLOATS, [-float("inf")] * LANES)
@@ -105,7 +106,7 @@ def weigh_rows(typing, rows, scores, weights, visible, first, row_max, row_sum, 
             old = builder.load(places[0])
             end = builder.load(element(builder, visible, row, 8, INT))
             seen = copies(builder, builder.trunc(builder.sub(end, first), INT32))
-            at = builder.mul(row, INT(4 * LANES))
+            at = builder.mul(row, INT(SEGMENT))
             masks, scaled, top = [], [], copies(builder, old)
             for v in vectors:
                 lanes = ir.Constant(INTS, [*range(LANES * v, LANES * (v + 1))])
