@@ -24,12 +24,21 @@ from nanovllm.backends.cpu.kernels.product import Product, finish, pad_rows, pad
 WIDTH = 64  # outputs of a block
 MIN_ROWS = 64
 CACHED_BYTES = 1 << 19  # of rows that are multiplied with all blocks of a thread
-STEPS = 64  # words of each output that all rows are multiplied with before the next ones: 16 kB
 AHEAD = 4096  # bytes between the weights that are used and those that are prefetched
 HEIGHT = 6  # the most rows of a call of dot_rows
 # The most rows that read each weight once. With AVX2, even the sums of one row in int8 do not fit
 # into the registers, and dot_rows reads weights several times.
 READ_ONCE = HEIGHT if has_feature("avx512vnni") else 0
+
+
+@compiled()
+def steps_of(rows):
+    """Return the words of each output that all rows are multiplied with before the next ones.
+
+    These are 16 kB of weights, which stay in the first cache, or twice as many for many rows, whose
+    sums are then loaded and stored half as often.
+    """
+    return 64 if rows <= MIN_ROWS else 128
 
 
 @compiled()
@@ -44,34 +53,34 @@ def add_product(word, sums_ptr, sums_stride, x_ptr, stride, weight_ptr, weight_s
     prefetch the next weights, to keep memory busy meanwhile.
     """
     parts = (rows + HEIGHT - 1) // HEIGHT
-    span = max(steps, 1) if rows <= READ_ONCE else STEPS
+    span = max(steps, 1) if rows <= READ_ONCE else steps_of(rows)
     lines = (parts + 3) // parts  # of the four cache lines of a step, what each part prefetches
     for first in range(0, steps, span):
         count, w = min(span, steps - first), weight_ptr + weight_stride * first
-        ahead, row = distance, 0
+        ahead, row, part = w + distance, 0, weight_stride * lines // 4
         while row < rows:
             x, left = (x_ptr + row * stride + 4 * first, stride, 4), rows - row
             out, weights = (sums_ptr + sums_stride * row, sums_stride), (w, weight_stride)
-            fetched = lines if distance != 0 and ahead - distance < 4 * WIDTH else 0
+            fetched = lines if distance != 0 and row * lines < 4 * HEIGHT else 0
             if left >= 6:
-                dot_rows(word, 6, WIDTH, x, weights, count, out, (ahead, fetched))
+                dot_rows(word, 6, WIDTH, x, weights, count, out, (ahead, part, fetched))
                 row += 6
             elif left >= 4:
-                dot_rows(word, 4, WIDTH, x, weights, count, out, (ahead, fetched))
+                dot_rows(word, 4, WIDTH, x, weights, count, out, (ahead, part, fetched))
                 row += 4
             elif left >= 2:
-                dot_rows(word, 2, WIDTH, x, weights, count, out, (ahead, fetched))
+                dot_rows(word, 2, WIDTH, x, weights, count, out, (ahead, part, fetched))
                 row += 2
             else:
-                dot_rows(word, 1, WIDTH, x, weights, count, out, (ahead, fetched))
+                dot_rows(word, 1, WIDTH, x, weights, count, out, (ahead, part, fetched))
                 row += 1
-            ahead += 64 * lines
+            ahead += part * count
 
 
 @compiled()
 def add_block(word, sums_ptr, x_ptr, stride, weight_ptr, steps, rows):
     """Compute the same for a block of a weight in memory and sums [rows, 64] side by side."""
-    ahead = AHEAD if rows <= READ_ONCE else 4 * WIDTH * STEPS
+    ahead = AHEAD if rows <= READ_ONCE else 4 * WIDTH * steps_of(rows)
     add_product(word, sums_ptr, 4 * WIDTH, x_ptr, stride, weight_ptr, 4 * WIDTH, steps, rows, ahead)
 
 
@@ -83,7 +92,7 @@ def add_narrow(word, sums_ptr, sums_stride, x_ptr, stride, weight_ptr, weight_st
     while row < rows:
         x, left = (x_ptr + row * stride, stride, 4), rows - row
         out, weights = (sums_ptr + sums_stride * row, sums_stride), (weight_ptr, weight_stride)
-        ahead = distance, 1 if row == 0 and distance != 0 else 0
+        ahead = weight_ptr + distance, weight_stride, 1 if row == 0 and distance != 0 else 0
         if left >= 4:
             dot_rows(word, 4, 16, x, weights, steps, out, ahead)
             row += 4

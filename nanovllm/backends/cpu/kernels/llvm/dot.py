@@ -65,7 +65,7 @@ def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
 
     rows and columns (16, 32 or 64) are literals. x is (address, row stride, step stride), w
     (address, step stride), and out (address, row stride), with all strides in bytes. `ahead` is
-    (distance, lines): each step prefetches `lines` cache lines, `distance` bytes after its weights.
+    (address, stride, lines): step s prefetches `lines` cache lines from address + stride * s.
 
     As many sums as possible stay in registers during all steps.
 
@@ -94,12 +94,12 @@ def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
         x, x_row, x_step = cgutils.unpack_tuple(builder, x)
         w, w_step = cgutils.unpack_tuple(builder, w)
         out, out_row = cgutils.unpack_tuple(builder, out)
-        distance, lines = cgutils.unpack_tuple(builder, ahead)
+        ahead, ahead_step, lines = cgutils.unpack_tuple(builder, ahead)
         if word == types.float32 and num_rows == 1:  # the processor's own prefetching is faster
             lines = INT(0)
         # Each pass prefetches a part of the lines.
         count = INT(len(passes))
-        part = builder.udiv(builder.mul(lines, INT(64)), count)
+        ahead_step = builder.udiv(ahead_step, count)
         lines = builder.udiv(builder.add(lines, builder.sub(count, INT(1))), count)
 
         def row_of(address, row, step):
@@ -154,7 +154,7 @@ def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
                 totals[place] = cgutils.alloca_once_value(builder, start)
             with cgutils.for_range(builder, steps) as step:
                 block = builder.add(w, builder.mul(step.index, w_step))
-                line = builder.add(ahead, builder.mul(step.index, w_step))
+                line = builder.add(ahead, builder.mul(step.index, ahead_step))
                 with cgutils.for_range(builder, lines) as later:
                     prefetch_line(builder, element(builder, line, later.index, 64, BYTE))
                 weights = [load_weights(block, v) for v in range(num_vectors)]
@@ -175,7 +175,7 @@ def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
 
         for i, (row, column) in enumerate(passes):
             place = builder.add(row_of(out, row, out_row), INT(4 * column))
-            later = builder.add(builder.add(w, distance), builder.mul(INT(i), part))
+            later = builder.add(ahead, builder.mul(builder.mul(INT(i), ahead_step), steps))
             first_word = builder.add(w, INT(word_bytes * column))
             add_pass(row_of(x, row, x_row), first_word, place, later)
 
