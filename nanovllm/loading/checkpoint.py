@@ -287,5 +287,5 @@ def as_listed(files: dict[Path, Any], listed: Mapping[str, Path]) -> dict[Path, 
             x: x for x in names[path] if path == (of := listed.get(x, path)) or x not in names[of]
         }
         if len(kept) < len(names[path]):
-            files[path] = MergedFile(file, kept, None, {})
+            files[path] = MergedFile(file, kept, {})
     return files

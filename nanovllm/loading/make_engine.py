@@ -57,6 +57,7 @@ def find_files(config: EngineConfig) -> tuple[Checkpoint, Path]:
         from nanovllm.features.formats.adapter import Adapter
 
         checkpoint.adapter = Adapter(config.adapter, find_checkpoint)
+        checkpoint.adapter.check_base(checkpoint.names)
     return checkpoint, tokenizer_dir
 
 
