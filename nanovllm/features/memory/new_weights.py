@@ -166,7 +166,7 @@ def stored_again(model: Any, ranks: Any, stored: set[str]) -> Iterator[Iterable[
             error.args = (f"{error}; {INCOMPLETE}",)
         raise
     finally:
-        with hold_interrupt():
+        with hold_interrupt(), torch.inference_mode():
             for weight in weights:
                 weight.close()
             if is_tied and stored:  # a packed copy of the table, if there is one, is made again
@@ -200,7 +200,10 @@ def load_weights(engine: LLMEngine, config: EngineConfig, weights: Any, is_parti
                     refusal.stored = new
                     engine.scheduler.block_manager.reset_prefix_cache()
                     engine.checkpoint.is_replaced = True
-                tensor.store(weight)
+                # Else, a model that was made in inference mode is read-only. The iterable of the
+                # caller runs outside.
+                with torch.inference_mode():
+                    tensor.store(weight)
                 stored.add(tensor.name)
                 new.add(tensor.name)
 

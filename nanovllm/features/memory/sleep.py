@@ -30,7 +30,7 @@ ASLEEP = "the engine sleeps; call wake_up first"
 def sleep(engine: LLMEngine, level: int) -> None:
     """See `LLM.sleep`."""
     check_scalar("level", level, int, (1, 2))
-    with engine.idle(), torch.no_grad():
+    with engine.idle(), torch.inference_mode():
         runner, _, refusal = runner_of(engine)
         if refusal is not None:
             refusal.refuse()
@@ -79,7 +79,7 @@ def wake_up(engine: LLMEngine, tags: Any = None) -> None:
     """See `LLM.wake_up`."""
     if tags not in (None, ["weights", "kv_cache"], ["kv_cache", "weights"]):
         raise ValueError(f"tags={tags!r}: weights and KV cache wake up together; leave tags out")
-    with engine.idle(), torch.no_grad():
+    with engine.idle(), torch.inference_mode():
         runner, ranks, refusal = runner_of(engine)
         if refusal is None or not refusal.makers:
             return
