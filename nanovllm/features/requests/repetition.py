@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import numpy as np
-
 from nanovllm.engine.sequence import Sequence
 from nanovllm.utils.checks import check_scalars, from_dict
 
@@ -51,6 +49,8 @@ class Repetition:
 
     def __init__(self, params: RepetitionDetectionParams, seq: Sequence) -> None:
         """seq: before its first output token."""
+        import numpy as np  # here, because `import nanovllm` loads this module and not numpy
+
         max_output = seq.max_length - seq.num_prompt
         most = min(params.max_pattern_size, max_output // params.min_count)
         self.least = params.min_pattern_size or 1
@@ -62,7 +62,7 @@ class Repetition:
 
     def reset(self) -> None:
         self.num_read = 0  # output tokens
-        self.runs = np.zeros_like(self.needed)  # equal tokens up to the last one, by size
+        self.runs = 0 * self.needed  # equal tokens up to the last one, by size
 
     def find(self, seq: Sequence, min_tokens: int) -> int | None:
         """Read the new tokens. Return the length at which the output first ends, or None."""
