@@ -290,3 +290,15 @@ def test_ctrl_c_twice(path: Path, monkeypatch: pytest.MonkeyPatch, aborts: bool)
         outputs += engine.step()
     assert [output["token_ids"] for output in outputs] == [want]
     assert is_idle(engine)
+
+
+def test_an_abort_of_a_request_that_another_thread_ends(path: Path) -> None:
+    class Ending(dict[str, Any]):
+        def __contains__(self, key: object) -> bool:
+            return super().__contains__(key) and self.pop(key) is not None
+
+    llm = random_llm(path)
+    llm.engine.requests = Ending()
+    llm.engine.add_request([1, 2], GREEDY, "a")
+    llm.engine.abort_request(["a", "b"])
+    assert is_idle(llm.engine)
