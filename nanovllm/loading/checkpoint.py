@@ -54,8 +54,6 @@ def find_checkpoint(
     if not isinstance(model, str | os.PathLike):
         raise TypeError(f"model must be a directory or a name, not {model!r}")
     name = os.fspath(model)
-    if not name:
-        raise ValueError(f"model is empty; give a directory, a hub id, or {EMBEDDED!r}")
     path = Path(os.path.expanduser(name))
     if name == EMBEDDED:
         path = Path(__file__).with_name(EMBEDDED)
@@ -233,9 +231,11 @@ def read_config(directory: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
 
 
 def are_equal(a: Tensor, b: Tensor) -> bool:
-    """Compare tensors in parts, so that little is read of tensors that differ."""
+    """Compare tensors in parts, so that little is read of tensors that differ. NaN equals NaN."""
     parts = zip(a.split(1024), b.split(1024), strict=False)
-    return a.shape == b.shape and a.dtype == b.dtype and all(torch.equal(x, y) for x, y in parts)
+    return (a.shape == b.shape and a.dtype == b.dtype) and all(
+        torch.equal(x, y) or bool(((x == y) | (x.isnan() & y.isnan())).all()) for x, y in parts
+    )
 
 
 def read_index(directory: Path) -> dict[str, str]:
