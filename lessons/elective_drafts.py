@@ -83,7 +83,7 @@ def run() -> None:
         Where the known tokens end, it repeats the drafts. The task does neither.""")
     QUESTIONS.show(2)
     show_source(
-        link("features.requests.ngram.Lookup.find", "followers.get"),
+        link("features.requests.ngram.Lookup.find", "self.before[end]"),
         link("features.requests.ngram.NgramSpeculation.accept", "index(False)"),
     )
     say("Build it: `python -m lessons build ngram`.")

@@ -142,6 +142,9 @@ class EngineConfig:
         dtype = str(self.dtype).removeprefix("torch.")
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(dtype, dtype))
         check_scalars(self)
+        for name in ("model", "tokenizer", "adapter"):
+            if getattr(self, name) == "":
+                raise ValueError(f"{name} is empty; give a directory or a hub id")
         for name in ("hf_overrides", "speculative_config"):
             value = getattr(self, name)
             if not isinstance(value, Mapping | SpeculativeConfig | None):

@@ -65,6 +65,8 @@ OPTIONS = [
     ({"async_scheduling": 2}, TypeError, "async_scheduling"),
     ({"seed": "1"}, TypeError, "seed"),
     ({"tokenizer": 3}, TypeError, "tokenizer"),
+    ({"tokenizer": ""}, ValueError, "^tokenizer is empty; give a directory or a hub id"),
+    ({"adapter": ""}, ValueError, "^adapter is empty; give a directory or a hub id"),
     ({"skip_tokenizer_init": False}, ValueError, "skip_tokenizer_init=True"),  # it has none
     ({"trust_remote_code": True}, ValueError, "trust_remote_code=True is not supported; .*=False"),
     ({"speculative_config": "ngram"}, TypeError, "speculative_config must be a dict, not 'ngram'"),

@@ -203,6 +203,7 @@ class BlockManager:
     def _forget_blocks(self, seq: Sequence) -> None:
         seq.block_table, seq.needs_copy_on_write = [], False
         seq.num_computed = seq.num_cached_blocks = 0
+        del seq.block_hashes[len(seq.token_ids) // self.block_size :]  # of removed tokens
 
     def revert(self, seqs: Iterable[Sequence]) -> None:
         """Free all blocks after a failure, whatever their state, and clear the fields of `seqs`."""

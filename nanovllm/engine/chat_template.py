@@ -55,20 +55,27 @@ def render(
     if variables.get("tools") and "tools" not in known:
         text = "the chat template ignores `tools`; give another one, or describe them in a message"
         warnings.warn(text, stacklevel=2)  # which Python shows once; the log would repeat it
-    messages = plain_messages(conversation, tokenizer, template)
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, **variables))
-    except Exception as error:  # A template can raise any error, such as ZeroDivisionError.
-        shown = "the tokenizer's" if template is None else f"{template!r:.80}"
-        raise ValueError(
-            "the chat template cannot render these messages "
-            f"({type(error).__name__}: {error}); change them, or use "
-            f"chat_template=... to replace the template, which is {shown}"
-        ) from error
+    messages = list(conversation)
+    failure: Exception | None = None
+    # A template that joins the arguments of tool calls with text raises a TypeError for a dict.
+    for as_text in (False, True):
+        plain = plain_messages(messages, tokenizer, template, as_text)
+        try:
+            return str(tokenizer.apply_chat_template(plain, tokenize=False, **variables))
+        except Exception as error:  # A template can raise any error, such as ZeroDivisionError.
+            failure = error
+            if not isinstance(error, TypeError):
+                break
+    shown = "the tokenizer's" if template is None else f"{template!r:.80}"
+    raise ValueError(
+        "the chat template cannot render these messages "
+        f"({type(failure).__name__}: {failure}); change them, or use "
+        f"chat_template=... to replace the template, which is {shown}"
+    ) from failure
 
 
 def plain_messages(
-    conversation: Iterable[Message], tokenizer: Tokenizer, chat_template: str | None
+    conversation: Iterable[Message], tokenizer: Tokenizer, chat_template: str | None, as_text: bool
 ) -> list[Message]:
     """Check the messages, and parse their tool calls.
 
@@ -91,23 +98,28 @@ def plain_messages(
                 f"the content of a message must be a string or a list of parts, not {content!r}"
             )
         if isinstance(calls := message.get("tool_calls"), list | tuple):
-            message = message | {"tool_calls": [parsed_tool_call(call) for call in calls]}
+            message = message | {"tool_calls": [parsed_tool_call(call, as_text) for call in calls]}
         messages.append(message)
     return messages
 
 
-def parsed_tool_call(call: Any) -> Any:
-    """Return a tool call whose arguments are a dict, as chat templates expect.
+def parsed_tool_call(call: Any, as_text: bool) -> Any:
+    """Return a tool call whose arguments are a dict, as most chat templates expect, or JSON.
 
     In OpenAI's format they are a string in JSON, which may be empty. Raises ValueError if it is not
-    JSON. Any other call is returned unchanged.
+    JSON. A call without a function is returned unchanged.
     """
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments", ""), str | None):
+    if not isinstance(function, dict):
         return call
-    text = function.get("arguments") or "{}"
-    with located(f"the arguments {text!r:.200} of a tool call are no JSON: "):
-        return call | {"function": function | {"arguments": json.loads(text)}}
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        with located(f"the arguments {arguments!r:.200} of a tool call are no JSON: "):
+            parsed = json.loads(arguments)
+        arguments = arguments if as_text else parsed
+    elif as_text:
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return call | {"function": function | {"arguments": arguments}}
 
 
 def part_text(part: Any) -> str:

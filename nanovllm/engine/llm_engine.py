@@ -110,7 +110,7 @@ class LLMEngine(SharedEngine):
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """End one or several requests in any state, and free their blocks. Ignores unknown ids."""
         ids = [request_id] if isinstance(request_id, str) else request_id
-        self.abort([self.requests[i] for i in ids if i in self.requests])
+        self.abort([request for i in ids if (request := self.requests.get(i)) is not None])
 
     def abort_all(self) -> None:
         self.abort(list(self.requests.values()))

@@ -55,6 +55,8 @@ class SharedEngine(ABC):
         self._lock = threading.Lock()
         self._step_lock = threading.Lock()  # of the last step; it is held until that step ends
         self._step_thread = 0  # the identifier of the thread that ran it
+        # Whether a step runs, or has failed and is not reverted: Ctrl-C came before that once more.
+        self._is_changing = False
         self._to_abort: deque[Request] = deque()
 
     @property
@@ -80,6 +82,8 @@ class SharedEngine(ABC):
         with hold_interrupt():
             if self._lock.acquire(blocking=wait):
                 try:
+                    if self._is_changing and not self._step_lock.locked():
+                        self._revert_step(KeyboardInterrupt())
                     while self._to_abort:
                         self._abort_request(self._to_abort.popleft())
                 finally:
@@ -108,6 +112,10 @@ class SharedEngine(ABC):
     def _abort_request(self, request: Request) -> None:
         """End a request in any state, unless it has ended. The lock is held."""
 
+    def _revert_step(self, error: BaseException) -> None:
+        self._revert(error)
+        self._is_changing = False
+
     @abstractmethod
     def _revert(self, error: BaseException) -> None:
         """Restore a state from which all requests can continue. The lock is held."""
@@ -126,12 +134,17 @@ def run_by_one_thread(run_step: Callable[[Engine], None]) -> Callable[[Engine], 
                 current, thread = self._step_lock, self._step_thread
             if current is step_lock:
                 try:
+                    if self._is_changing:
+                        with hold_interrupt(), self.lock:
+                            self._revert_step(KeyboardInterrupt())
+                    self._is_changing = True
                     self.run_pending_aborts()
                     run_step(self)
                     self.run_pending_aborts()
+                    self._is_changing = False
                 except BaseException as error:
                     with hold_interrupt(), self.lock:
-                        self._revert(error)
+                        self._revert_step(error)
                     raise
                 return
         if thread == threading.get_ident():

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from nanovllm.config import EMBEDDED
-from nanovllm.models.model_config import ModelConfig, find_family
+from nanovllm.models.model_config import ModelConfig, find_family, name_architectures
 from nanovllm.models.weights import EMBEDDINGS, HEAD
 from nanovllm.plan import FILTERS
 from nanovllm.sampling_params import SamplingParams
@@ -54,8 +54,6 @@ def find_checkpoint(
     if not isinstance(model, str | os.PathLike):
         raise TypeError(f"model must be a directory or a name, not {model!r}")
     name = os.fspath(model)
-    if not name:
-        raise ValueError(f"model is empty; give a directory, a hub id, or {EMBEDDED!r}")
     path = Path(os.path.expanduser(name))
     if name == EMBEDDED:
         path = Path(__file__).with_name(EMBEDDED)
@@ -65,10 +63,12 @@ def find_checkpoint(
             raise ValueError(f"{name} has no *.safetensors; {convert_command(gguf[0])}")
         return path
     if os.path.exists(path):
-        remedy = "give the directory that contains config.json"
-        raise ValueError(
-            f"{name} is a file; {convert_command(path) if path.suffix == '.gguf' else remedy}"
+        with path.open("rb") as file:
+            is_gguf = path.suffix == ".gguf" or file.read(4) == b"GGUF"  # as a blob of Ollama
+        remedy = (
+            convert_command(path) if is_gguf else "give the directory that contains config.json"
         )
+        raise ValueError(f"{name} is a file; {remedy}")
     if (found := find_named(name)) is not None:
         return found
     if name.startswith((".", "/", "~")) or name.count("/") != 1 or name.endswith("/"):
@@ -129,6 +129,14 @@ class Checkpoint:
             from nanovllm.features.formats.quantized_checkpoint import WeightFormat
 
             self.weight_format = WeightFormat.from_config(fields, source)
+
+    @property
+    def names(self) -> set[str]:
+        """The names of the model in lower case: of its directory, and in its config.json."""
+        parts = Path(os.path.abspath(self.directory)).parts
+        # The hub's cache has models--Qwen--Qwen3-0.6B/snapshots/REVISION.
+        name = parts[-3 if parts[-2:-1] == ("snapshots",) else -1].rpartition("--")[2]
+        return {x.lower() for x in (name, Path(self.config.get("_name_or_path") or name).name)}
 
     def generation_defaults(self) -> tuple[frozenset[int], SamplingParams]:
         """Return the end-of-sequence tokens and the sampling parameters of generation_config.json.
@@ -219,13 +227,15 @@ def read_config(directory: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
         from nanovllm.features.formats.hf_overrides import override
 
         raw = override(raw, overrides)
-    return raw
+    return raw | {"architectures": name_architectures(raw)}
 
 
 def are_equal(a: Tensor, b: Tensor) -> bool:
-    """Compare tensors in parts, so that little is read of tensors that differ."""
+    """Compare tensors in parts, so that little is read of tensors that differ. NaN equals NaN."""
     parts = zip(a.split(1024), b.split(1024), strict=False)
-    return a.shape == b.shape and a.dtype == b.dtype and all(torch.equal(x, y) for x, y in parts)
+    return (a.shape == b.shape and a.dtype == b.dtype) and all(
+        torch.equal(x, y) or bool(((x == y) | (x.isnan() & y.isnan())).all()) for x, y in parts
+    )
 
 
 def read_index(directory: Path) -> dict[str, str]:
@@ -277,5 +287,5 @@ def as_listed(files: dict[Path, Any], listed: Mapping[str, Path]) -> dict[Path, 
             x: x for x in names[path] if path == (of := listed.get(x, path)) or x not in names[of]
         }
         if len(kept) < len(names[path]):
-            files[path] = MergedFile(file, kept, None, {})
+            files[path] = MergedFile(file, kept, {})
     return files

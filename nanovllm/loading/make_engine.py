@@ -19,6 +19,7 @@ from nanovllm.loading.make_runner import make_runner
 from nanovllm.loading.select_backend import pick_device
 from nanovllm.loading.tokenizer import adds_eos, load_tokenizer
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.utils.checks import located
 
 if TYPE_CHECKING:
     from nanovllm.features.memory.tensor_parallel.ranks import Ranks
@@ -51,12 +52,14 @@ def find_files(config: EngineConfig) -> tuple[Checkpoint, Path]:
     directory = find_checkpoint(config.model, config.revision, weights=needs_weights)
     tokenizer_dir = directory
     if config.tokenizer is not None and not config.skip_tokenizer_init:
-        tokenizer_dir = find_checkpoint(config.tokenizer, weights=False)
+        with located("tokenizer: "):
+            tokenizer_dir = find_checkpoint(config.tokenizer, weights=False)
     checkpoint = Checkpoint(directory, config.hf_overrides)
     if config.adapter is not None:
         from nanovllm.features.formats.adapter import Adapter
 
         checkpoint.adapter = Adapter(config.adapter, find_checkpoint)
+        checkpoint.adapter.check_base(checkpoint.names)
     return checkpoint, tokenizer_dir
 
 

@@ -27,10 +27,18 @@ def load_tokenizer(directory: Path) -> Tokenizer:
             f"{directory} has no tokenizer files ({', '.join(names)}); name one with "
             "tokenizer=..., or set skip_tokenizer_init=True to work with token ids"
         )
+    from huggingface_hub.errors import StrictDataclassError
+
     try:
         tokenizer = load_full(directory)
         tokenizer.decode(tokenizer.encode("a"))  # A class that does not match may fail only here.
         return tokenizer
+    except StrictDataclassError as error:  # transformers also reads the config of the model
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{directory / 'config.json'} has a field that transformers refuses: {reason}; "
+            "correct the field, or fetch the file again"
+        ) from error
     except Exception as error:  # transformers and tokenizers raise errors of many types
         config = directory / "tokenizer_config.json"
         kind = read_json(config).get("tokenizer_class") if config.is_file() else None

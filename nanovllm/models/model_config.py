@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import DTYPES, EngineConfig
 from nanovllm.models.rope import REQUIRED, RopeConfig
-from nanovllm.utils.json_files import Fields, check_fields
+from nanovllm.utils.json_files import Fields, check_fields, named, unusual
 
 if TYPE_CHECKING:
     from nanovllm.models.qwen3 import Qwen3
@@ -22,6 +23,7 @@ FIELDS: Fields = {
     name: (kind, limits)
     for kind, limits, names in (
         (bool, ANY, "attention_bias mlp_bias tie_word_embeddings use_sliding_window"),
+        (bool, ANY, "is_causal is_original_qwen3_reranker"),
         (int, SIZE, "hidden_size intermediate_size vocab_size head_dim sliding_window"),
         (int, SIZE, "num_attention_heads num_key_value_heads"),
         (int, LENGTH, "max_position_embeddings original_max_position_embeddings"),
@@ -34,13 +36,27 @@ FIELDS: Fields = {
         (str, STORED, "dtype torch_dtype"),
         (str, ("silu",), "hidden_act"),
         (str, ANY, "rope_type type"),
-        (list, ANY, "architectures layer_types"),
+        (str, ("from_2_way_softmax",), "method"),
+        (list, ANY, "architectures classifier_from_token layer_types"),
         (dict, ANY, "quantization_config compression_config quantization"),
         (dict, ANY, "rope_parameters rope_scaling"),
     )
     for name in names.split()
 }
-
+# Regular expressions of the other fields that change no result, or that only features/ reads.
+HARMLESS = r"""
+    (_|image|mtp|output_|return_dict|tokenizer|transformers|unsloth|video|vision).* .*dropout.*
+    .*flash_att.* .*initializer.* .*_loss_coef .*pdrop .*_penalty .*token(_ids?|_index)? .*version
+    architectures attn_implementation auto_map chunk_size_feed_forward do_sample early_stopping
+    finetuning_task id2label is_decoder is_llama_config label2id language_model_only max_length
+    max_seq(uence)?_len(gth)? model_(max_length|name|type) num_(beam.*|labels|nextn.*|return.*)
+    prefix pretraining_tp problem_type sentence_transformers seq_length task_specific_params
+    temperature text_config top_[kp] typical_p use_cache attn_output_gate decoder_sparse_step
+    full_attention_interval linear_.* mamba_ssm_dtype mlp_only_layers moe_intermediate_size
+    norm_topk_prob num_(local_)?experts(_per_tok)? scoring_func shared_expert_intermediate_size
+"""
+# Rope fields for positions in images. For text, the three rows of positions are equal.
+IMAGE_FIELDS = ("mrope_section", "mrope_interleaved")
 NEEDED = (
     *("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"),
     *("num_attention_heads", "num_hidden_layers"),
@@ -93,6 +109,15 @@ class ModelConfig:
             found = raw.get("architectures") or f"none (model_type is {raw.get('model_type')!r})"
             known = ", ".join(f"{name}ForCausalLM" for name in FAMILIES)
             raise ValueError(f"{path}: the architecture {found} is not supported; {known} are")
+        harmless = re.compile("|".join(HARMLESS.split()))
+        unknown = unusual(raw, {*FIELDS, *filter(harmless.fullmatch, raw)})
+        if raw.get("is_causal") is False:
+            unknown["is_causal"] = False
+        if unknown:
+            raise ValueError(
+                f"{path}: {named(unknown)} is not supported; if it changes no result, pass "
+                f"hf_overrides={dict.fromkeys(unknown)}"
+            )
         if missing := [name for name in NEEDED if name not in raw]:
             raise ValueError(f"{path} has no {missing[0]!r}")
         if raw.get("mlp_bias"):
@@ -174,6 +199,19 @@ def find_family(architectures: Any) -> tuple[str, str]:
     return "", ""
 
 
+def name_architectures(raw: dict[str, Any]) -> Any:
+    """Return the architectures of a config.json, or those that its other fields stand for."""
+    names = raw.get("architectures")
+    if names in (None, []):
+        kind = str(raw.get("model_type")).removesuffix("_text").replace("_", "")
+        known = [name for name in FAMILIES if name.replace("_", "").lower() == kind]
+        return [f"{name}ForCausalLM" for name in known]
+    if raw.get("classifier_from_token") and isinstance(names, list):
+        # vLLM computes the same scores with a classifier made of the head.
+        return [str(name).replace("ForSequenceClassification", "ForCausalLM") for name in names]
+    return names
+
+
 def _rope(raw: dict[str, Any], path: Path) -> RopeConfig:
     """Return the rope fields, from rope_parameters (new) or rope_theta and rope_scaling (old).
 
@@ -183,6 +221,7 @@ def _rope(raw: dict[str, Any], path: Path) -> RopeConfig:
     if new and old and new != old:
         raise ValueError(f"{path} has both rope_parameters and rope_scaling; keep one of them")
     params = check_fields(new or old, path, FIELDS)
+    params = {name: value for name, value in params.items() if name not in IMAGE_FIELDS}
     outside = ("partial_rotary_factor", "original_max_position_embeddings")
     params = {
         "rope_type": params.pop("type", "default"),
@@ -194,6 +233,8 @@ def _rope(raw: dict[str, Any], path: Path) -> RopeConfig:
     params.pop("finetuned", None)  # it has no effect
     if params.pop("partial_rotary_factor", 1) != 1:
         raise ValueError(f"{path}: partial_rotary_factor is not supported; only 1 is")
+    if params["rope_type"] == "mrope":  # an old name
+        params["rope_type"] = "default"
     kind = params["rope_type"]
     if kind not in REQUIRED:
         raise ValueError(
@@ -214,5 +255,6 @@ def _sliding_window(raw: dict[str, Any], family: str) -> int | None:
         slides = raw.get("max_window_layers", 28) < raw["num_hidden_layers"]
     else:
         slides = "sliding_attention" in layers
+    slides = slides or family == "Qwen3Moe"  # all of its layers do, or none
     is_used = family == "Mistral" or (slides and raw.get("use_sliding_window"))
     return raw.get("sliding_window") if is_used else None

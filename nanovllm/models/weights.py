@@ -18,6 +18,8 @@ EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight")
 # The ends of names that are skipped: tables that the config implies, a tied head, and scales of an
 # fp8 KV cache, which features/formats/fp8_scales.py reads if the cache is in fp8.
 IGNORED = ("rotary_emb.inv_freq", HEAD, "k_scale", "v_scale")
+# The ends of names of tensors that only quantized weights have.
+OF_QUANTIZED = ("weight_scale", "weight_scale_inv", "scales", "qweight", "weight_packed")
 PREFIX = "model."  # of all other names; a model without a head may lack it
 # Stored dtypes that can be converted to the dtype of the model.
 DTYPES = ("BF16", "F16", "F32", "F64")
@@ -97,4 +99,7 @@ def check_headers(known: dict[str, CheckpointTensor], files: Mapping[Path, Any])
             for what, names in differences.items()
             if names
         )
+        if quantized := [name for name in unexpected if name.endswith(OF_QUANTIZED)]:
+            listed += f"; {quantized[0]} is of a quantized weight, and quantization_config in "
+            listed += "config.json does not name its format"
         raise ValueError(f"{next(iter(files)).parent} does not fit config.json; {listed}")

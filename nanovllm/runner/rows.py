@@ -67,6 +67,7 @@ class Rows:
 
     def apply(self, plan: StepPlan) -> None:
         """Apply the new rows and new blocks of a plan, and advance the positions of its rows."""
+        self.step = None if plan.new_rows else self.step  # it has the sampling of the old rows
         for new_row in plan.new_rows:
             row, table, sampling = new_row.row, new_row.block_table, new_row.sampling
             self.block_tables[row, : len(table)] = table

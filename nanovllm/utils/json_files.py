@@ -1,6 +1,7 @@
 """Reads JSON files, and checks the types and values of their fields."""
 
 import json
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,16 @@ def check_field(path: Path, name: str, value: Any, kind: type, limits: tuple[Any
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
     return kind(value)
+
+
+def unusual(raw: Mapping[str, Any], known: Container[str]) -> dict[str, Any]:
+    """Return the fields that are not known, unless their value turns them off, such as 0 or []."""
+    return {name: value for name, value in raw.items() if value and name not in known}
+
+
+def named(fields: Mapping[str, Any]) -> str:
+    """Return the fields for a message."""
+    return ", ".join(f"{name}={value!r:.80}" for name, value in fields.items())
 
 
 def read_json(path: Path, kind: type = dict) -> Any:

@@ -24,7 +24,7 @@ from tools.benchmarks import workloads
 try:
     import nanovllm.backends.cpu.kernels.int4 as int4_kernels
     import nanovllm.backends.cpu.kernels.int8 as int8_kernels
-    from nanovllm.backends.cpu.kernels import product
+    from nanovllm.backends.cpu import linear
     from nanovllm.backends.cpu.kernels.fused_decode import FusedLayers
 except ImportError:
     int8_kernels = None
@@ -193,14 +193,14 @@ def test_kernel_equals_the_reference(
     tokens, inputs, outputs = shape
     weight, x = torch.randn(outputs, inputs), torch.randn(tokens, inputs).to(dtype)
     layer = module(weight, dtype, kind, bias, packed=True)
-    found = product.linear(x, layer)
+    found = linear.linear(x, layer)
     wanted = KINDS[kind].dynamic(x, module(weight, dtype, kind, bias))
     assert found.dtype == dtype
     exact, rtol = kind == "int8", 2e-5 if dtype is torch.float32 else 8e-3
     torch.testing.assert_close(found, wanted, rtol=0 if exact else rtol, atol=0 if exact else 2e-4)
     # The result for a token does not depend on the batch.
     for start, stop in ((0, 1), (tokens // 2, tokens)):
-        assert torch.equal(product.linear(x[start:stop].clone(), layer), found[start:stop])
+        assert torch.equal(linear.linear(x[start:stop].clone(), layer), found[start:stop])
 
 
 @needs_numba
@@ -211,7 +211,7 @@ def test_integers_of_the_kernel_are_exact(shape: tuple[int, int, int]) -> None:
     weight, x = integers(outputs, inputs), integers(tokens, inputs)
     x[0], weight[0], weight[-1] = 127, 127, -127
     assert set(module(weight, torch.float32, "int8").weight.scale.tolist()) == {1}
-    found = product.linear(x, module(weight, torch.float32, "int8", packed=True))
+    found = linear.linear(x, module(weight, torch.float32, "int8", packed=True))
     assert torch.equal(found.double(), x.double() @ weight.double().T)
 
 
@@ -229,7 +229,7 @@ def test_sums_in_int4_are_exact(tokens: int) -> None:
     layer = module(torch.zeros(16, groups * GROUP), torch.float32, "int4", packed=True)
     layer.weight.store(0, pack(values), scale)
     dense = (values.double() * scale.double()[:, :, None]).flatten(1)
-    assert torch.equal(product.linear(x, layer).double(), x.double() @ dense.T)
+    assert torch.equal(linear.linear(x, layer).double(), x.double() @ dense.T)
 
 
 @pytest.mark.slow
@@ -255,7 +255,7 @@ sys.exit(pytest.main([*options, *files]))
 def test_nan_stays_nan() -> None:
     weight, x = torch.randn(9, 64), torch.randn(3, 64)
     x[1, 5] = float("nan")
-    for packed, run in ((True, product.linear), (False, int8.dynamic)):
+    for packed, run in ((True, linear.linear), (False, int8.dynamic)):
         found = run(x, module(weight, torch.float32, "int8", packed=packed))
         assert found[1].isnan().all()
         assert not found[[0, 2]].isnan().any()

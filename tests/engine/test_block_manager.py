@@ -2,7 +2,7 @@
 
 import pytest
 from machines import MACHINE, BlockManagerMachine
-from oracle_engine import Engine, right, sequence
+from oracle_engine import Engine, plain_sequence, right, sequence
 
 from nanovllm.engine.block_manager import BlockManager
 
@@ -84,3 +84,13 @@ def test_hashes_are_computed_once_and_shared_by_forks() -> None:
     blocks.fork(parent, child, 3)
     assert child.block_hashes == parent.block_hashes[:1]
     assert child.num_cached_blocks == 1
+
+
+def test_a_failure_that_removes_tokens_removes_their_hashes() -> None:
+    """Otherwise, blocks with other tokens would be cached under these hashes."""
+    blocks, seq = BlockManager(9, 4), plain_sequence([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    blocks.block_hash(seq, 1)
+    del seq.token_ids[6:]
+    blocks.revert([seq])
+    seq.token_ids += [3, 2, 1]
+    assert blocks.block_hash(seq, 1) == blocks.block_hash(plain_sequence(seq.token_ids), 1)

@@ -1,5 +1,6 @@
 """Chats, and messages that are refused."""
 
+import json
 import warnings
 from pathlib import Path
 
@@ -102,6 +103,16 @@ def test_arguments_of_tool_calls_are_parsed(embedded: LLM) -> None:
     ):
         chat = call_of(arguments)
         assert render(chat, tokenizer, {"chat_template": shown}) == text
+        # Templates such as that of R1-0528-Qwen3 write text, which is JSON.
+        given = (
+            arguments
+            if isinstance(arguments, str) and arguments
+            else json.dumps(arguments or {}, ensure_ascii=False)
+        )
+        for joined in ("'<' + {} + '>'", "{} + '>'"):
+            joined = joined.format("messages[1].tool_calls[0].function.arguments")
+            written = render(chat, tokenizer, {"chat_template": f"{{{{ {joined} }}}}"})
+            assert written.strip("<>") == given
         assert chat == call_of(arguments)  # the messages of the caller are unchanged
     [out] = embedded.chat(call_of('{"x": 1}'), GREEDY, use_tqdm=False, chat_template=shown + "!")
     assert out.prompt == "x=1;!"

@@ -45,7 +45,9 @@ def write_gguf(
             add = writer.add_array if isinstance(value, list) else add
             add(f"{kind}.{theirs}", value)
     for name, value in more.items():
-        writer.add_string(f"{kind}.{name}", value)
+        add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32}
+        key = name if name.startswith(("general.", "split.", "tokenizer.")) else f"{kind}.{name}"
+        add.get(type(value), writer.add_float32)(key, value)
     # Bytes, two merges and a special token. The rest are placeholders, as in padded vocabularies.
     tokens = [*bytes_to_unicode().values(), "th", "the", END]
     tokens += [f"[PAD{i}]" for i in range(len(tokens), config["vocab_size"])]

@@ -88,6 +88,17 @@ def without_tokenizer_json(path: Path, **fields: str) -> Path:
     return path
 
 
+@pytest.mark.parametrize("fields", [{"num_hidden_layers": 4}, {"pad_token_id": "x"}], ids=str)
+def test_a_config_that_transformers_refuses(tmp_path: Path, fields: dict) -> None:
+    """It is read with a tokenizer that has no tokenizer.json."""
+    shutil.copytree(find_checkpoint("qwen3-nano"), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer.json").rename(tmp_path / "tokenizer.model")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | fields))
+    with pytest.raises(ValueError, match=f"config.json has a field that .*{min(fields)}"):
+        LLM(str(tmp_path))
+
+
 def test_mistral_common_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is installed, transformers prefers its tokenizer for models with tekken.json."""
     asked = []

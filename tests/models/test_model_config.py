@@ -12,9 +12,17 @@ from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.models.model_config import FIELDS, ModelConfig
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SLIDING_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    **{"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8},
+    **{"use_sliding_window": True, "sliding_window": 64, "layer_types": None},
+}
 CONFIGS = [
     ({"architectures": ["GemmaForCausalLM"]}, "Qwen3ForCausalLM, Qwen2ForCausalLM, Llama"),
-    ({"architectures": None}, "architecture none .model_type is .*Qwen3ForCausalLM"),
+    (
+        {"architectures": None, "model_type": "gemma"},
+        "architecture none .model_type is .*Qwen3ForCausalLM",
+    ),
     ({"vocab_size": None}, "no 'vocab_size'"),
     ({"hidden_act": "gelu"}, "gelu"),
     ({"head_dim": 33}, "odd"),
@@ -34,9 +42,11 @@ CONFIGS = [
     ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' needs 'factor'"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "short_factor": [1]}}, "short_factor"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "needs 'low_freq_factor'"),
-    ({"rope_parameters": {"mrope_section": [16, 24, 24]}}, "rope field 'mrope_section' is not"),
     ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "'longrope' is not supported"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+    ({"is_causal": False}, "is_causal=False is not supported"),
+    ({"logit_cap": 30, "x": 1}, r"logit_cap=30, x=1 is not.*\{'logit_cap': None, 'x': None\}"),
+    (SLIDING_MOE, "sliding window of 64"),
     ({"mlp_bias": True}, "mlp_bias is not supported"),
     ({"architectures": ["MistralForCausalLM"], "sliding_window": 64}, "sliding window of 64"),
     ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
@@ -50,6 +60,21 @@ CONFIGS = [
 def test_configs(path: Path, tmp_path: Path, changes: dict, word: str) -> None:
     with pytest.raises(ValueError, match=word):
         random_llm(edited(path, tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": None},
+        {"architectures": [], "is_causal": True},
+        {"rope_parameters": {"rope_type": "mrope", "mrope_section": [4, 6, 6]}},
+        {"unsloth_fixed": True, "logit_cap": 0, "sep_token_id": 3, "num_nextn_predict_layers": 1},
+    ],
+    ids=str,
+)
+def test_fields_that_change_nothing(path: Path, tmp_path: Path, changes: dict) -> None:
+    found = Checkpoint(edited(path, tmp_path, **changes)).model_config
+    assert found == Checkpoint(path).model_config
 
 
 @pytest.mark.parametrize("field", [name for name in FIELDS if name not in GENERATION])

@@ -117,7 +117,7 @@ def test_several_wrong_tensors_are_all_named(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.norm.weight"]
-    tensors["model.extra"] = torch.zeros(1)
+    tensors |= {name: torch.zeros(1) for name in ("model.extra", "model.norm.weight_scale")}
     tensors["model.layers.0.mlp.down_proj.weight"] = torch.zeros(3, 4)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="missing") as error:
@@ -126,6 +126,7 @@ def test_several_wrong_tensors_are_all_named(tmp_path: Path) -> None:
         "missing: model.norm.weight",
         "unexpected: model.extra",
         "down_proj.weight is (3, 4)",
+        "norm.weight_scale is of a quantized weight, and quantization_config",
     ):
         assert part in str(error.value)
 

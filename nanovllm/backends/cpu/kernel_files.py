@@ -2,8 +2,8 @@
 
 Numba compiles a function again if its file has changed, but it does not notice a change in the file
 of a function that it calls. All kernels are therefore kept in one directory, whose name is a digest
-of all files of this folder and the folders in it. In this directory an empty file, the marker, says
-that all kernels of a dtype are compiled.
+of all files of this folder and the folders in it, and of the files whose constants kernels contain.
+In this directory an empty file, the marker, says that all kernels of a dtype are compiled.
 """
 
 import hashlib
@@ -27,7 +27,9 @@ def digest() -> str:
 
     Numba itself tells the code for two processors of a kind apart.
     """
-    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py"))]
+    folder = Path(__file__).parent
+    paths = *sorted(folder.rglob("*.py")), folder.parent / "int4.py", folder.parent / "int8.py"
+    sources = [path.read_bytes() for path in paths]
     processor = torch.backends.cpu.get_cpu_capability(), cpu_has_fast_bf16()
     parts = *sources, version("numba"), *processor
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:16]

@@ -243,8 +243,13 @@ class DecodedFile:
             elif suffix == "bias" and f"{stem}.qweight" in where:
                 if file.get_tensor(name).any():  # AutoGPTQ adds zeros to layers without a bias
                     self.others.append(name)
-            elif suffix not in SCALES + OTHERS + UNUSED:
+            elif suffix not in SCALES + OTHERS + UNUSED or self.is_unread(stem, suffix):
                 self.others.append(name)
+
+    def is_unread(self, stem: str, suffix: str) -> bool:
+        """Return whether a tensor has the scales of a weight that is not quantized."""
+        file = self.where.get(f"{stem}.weight") if suffix in SCALES else None
+        return file is not None and file.get_slice(f"{stem}.weight").get_dtype()[:2] not in EIGHT
 
     def keys(self) -> list[str]:
         return [*self.quantized, *self.others]

@@ -75,7 +75,7 @@ def load(engine: Any, config: Any, path: Any) -> int:
                 f"{file} does not fit this engine: they differ in {differences}; use another "
                 "directory"
             )
-        with hold_interrupt():
+        with hold_interrupt(), torch.inference_mode():
             for block, i in restore(engine.scheduler.block_manager, saved):
                 kv_of(engine.runner, block).copy_(kv[i])
                 num += config.block_size
@@ -161,6 +161,7 @@ def fingerprint(engine: Any, config: Any) -> dict[str, str]:
         "block_size": config.block_size,
         "kv_cache_dtype": runner.attention.cache.dtype,
         "layout of the KV cache": runner.attention.layout,
+        "kv_scales": runner.attention.scales,  # load_weights does not change them
         "quantization": config.quantization,
         "adapter": adapter and (adapter.ranks, adapter.alphas, adapter.use_rslora),
         "config.json": json.dumps(checkpoint.config, sort_keys=True),

@@ -10,7 +10,7 @@ The first load and later ones store the same CheckpointTensors. What differs:
                      and is refused while the engine has other weights.
 
 When the first tensor is stored, a Refusal takes the place of the runner. If an error or Ctrl-C
-follows, it stays there until all weights have been stored.
+follows, it stays there until all weights have been stored. After `LLM.sleep` it is there already.
 """
 
 from __future__ import annotations
@@ -60,23 +60,38 @@ UNUSED = ("architecture", "dtype", "max_position_embeddings", "tie_word_embeddin
 class Refusal:
     """Takes the place of the runner of an engine that cannot run, and refuses requests."""
 
-    def __init__(self, engine: Any, why: str) -> None:
-        self.engine, self.why = engine, why
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
         self.runner, self.factories = engine.runner, engine.input_processor.task_factories
+        self.is_incomplete = False  # whether weights are missing
         self.stored = set[str]()  # names of the new weights so far
-        # For sleep.py: what makes the parts of the runner again, and weights in host memory.
-        self.makers: Mapping[str, Callable[[], Any]] = {}
+        # For sleep.py: the level, what makes the parts of the runner again by tag and name, the
+        # tags that sleep, and weights in host memory.
+        self.level = 0
+        self.makers: Mapping[str, Mapping[str, Callable[[], Any]]] = {}
+        self.asleep = set[str]()
         self.saved: list[Tensor] = []
         engine.runner, engine.input_processor.task_factories = self, {object: self.refuse}
 
     def refuse(self, *_: object) -> NoReturn:
-        raise RuntimeError(self.why)
+        if not self.asleep:
+            raise RuntimeError(INCOMPLETE)
+        if self.asleep == set(self.makers):
+            raise RuntimeError("the engine sleeps; call wake_up first")
+        [tag] = self.asleep
+        part = "KV cache sleeps" if tag == "kv_cache" else "weights sleep"
+        raise RuntimeError(f"the engine's {part}; call wake_up(tags=['{tag}']) first")
 
     __getattr__ = refuse
 
-    def lift(self) -> None:
-        self.engine.runner = self.runner
+    def end(self, runner: Any) -> None:
+        """Accept requests again, if nothing sleeps and no weights are missing."""
+        if self.asleep or self.is_incomplete:
+            return
+        if runner.device.type == "cpu" or runner.fused_model is None:
+            runner.make_fast_steps(runner)
         self.engine.input_processor.task_factories = self.factories
+        self.engine.runner = self.runner  # last: after Ctrl-C before it, another call ends this
 
 
 def runner_of(engine: LLMEngine) -> tuple[Any, Any, Refusal | None]:
@@ -164,7 +179,7 @@ def stored_again(model: Any, ranks: Any, stored: set[str]) -> Iterator[Iterable[
             error.args = (f"{error}; {INCOMPLETE}",)
         raise
     finally:
-        with hold_interrupt():
+        with hold_interrupt(), torch.inference_mode():
             for weight in weights:
                 weight.close()
             if is_tied and stored:  # a packed copy of the table, if there is one, is made again
@@ -177,9 +192,10 @@ def load_weights(engine: LLMEngine, config: EngineConfig, weights: Any, is_parti
     check_scalar("partial", is_partial, bool)
     with engine.idle(), torch.no_grad(), ExitStack() as stack:
         runner, ranks, refusal = runner_of(engine)
-        if refusal is not None and refusal.makers:
+        if refusal is not None and "weights" in refusal.asleep:
             refusal.refuse()
-        was_complete, new = refusal is None, set[str]() if refusal is None else refusal.stored
+        was_complete = refusal is None or not refusal.is_incomplete
+        new = set[str]() if refusal is None or was_complete else refusal.stored
         checkpoint, is_directory = engine.checkpoint, isinstance(weights, str | os.PathLike)
         is_whole = (is_directory or isinstance(weights, Sized)) and not is_partial
         if is_directory:
@@ -194,11 +210,14 @@ def load_weights(engine: LLMEngine, config: EngineConfig, weights: Any, is_parti
             def store(weight: Any) -> None:
                 nonlocal refusal
                 if not stored:  # this is the first change
-                    refusal = refusal or Refusal(engine, INCOMPLETE)
-                    refusal.stored = new
+                    refusal = refusal or Refusal(engine)
+                    refusal.is_incomplete, refusal.stored = True, new
                     engine.scheduler.block_manager.reset_prefix_cache()
                     engine.checkpoint.is_replaced = True
-                tensor.store(weight)
+                # Else, a model that was made in inference mode is read-only. The iterable of the
+                # caller runs outside.
+                with torch.inference_mode():
+                    tensor.store(weight)
                 stored.add(tensor.name)
                 new.add(tensor.name)
 
@@ -226,9 +245,8 @@ def load_weights(engine: LLMEngine, config: EngineConfig, weights: Any, is_parti
         if runner.device.type == "cuda":  # the caller may change its tensors from now on
             torch.cuda.synchronize(runner.device)
         if refusal is not None and (was_complete or missing.keys() <= new):
-            if runner.device.type == "cpu" or runner.fused_model is None:
-                runner.make_fast_steps(runner)
-            refusal.lift()
+            refusal.is_incomplete = False
+            refusal.end(runner)
         if is_directory and not is_partial:
             engine.checkpoint = checkpoint
 

@@ -5,7 +5,8 @@
     2       freed              freed: all requests are refused until load_weights has loaded others
 
 A Refusal takes the place of the runner meanwhile. It keeps functions that make the freed parts
-again. The host memory of swap_space is not freed: on a GPU it is pinned, which takes long.
+again, together or one after the other. The host memory of swap_space is not freed: on a GPU it is
+pinned, which takes long.
 """
 
 from __future__ import annotations
@@ -19,47 +20,61 @@ import torch
 from torch import Tensor
 
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.features.memory.new_weights import INCOMPLETE, Refusal, return_freed_memory, runner_of
+from nanovllm.engine.threads import hold_interrupt
+from nanovllm.features.memory.new_weights import Refusal, return_freed_memory, runner_of
 from nanovllm.models.backend import Backend
 from nanovllm.models.fp8 import FP8
 from nanovllm.utils.checks import check_scalar
 
-ASLEEP = "the engine sleeps; call wake_up first"
+TAGS = ("weights", "kv_cache")
 
 
 def sleep(engine: LLMEngine, level: int) -> None:
     """See `LLM.sleep`."""
     check_scalar("level", level, int, (1, 2))
-    with engine.idle(), torch.no_grad():
+    with engine.idle(), torch.inference_mode():
         runner, _, refusal = runner_of(engine)
-        if refusal is not None:
-            refusal.refuse()
-        engine.scheduler.block_manager.reset_prefix_cache()
-        refusal = Refusal(engine, ASLEEP)
-        refusal.makers = makers_of(runner, level)
-        if level == 1 and "model" in refusal.makers:
-            refusal.saved = [tensor.cpu() for tensor in tensors_of(runner.model)]
-        for name in (*refusal.makers, "graphs", "fused_model", "fused_step"):
-            setattr(runner, name, None)
+        if refusal is not None and refusal.level != level:
+            if not refusal.asleep:
+                refusal.refuse()
+            raise RuntimeError(
+                f"the engine sleeps at level {refusal.level}; call wake_up before sleep({level})"
+            )
+        makers = makers_of(runner, level) if refusal is None else refusal.makers
+        saved = [] if refusal is None else refusal.saved
+        if level == 1 and makers["weights"] and runner.model is not None:
+            saved = [tensor.cpu() for tensor in tensors_of(runner.model)]
+        with hold_interrupt():
+            engine.scheduler.block_manager.reset_prefix_cache()
+            refusal = refusal or Refusal(engine)
+            refusal.level, refusal.makers, refusal.saved = level, makers, saved
+            refusal.asleep = set(makers)
+            if level == 2:
+                refusal.is_incomplete, refusal.stored = True, set()
+            parts = (name for each in makers.values() for name in each)
+            for name in (*parts, "graphs", "fused_model", "fused_step"):
+                setattr(runner, name, None)
     gc.collect()  # captured steps and their closures refer to one another
     return_freed_memory()
     if runner.device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def makers_of(runner: Any, level: int) -> dict[str, Callable[[], Any]]:
-    """Return what makes the parts of the runner again that sleep frees, by the parts' names."""
+def makers_of(runner: Any, level: int) -> dict[str, dict[str, Callable[[], Any]]]:
+    """Return what makes the parts of the runner again that sleep frees, by tag and name."""
     model, attention, states = runner.model, runner.attention, runner.states
     sizes = attention.cache.shape[2], attention.block_size, attention.dtype, runner.device
     scales = attention.scales if attention.cache.dtype == FP8 else None
-    makers: dict[str, Callable[[], Any]] = {
-        "attention": partial(attention.__class__, model.config, *sizes, scales)
+    makers: dict[str, dict[str, Callable[[], Any]]] = {
+        "weights": {},
+        "kv_cache": {"attention": partial(attention.__class__, model.config, *sizes, scales)},
     }
     if states is not None:
-        makers["states"] = partial(states.__class__, model.config, states.num_states, model.backend)
+        of_states = model.config, states.num_states, model.backend
+        makers["kv_cache"]["states"] = partial(states.__class__, *of_states)
     if level == 2 or runner.device.type != "cpu":
         longest = len(model.rotary.cos)
-        makers["model"] = partial(model.__class__, model.config, longest, model.backend)
+        makers["weights"]["model"] = partial(model.__class__, model.config, longest, model.backend)
     return makers
 
 
@@ -77,24 +92,31 @@ def tensors_of(part: Any) -> Iterator[Tensor]:
 
 def wake_up(engine: LLMEngine, tags: Any = None) -> None:
     """See `LLM.wake_up`."""
-    if tags not in (None, ["weights", "kv_cache"], ["kv_cache", "weights"]):
-        raise ValueError(f"tags={tags!r}: weights and KV cache wake up together; leave tags out")
-    with engine.idle(), torch.no_grad():
+    tags = TAGS if tags is None else tags
+    if not isinstance(tags, list | tuple) or any(tag not in TAGS for tag in tags):
+        raise ValueError(f"tags must be None or a list of {' and '.join(TAGS)}, not {tags!r}")
+    with engine.idle(), torch.inference_mode():
         runner, ranks, refusal = runner_of(engine)
-        if refusal is None or not refusal.makers:
+        if refusal is None:
             return
         with runner.backend.step_context():
-            parts = {name: make() for name, make in refusal.makers.items()}
-            model = parts.get("model", runner.model)
-            if "model" in parts and ranks is not None:
-                ranks.connect(model, engine.input_processor.vocab_size)
-            if refusal.saved:
-                for tensor, saved in zip(tensors_of(model), refusal.saved, strict=True):
-                    tensor.copy_(saved)
-            for name, part in parts.items():
-                setattr(runner, name, part)
-            if "model" in parts and not refusal.saved:
-                refusal.why, refusal.makers = INCOMPLETE, {}
-                return
-            runner.make_fast_steps(runner)
-        refusal.lift()
+            for tag in TAGS:  # in the same order on each rank
+                if tag in tags and tag in refusal.asleep:
+                    wake(runner, ranks, refusal, tag, engine.input_processor.vocab_size)
+            refusal.end(runner)
+
+
+def wake(runner: Any, ranks: Any, refusal: Refusal, tag: str, vocab_size: int) -> None:
+    """Make the parts of the runner with a tag."""
+    parts = {name: make() for name, make in refusal.makers[tag].items()}
+    if "model" in parts:
+        if ranks is not None:
+            ranks.connect(parts["model"], vocab_size)
+        if refusal.level == 1:
+            for tensor, saved in zip(tensors_of(parts["model"]), refusal.saved, strict=True):
+                tensor.copy_(saved)
+    for name, part in parts.items():
+        setattr(runner, name, part)
+    refusal.asleep.remove(tag)
+    if tag == "weights":
+        refusal.saved = []

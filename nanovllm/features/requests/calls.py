@@ -172,7 +172,8 @@ class OptionalCalls(ABC):
 
         Level 2 frees the weights on any device, and they have to be loaded after `wake_up`. The
         prefix cache is emptied. Until `wake_up`, all calls raise RuntimeError, as this one does
-        while requests run. With several ranks, each makes the same call.
+        while requests run. An engine that sleeps may be called again with the same level; another
+        one is a RuntimeError. With several ranks, each makes the same call.
         """
         from nanovllm.features.memory.sleep import sleep
 
@@ -181,8 +182,11 @@ class OptionalCalls(ABC):
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Allocate again what `sleep` has freed. Does nothing if the engine does not sleep.
 
-        After level 2, all calls raise RuntimeError until `load_weights` has loaded all weights.
-        `tags` is vLLM's argument: None or both, because weights and KV cache wake up together.
+        tags: a list of "weights", "kv_cache" or both, which wake up now. None: both. Raises
+            ValueError for other tags.
+
+        Other calls raise RuntimeError until both are awake, and after level 2 until `load_weights`
+        has loaded all weights. `load_weights` needs only the weights to be awake.
         """
         from nanovllm.features.memory.sleep import wake_up
 

@@ -49,14 +49,16 @@ if TYPE_CHECKING:
 
 # After its drafts have failed, a row gets none for this many tokens: the first time, and at most.
 FIRST_PAUSE, LONGEST_PAUSE = 8, 64
+# The longest n-gram is looked for at so many of the last occurrences of the shortest one.
+MAX_TRIED = 100
 
 
 class Lookup:
     """The n-grams of one sequence, and how long its next draft may be."""
 
     def __init__(self, max_drafts: int) -> None:
-        self.followers: dict[tuple[int, ...], int] = {}  # n-gram -> last position after it
-        self.num_tokens = 0  # the n-grams before so many tokens are known
+        self.last: dict[tuple[int, ...], int] = {}  # shortest n-gram -> last position after it
+        self.before: list[int] = []  # position -> the one before it after the same n-gram, or 0
         self.limit = self.max_drafts = max_drafts
         self.pause, self.pause_end = FIRST_PAUSE, 0
 
@@ -65,16 +67,22 @@ class Lookup:
 
         Its time depends on the number of new tokens, whose n-grams are added first.
         """
-        length, followers = len(token_ids), self.followers
-        for end in range(self.num_tokens, length):
-            for size in sizes:
-                if size <= end:
-                    followers[tuple(token_ids[end - size : end])] = end
-        self.num_tokens = length
-        for size in sizes:
-            if size <= length and (at := followers.get(tuple(token_ids[-size:]))) is not None:
-                return at
-        return None
+        length, largest, smallest = len(token_ids), sizes[0], sizes[-1]
+        for end in range(len(self.before), length):
+            n_gram = tuple(token_ids[max(0, end - smallest) : end])
+            self.before.append(self.last.get(n_gram, 0))
+            self.last[n_gram] = end
+        longest, at, end = 0, None, self.last.get(tuple(token_ids[-smallest:]), 0)
+        for _ in range(MAX_TRIED):
+            if end == 0 or longest == largest:
+                break
+            size = smallest
+            while size < min(largest, end) and token_ids[end - size - 1] == token_ids[-size - 1]:
+                size += 1
+            if size > longest:
+                longest, at = size, end
+            end = self.before[end]
+        return at
 
     def record(self, drafted: int, accepted: int, length: int) -> None:
         """Adjust the length of the next draft of a sequence, which had `length` tokens."""

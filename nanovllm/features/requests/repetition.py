@@ -49,29 +49,32 @@ class Repetition:
 
     def __init__(self, params: RepetitionDetectionParams, seq: Sequence) -> None:
         """seq: before its first output token."""
+        import numpy as np  # here, because `import nanovllm` loads this module and not numpy
+
         max_output = seq.max_length - seq.num_prompt
         most = min(params.max_pattern_size, max_output // params.min_count)
-        # A pattern occurs `min_count` times if so many tokens equal the ones a pattern before.
-        sizes = range(params.min_pattern_size or 1, most + 1)
-        self.needed = {size: size * (params.min_count - 1) for size in sizes}
+        self.least = params.min_pattern_size or 1
+        # A pattern occurs `min_count` times if so many tokens equal the ones a pattern before. This
+        # is of the sizes from `least` to `most`, which can be thousands: hence arrays.
+        self.needed = np.arange(self.least, most + 1, dtype=np.int32) * (params.min_count - 1)
+        self.output = np.zeros(max_output, np.int32)
         self.reset()
 
     def reset(self) -> None:
         self.num_read = 0  # output tokens
-        self.runs = dict.fromkeys(self.needed, 0)  # size -> equal tokens up to the last one
+        self.runs = 0 * self.needed  # equal tokens up to the last one, by size
 
     def find(self, seq: Sequence, min_tokens: int) -> int | None:
         """Read the new tokens. Return the length at which the output first ends, or None."""
         if self.num_read > seq.num_output:
             self.reset()  # a failed step has removed tokens
-        ids, first = seq.token_ids, seq.num_prompt
-        for at in range(first + self.num_read, len(ids)):
+        for token in seq.token_ids[seq.num_prompt + self.num_read :]:
+            self.output[self.num_read] = token
+            end = self.num_read - self.least + 1  # of the tokens that are at least `least` before
+            count = max(0, min(len(self.runs), end))
+            runs, before = self.runs[:count], self.output[end - count : end][::-1]
+            runs[:] = (runs + 1) * (before == token)
             self.num_read += 1
-            is_found = False
-            for size, needed in self.needed.items():
-                is_equal = at - size >= first and ids[at] == ids[at - size]
-                self.runs[size] = self.runs[size] + 1 if is_equal else 0
-                is_found |= self.runs[size] >= needed
-            if is_found and self.num_read >= min_tokens:
+            if self.num_read >= min_tokens and (runs >= self.needed[:count]).any():
                 return self.num_read
         return None

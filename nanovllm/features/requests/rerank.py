@@ -1,7 +1,9 @@
 """Scores of pairs of texts: of a reranker such as Qwen3-Reranker, or cosines of embeddings.
 
 The score of a reranker is the probability of "yes" as the next token, where only "yes" and "no" are
-possible. Scores without its prompt are wrong, so this file has it, as the model card writes it.
+possible. Scores with the tokens or the prompt of another model are wrong. A checkpoint of
+sentence-transformers names both tokens, and has the prompt in its chat template. Qwen3-Reranker's
+prompt is in this file, as its model card writes it.
 """
 
 from __future__ import annotations
@@ -13,9 +15,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.features.requests.embeddings.pooling import PoolingParams
+from nanovllm.features.requests.embeddings.sentence_transformers import (
+    read_modules,
+    read_pooling_settings,
+)
 from nanovllm.inputs import Prompt, as_list
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_scalar
+from nanovllm.utils.json_files import named, read_json, unusual
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
@@ -75,32 +82,21 @@ class Scorer:
         self.prompts: list[Prompt] = [*queries, *documents]  # of an embedding model
         sizes = zip(names, (len(queries), len(documents)), strict=True)
         self.names = [f"{name}[{i}]" for name, size in sizes for i in range(size)]
-        modules = engine.checkpoint.directory / "modules.json"
-        if modules.is_file() and ".Pooling" in modules.read_text(encoding="utf-8"):
+        modules = read_modules(engine.checkpoint.directory)
+        if "Pooling" in modules:
             if instruction is not None:
                 raise ValueError(
                     f"instruction={instruction!r:.80} is for rerankers, and this is an embedding "
                     f"model; put the instruction before each text of {names[0]}"
                 )
             return
-        inputs = engine.input_processor
-        find = inputs.get_tokenizer().backend_tokenizer.token_to_id
-        ids: list[Any] = [find("yes"), find("no")]
-        if None in ids:
-            raise ValueError(
-                "scores need a reranker such as Qwen3-Reranker, whose vocabulary has the tokens "
-                "'yes' and 'no', or an embedding model with modules.json; this model is neither"
-            )
+        pairs = list(zip(itertools.cycle(queries), documents, strict=False))
+        make_prompts = sentence_transformers_prompts if modules else qwen3_prompts
+        ids, self.prompts = make_prompts(engine, pairs, instruction)
         # At temperature 1 log-probabilities are the same with every logprobs_mode.
         self.params = SamplingParams(
             temperature=1, max_tokens=1, detokenize=False, logprob_token_ids=ids
         )
-        start, end = (inputs.encode(text, add_special_tokens=False) for text in (PREFIX, SUFFIX))
-        pairs = [
-            f"<Instruct>: {instruction or INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
-            for query, document in zip(itertools.cycle(queries), documents, strict=False)
-        ]
-        self.prompts = [[*start, *ids, *end] for ids in inputs.encode_all(pairs)]
         self.names = self.names[len(queries) :]
 
     def outputs(self, outputs: list[Any]) -> list[ScoringRequestOutput]:
@@ -126,6 +122,90 @@ class Scorer:
             )
             for part, score in zip(parts, scores, strict=True)
         ]
+
+
+def qwen3_prompts(
+    engine: LLMEngine, pairs: list[tuple[str, str]], instruction: str | None
+) -> tuple[list[int], list[Prompt]]:
+    """Return the ids of "yes" and "no", and the prompts of Qwen3-Reranker for pairs of texts.
+
+    Raises ValueError for a model that nothing names as a Qwen3-Reranker.
+    """
+    inputs, checkpoint = engine.input_processor, engine.checkpoint
+    find = inputs.get_tokenizer().backend_tokenizer.token_to_id
+    ids: list[Any] = [find("yes"), find("no")]
+    is_named = checkpoint.config.get("is_original_qwen3_reranker") or (
+        any("rerank" in name for name in checkpoint.names)
+        and checkpoint.model_config.architecture == "Qwen3ForCausalLM"
+    )
+    tokens = checkpoint.config.get("classifier_from_token") or (["no", "yes"] if is_named else None)
+    if tokens != ["no", "yes"] or None in ids:
+        raise ValueError(
+            "scores need an embedding model or a reranker: a checkpoint whose modules.json has "
+            "Pooling or LogitScore, a Qwen3ForCausalLM with 'rerank' in its name, or hf_overrides="
+            "{'is_original_qwen3_reranker': True, 'classifier_from_token': ['no', 'yes']}; "
+            f"nothing says so of this model (classifier_from_token={tokens!r:.80})"
+        )
+    start, end = (inputs.encode(text, add_special_tokens=False) for text in (PREFIX, SUFFIX))
+    parts = [
+        f"<Instruct>: {instruction or INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
+        for query, document in pairs
+    ]
+    return ids, [[*start, *part, *end] for part in inputs.encode_all(parts)]
+
+
+def sentence_transformers_prompts(
+    engine: LLMEngine, pairs: list[tuple[str, str]], instruction: str | None
+) -> tuple[list[int], list[Prompt]]:
+    """Return the ids of two tokens, and the prompts that the chat template renders for pairs.
+
+    As with CrossEncoder of sentence-transformers, a query and a document are messages with these
+    roles, and the instruction is the system message. Raises ValueError for other modules or
+    settings, and for a template that leaves out a text.
+    """
+    inputs, directory = engine.input_processor, engine.checkpoint.directory
+    tokenizer, modules = inputs.get_tokenizer(), read_modules(directory)
+    settings = read_pooling_settings(directory, 0)
+    path = modules.get("LogitScore", directory) / "config.json"
+    head = read_json(path) if modules.keys() == {"Transformer", "LogitScore"} else {}
+    ids = [head.pop("true_token_id", None), head.pop("false_token_id", None)]
+    options = dict(settings.others.get("processing_kwargs", {}))
+    variables = options.pop("chat_template", {})
+    default = settings.prefix(PoolingParams())
+    wrong = unusual(settings.others, ("modality_config", "processing_kwargs")) | options
+    wrong |= unusual(head, ("module_input_name",))
+    wrong |= {"do_lower_case": True} if settings.lower_case else {}
+    if wrong or not all(type(token) is int for token in ids):
+        wrong = {"modules": [*modules], "true_token_id": ids[0], "false_token_id": ids[1]} | wrong
+        raise ValueError(
+            f"no scores: {directory} has {named(wrong)}; supported are Transformer and LogitScore "
+            "with two tokens. Use sentence-transformers"
+        )
+
+    def render(query: str, document: str, task: str | None, as_parts: bool) -> str:
+        contents = {"system": task or default, "query": query, "document": document}
+        messages: list[Any] = [
+            {"role": role, "content": [{"type": "text", "text": text}] if as_parts else text}
+            for role, text in contents.items()
+            if text or role != "system"
+        ]
+        try:
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, **variables))
+        except Exception:  # a template can raise any error
+            return ""
+
+    # Each probe differs from the first in one text. A template takes texts, or lists of parts.
+    probes = [("a", "b", instruction), ("c", "b", instruction), ("a", "d", instruction)]
+    probes += [("a", "b", f"{instruction}.")] * (instruction is not None)
+    forms = [x for x in (False, True) if len({render(*p, x) for p in probes}) == len(probes)]
+    if not forms:
+        roles = "query, document and system" if instruction else "query and document"
+        raise ValueError(f"no scores: the chat template of {directory} does not render {roles}")
+    rendered = [render(*pair, instruction, forms[0]) for pair in pairs]
+    encoded = [inputs.encode(text, add_special_tokens=False) for text in rendered]
+    for token_ids in encoded:
+        settings.check_length(len(token_ids))
+    return ids, [*encoded]
 
 
 def texts(data: Any, name: str) -> list[str]:

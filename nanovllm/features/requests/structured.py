@@ -106,6 +106,7 @@ class GrammarCompiler:
         self.eos_token_ids = eos_token_ids
         self.vocabulary: LLTokenizer | None = None  # made for the first grammar
         self.added_texts: list[str] = []  # of added tokens, as they are and escaped
+        self.thinking_ends: list[tuple[int, str]] | None = None  # set by thinking.py on first use
         self.abandoned: list[threading.Thread] = []  # run compilations that no caller waits for
         self.compiled = functools.lru_cache(CACHED_GRAMMARS)(self._compile)
 

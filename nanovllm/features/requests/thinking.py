@@ -138,6 +138,7 @@ class Thinking:
     end_ids: list[int]  # the tokens of </think>
     limit: float  # tokens of thinking, including those in the prompt
     call_ends: bool  # as in Splitter
+    ends: list[tuple[int, str]]  # `ends_with_more`, if there is a grammar
 
 
 def make_thinking(
@@ -156,7 +157,13 @@ def make_thinking(
         )
     tokenizer = check_markers(input_processor, "thinking_token_budget")
     end_ids = input_processor.encode(END, add_special_tokens=False)
-    return Thinking(tokenizer, end_ids, limit, params.structured_outputs is None)
+    grammars, ends = input_processor.grammars, []
+    if separates:
+        assert grammars is not None, "make_engine sets it"
+        if grammars.thinking_ends is None:
+            grammars.thinking_ends = ends_with_more(tokenizer, input_processor.vocab_size)
+        ends = grammars.thinking_ends
+    return Thinking(tokenizer, end_ids, limit, params.structured_outputs is None, ends)
 
 
 class ThinkingOfRow:
@@ -171,6 +178,7 @@ class ThinkingOfRow:
         ids = rules.tokenizer.encode(thought, add_special_tokens=False) if thought else []
         self.num_thought = min(len(ids), rules.limit)
         self.num_read = self.answer_start = 0  # output tokens
+        self.answer: list[int] = []  # tokens of the text after </think> in the token that ends it
 
     def read(self, output: list[int]) -> int | None:
         """Return the token that the budget forces after `output`, which extends the last one."""
@@ -180,8 +188,11 @@ class ThinkingOfRow:
             if token >= 0:  # else the output has ended
                 was_thinking = self.splitter.is_thinking
                 self.num_thought += was_thinking and not self.splitter.is_in_call
-                self.splitter.add(decode([token], skip_special_tokens=False))
-                self.answer_start = self.num_read if was_thinking else self.answer_start
+                _, answer = self.splitter.add(decode([token], skip_special_tokens=False))
+                if was_thinking:
+                    self.answer_start = self.num_read
+                if answer and was_thinking:
+                    self.answer = self.rules.tokenizer.encode(answer, add_special_tokens=False)
         place = self.num_thought - self.rules.limit  # among the tokens of </think>
         is_thinking = self.splitter.is_thinking and not self.splitter.is_in_call
         is_over = is_thinking and 0 <= place < len(self.rules.end_ids)
@@ -191,13 +202,36 @@ class ThinkingOfRow:
         """Return the mask of the grammar, which does not apply to the thinking."""
         if self.splitter.is_thinking:  # which may not end the output: the text would be missing
             allowed = bytearray(b"\xff" * len(matcher.mask([]) or b""))
-            for token in matcher.grammar.end_tokens:
+            for token in (*matcher.grammar.end_tokens, *self.wrong_ends(matcher)):
                 allowed[token >> 3] &= ~(1 << (token & 7))
             return bytes(allowed)
-        mask = matcher.mask(output[self.answer_start :])
+        mask = matcher.mask([*self.answer, *output[self.answer_start :]])
         start = self.rules.tokenizer.backend_tokenizer.token_to_id(START)
         if mask is None or output or start is None or self.is_closed:
             return mask
         allowed = bytearray(mask)  # the output may begin with <think>
         allowed[start >> 3] |= 1 << (start & 7)
         return bytes(allowed)
+
+    def wrong_ends(self, matcher: Matcher) -> list[int]:
+        """Return the tokens that end the thinking with a text that the grammar does not allow."""
+        found = []
+        for token, text in self.rules.ends:
+            _, end, answer = (self.splitter.held + text).partition(END)
+            if end and answer:
+                ids = self.rules.tokenizer.encode(answer, add_special_tokens=False)
+                if matcher.state.validate_tokens(ids) < len(ids):
+                    found.append(token)
+        return found
+
+
+def ends_with_more(tokenizer: Tokenizer, vocab_size: int) -> list[tuple[int, str]]:
+    """Return the tokens, with their texts, that may end with </think> and continue."""
+    rules, found = tokenizer.backend_tokenizer, []
+    for piece, token in rules.get_vocab(with_added_tokens=True).items():
+        if END[-1] in piece[:-1] and token < vocab_size:
+            text = rules.decode([token], skip_special_tokens=False)
+            heads = (text[: i + 1] for i, letter in enumerate(text[:-1]) if letter == END[-1])
+            if any(head.endswith(END) or END.endswith(head) for head in heads):
+                found.append((token, text))
+    return found

@@ -119,9 +119,15 @@ def test_plain_torch_where_kernels_cannot_be_compiled(
 def test_each_processor_and_dtype_has_its_marker(monkeypatch: pytest.MonkeyPatch) -> None:
     markers = {kernel_files.marker(dtype) for dtype in (torch.float32, torch.bfloat16)}
     assert len(markers - {None}) == 2
-    digest = kernel_files.digest()
+    digests, read = {kernel_files.digest()}, Path.read_bytes
+    for name in ("backends/int4.py", "backends/int8.py", "backends/cpu/kernels/words.py"):
+        edited = nanovllm.__path__[0] / Path(name)
+        monkeypatch.setattr(
+            Path, "read_bytes", lambda path, to=edited: read(path) + b"#" * (path == to)
+        )
+        digests.add(kernel_files.digest())
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX0")
-    assert kernel_files.digest() != digest
+    assert len({*digests, kernel_files.digest()}) == 5
 
 
 @pytest.mark.slow

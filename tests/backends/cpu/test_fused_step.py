@@ -86,6 +86,8 @@ def test_steps_that_are_not_one_call(tmp_path) -> None:
     assert tokens(llm, shared, greedy)[1] == 0
     assert tokens(llm, shared[:1], greedy)[1] == 19
     assert tokens(llm, [[3] * 9 + [i] for i in range(2)], greedy)[1] == 19
+    short = [[3] * 40 + [i] * 300 for i in range(2)]  # as chats with one system prompt
+    assert tokens(llm, short, greedy)[1] == 19
     rules = SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.1, ignore_eos=True)
     assert tokens(llm, shared[:1], rules)[1] == 0
 

@@ -14,6 +14,8 @@ from quantized_files import quantize_checkpoint
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.features.formats.adapter import Adapter
+from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9], [11] * 20]
@@ -57,6 +59,46 @@ def test_experts(tmp_path: Path) -> None:
     base, adapter, merged = pair(tmp_path, r"experts\.\d\.|q_proj", moe=True)
     wanted = tokens(random_llm(merged))
     assert tokens(random_llm(base, adapter=adapter)) == wanted != tokens(random_llm(base))
+
+
+@pytest.mark.parametrize("version", [None, "0.18.1", "0.21.2"])
+@pytest.mark.parametrize(("kind", "sizes"), [("both", (48, 64)), ("gate_up_proj", (32, 64))])
+def test_stacked_experts(
+    tmp_path: Path, version: str | None, kind: str, sizes: tuple[int, int]
+) -> None:
+    """One factor has all experts. Old versions of PEFT exchange inputs and outputs."""
+    inner, hidden = sizes  # of a square parameter, only the version says its order
+    make_moe_checkpoint(tmp_path / "base", moe_intermediate_size=inner, num_hidden_layers=1)
+    base = load_file(tmp_path / "base" / "model.safetensors")
+    module, ranks = "model.layers.0.mlp.experts", {"gate_up_proj": 3, "down_proj": 2}
+    tensors, wanted = Tensors(), dict(base)
+    for name, (outputs, inputs), parts in (
+        ("gate_up_proj", (2 * inner, hidden), ("gate_proj", "up_proj")),
+        ("down_proj", (hidden, inner), ("down_proj",)),
+    ):
+        if kind not in ("both", name):
+            continue
+        is_old = version != "0.21.2"
+        rank, rows, columns = ranks[name], *((inputs, outputs) if is_old else (outputs, inputs))
+        a, b = torch.randn(8 * rank, columns) / 9, torch.randn(rows, rank * 8)
+        layer = ".base_layer" * (kind == "both" and name == "gate_up_proj")
+        tensors |= {f"{module}{layer}.lora_A.weight": a, f"{module}{layer}.lora_B.weight": b}
+        stacked = b.view(rows, rank, 8), a.view(8, rank, columns)
+        deltas = torch.einsum(f"ore,eri->{'eio' if is_old else 'eoi'}", *stacked)
+        for expert, delta in enumerate(deltas):
+            for part, rows_of_part in zip(parts, delta.chunk(len(parts)), strict=True):
+                wanted[f"{module}.{expert}.{part}.weight"] += 8 / rank * rows_of_part
+    config = {"peft_version": version, "target_parameters": ["mlp.experts.gate_up_proj"]}
+    patterns = {f"experts.{name}": rank for name, rank in ranks.items()}
+    adapter = save_adapter(
+        tmp_path / "adapter", tensors, lora_alpha=8, rank_pattern=patterns, **config
+    )
+    checkpoint = Checkpoint(tmp_path / "base")
+    checkpoint.adapter = Adapter(adapter, find_checkpoint)
+    with checkpoint.open_weights() as files:
+        for file in files.values():
+            for name in file.keys():  # noqa: SIM118
+                torch.testing.assert_close(file.get_tensor(name), wanted[name])
 
 
 def test_ranks_and_scales_of_modules(tmp_path: Path) -> None:
@@ -119,6 +161,8 @@ def test_other_prefixes(tmp_path: Path, prefix: str) -> None:
     renamed = {
         name.replace("model.layers", f"{prefix}layers"): x for name, x in load_file(file).items()
     }
+    if prefix:  # and LoRA of this tower, which is not in the base model
+        renamed["base_model.model.model.visual.blocks.0.qkv.lora_A.weight"] = torch.ones(4, 8)
     save_file(renamed, file)
     assert tokens(random_llm(base, adapter=adapter)) == wanted
 
@@ -139,25 +183,37 @@ def test_a_quantized_base_model(tmp_path: Path) -> None:
     assert tokens(random_llm(tmp_path / "base", adapter=adapter, quantization="int4")) == wanted
 
 
-def test_embeddings_and_head_that_are_one_tensor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keeps_tied", [False, True])
+def test_embeddings_and_head_that_are_one_tensor(tmp_path: Path, keeps_tied: bool) -> None:
+    """They differ if one of them changes, unless ensure_weight_tying asks for one tensor."""
     model = make_checkpoint(tmp_path / "base", tie=True)
-    base = load_file(tmp_path / "base" / "model.safetensors")
-    assert "lm_head.weight" not in base
-    table = torch.randn_like(base["model.embed_tokens.weight"])
-    saved = {"model.embed_tokens.weight": table, "lm_head.weight": table + 1}
-    for tensors in (
-        {"model.embed_tokens.weight": table},
-        {"lm_head.weight": table},
-        lora({"lm_head.weight": table}, ""),
-        saved | lora({"lm_head.weight": table}, ""),
+    embed, head = "model.embed_tokens.weight", "lm_head.weight"
+    old = dict(model.state_dict())[head]
+    new = torch.randn_like(old)
+    of_head = lora({head: old}, "")
+    merged = with_factors({head: old}, of_head, 2.0)[head]
+    of_table = {
+        "model.embed_tokens.lora_embedding_A": of_head["lm_head.lora_B.weight"].T,
+        "model.embed_tokens.lora_embedding_B": of_head["lm_head.lora_A.weight"].T,
+    }
+    for tensors, table, wanted_head in (
+        ({embed: new}, new, new if keeps_tied else old),
+        ({head: new}, old, new),
+        ({embed: new, head: new + 1}, new, new + 1),
+        ({embed: new, head: new.clone()}, new, new),
+        (of_head, old, merged),
+        ({"lm_head.base_layer.weight": old} | of_head, old, merged),
+        ({embed: new} | of_head, new, merged),
+        (of_table, merged, old),
+        (of_table | of_head, merged, merged),
     ):
-        adapter = save_adapter(tmp_path / "adapter", tensors)
-        with pytest.raises(ValueError, match="embeddings and head are one tensor of the model"):
-            random_llm(tmp_path / "base", adapter=adapter)
-    adapter = save_adapter(tmp_path / "adapter", saved)
-    llm = random_llm(tmp_path / "base", adapter=adapter, attention_backend="sdpa")
-    for name, weight in weights_of(llm).items():
-        torch.testing.assert_close(weight, (dict(model.state_dict()) | saved)[name])
+        adapter = save_adapter(tmp_path / "adapter", tensors, ensure_weight_tying=keeps_tied)
+        weights = weights_of(
+            random_llm(tmp_path / "base", adapter=adapter, attention_backend="sdpa")
+        )
+        for name, wanted in ((embed, table), (head, wanted_head)):
+            found = weights.get(name, weights[embed])  # of tied ones, one is stored
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 PEFT = {"use_dora": True, "layer_replication": [[0, 2]], "trainable_token_indices": [3]}
@@ -189,6 +245,21 @@ def test_what_is_not_supported(tmp_path: Path, config: dict[str, Any], words: st
         random_llm(base, adapter=adapter)
 
 
+@pytest.mark.parametrize(
+    ("base", "level"), [("/x/Base", "INFO"), (None, "INFO"), ("org/Other-1B", "WARNING")]
+)
+def test_the_log_names_the_base_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, base: str | None, level: str
+) -> None:
+    path, adapter, _ = pair(tmp_path)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = base
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    random_llm(path, adapter=adapter)
+    (record,) = [x for x in caplog.records if f"made for the base model {base}," in x.message]
+    assert record.levelname == level
+
+
 def test_an_adapter_of_another_model(tmp_path: Path, path: Path) -> None:
     make_checkpoint(tmp_path / "large", hidden_size=96)
     tensors = lora(load_file(tmp_path / "large" / "model.safetensors"), "layers.0.*q_proj")
@@ -200,11 +271,12 @@ def test_an_adapter_of_another_model(tmp_path: Path, path: Path) -> None:
     half = {name: x[..., :64] for name, x in tensors.items() if "lora_A" in name}
     with pytest.raises(ValueError, match=r"lora_B.weight is missing, expected \[128, 4\]"):
         random_llm(path, adapter=save_adapter(tmp_path / "a", half))
-    for name in ("score.weight", "model.embed_tokens.lora_embedding_A"):
+    for name in ("score.weight", "model.norm.lora_A.weight"):
         with pytest.raises(ValueError, match=rf"{name} is \[1, 64\], expected no such"):
             random_llm(path, adapter=save_adapter(tmp_path / "a", {name: torch.ones(1, 64)}))
-    with pytest.raises(ValueError, match="the file has no tensors"):
-        random_llm(path, adapter=save_adapter(tmp_path / "a", {}))
+    for none in ({}, {"model.visual.a.lora_A.weight": torch.ones(1, 1)}):
+        with pytest.raises(ValueError, match="it has no tensors of the text model"):
+            random_llm(path, adapter=save_adapter(tmp_path / "a", none))
     with pytest.raises(ValueError, match=r"norm.weight is \[5\], expected \[64\]"):
         random_llm(path, adapter=save_adapter(tmp_path / "a", {"model.norm.weight": torch.ones(5)}))
 
@@ -244,6 +316,16 @@ def test_files_that_are_missing_or_damaged(tmp_path: Path, path: Path) -> None:
                 "modules_to_save": ["embed_tokens", "lm_head", "norm"],
             },
         ),
+        (
+            "llama",
+            True,
+            {
+                "target_modules": ["q_proj"],
+                "modules_to_save": ["embed_tokens"],
+                "ensure_weight_tying": True,
+            },
+        ),
+        ("llama", True, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
         (
             "llama",
             False,

@@ -60,8 +60,11 @@ def test_other_places_of_the_config(tmp_path: Path, place: str, name: str) -> No
     decoded = quantize_checkpoint(tmp_path, name)
     raw = json.loads((tmp_path / "config.json").read_text())
     config = raw.pop("quantization_config")
-    (tmp_path / place).write_text(json.dumps(config))
-    (tmp_path / "config.json").write_text(json.dumps(raw | {place: config}))
+    if place.endswith(".json"):
+        (tmp_path / place).write_text(json.dumps(config))
+    else:
+        raw[place] = config
+    (tmp_path / "config.json").write_text(json.dumps(raw))
     weights = weights_of(random_llm(tmp_path, attention_backend="sdpa"))
     assert all(torch.equal(weight, decoded[key].float()) for key, weight in weights.items())
 
@@ -143,6 +146,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj."
         ("gptq desc_act", {"g_idx": None}, "q_proj.weight has no g_idx"),
         ("awq", {"qweight": None}, "missing: model.layers.0.self_attn.q_proj.weight"),
         ("fp8 blocks", {"weight_scale_inv": None}, "has no weight_scale or weight_scale_inv"),
+        ("fp8 blocks", {"weight": torch.ones(128, 64)}, "scale_inv is of a quantized weight"),
         ("compressed W4A16", {"weight_shape": None}, "has no weight_shape"),
         ("awq", {"scales": torch.ones(3, 128).half()}, r"scales of shape \[128, 3\] and zeros of"),
         ("awq", {"scales": torch.ones(2, 128).long()}, "of torch.int64, expected"),

@@ -20,7 +20,7 @@ from host_cache_history import HostCacheHistory
 from hybrid_checkpoints import make_hybrid_checkpoint
 from oracle_engine import plain_sequence
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from lessons.oracle.mutants import Mutant, apply
 from lessons.oracle.oracle import run_history
@@ -164,7 +164,8 @@ def test_the_last_used_prefix_is_loaded_first(path: Path, tmp_path: Path) -> Non
     for prompt in (old, new):
         run(llm, [prompt])
     llm.save_prefix_cache(tmp_path)
-    small = random_llm(path, num_kv_cache_blocks=12)
+    with torch.inference_mode():  # tensors that are made in it are read-only outside
+        small = random_llm(path, num_kv_cache_blocks=12)
     assert small.load_prefix_cache(tmp_path) == 12 * 16
     match = small.engine.scheduler.block_manager.match
     assert len(match(plain_sequence([*new, 0]))) == 10
@@ -272,6 +273,17 @@ def test_another_adapter_or_seed(path: Path, tmp_path: Path) -> None:
             assert llm.save_prefix_cache(tmp_path / kind) > 0
             assert llm.reset_prefix_cache()
             assert llm.load_prefix_cache(tmp_path / kind) > 0
+
+
+def test_scales_that_load_weights_keeps(path: Path, tmp_path: Path) -> None:
+    file, options = edited(path, tmp_path) / "model.safetensors", {"kv_cache_dtype": "fp8"}
+    save_file(load_file(file) | {"model.layers.1.self_attn.k_scale": torch.tensor(0.5)}, file)
+    llm = random_llm(path, **options)
+    llm.load_weights(tmp_path)
+    run(llm)
+    llm.save_prefix_cache(tmp_path)
+    with pytest.raises(ValueError, match=r"they differ in kv_scales .*; here .*\(0.5, 1.0\)"):
+        random_llm(tmp_path, **options).load_prefix_cache(tmp_path)
 
 
 def test_a_checkpoint_that_has_changed(path: Path, tmp_path: Path) -> None:

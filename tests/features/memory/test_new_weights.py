@@ -1,6 +1,7 @@
 """An engine with new weights equals a new engine of them, and transformers' model."""
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from checkpoints import make_checkpoint, random_llm
 from weights import MODELS, OPTIONS, PARAMS, WIDE, Pair, answers, logprobs_of, pair
 
-from nanovllm import LLM
+from nanovllm import LLM, GenerationError
 
 
 @pytest.fixture(scope="module")
@@ -259,6 +260,11 @@ def test_a_head_that_the_engine_does_not_have(models: Callable[[str], Pair]) -> 
     for form in (dict, lambda pairs: iter(pairs.items())):
         with pytest.raises(ValueError, match="lm_head.weight differs from the embeddings"):
             llm.load_weights(form(weights | {"lm_head.weight": 2 * weights["lm_head.weight"]}))
+        # Values are not checked.
+        nan = {"model.embed_tokens.weight", "lm_head.weight"}
+        llm.load_weights(form({n: w * math.nan if n in nan else w for n, w in weights.items()}))
+        with pytest.raises(GenerationError, match="NaN"):
+            llm.generate([[1, 2]], use_tqdm=False)
         llm.load_weights(form(weights))
 
 
@@ -273,7 +279,7 @@ def test_the_prefix_cache_on_disk(models: Callable[[str], Pair], tmp_path: Path)
         with pytest.raises(ValueError, match=r"not a checkpoint's; call load_weights\(DIRECTORY\)"):
             call(tmp_path)
     llm.load_weights(new_path)
-    with pytest.raises(ValueError, match="does not fit this engine: they differ in model, weights"):
+    with pytest.raises(ValueError, match="does not fit this engine: they differ in model .*, weights"):
         llm.load_prefix_cache(tmp_path)
     llm.load_weights(path)
     assert llm.load_prefix_cache(tmp_path) > 0

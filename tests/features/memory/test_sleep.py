@@ -1,14 +1,16 @@
 """An engine that has slept answers as before, and returns memory while it sleeps."""
 
+import signal
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import faults
 import fresh
 import pytest
 import torch
-from checkpoints import random_llm
+from checkpoints import make_checkpoint, random_llm
 from graphs import capture_with, stand_in
 from weights import MODELS, OPTIONS, PARAMS, answers, pair
 
@@ -34,12 +36,15 @@ def test_tokens_are_equal_after_sleep(kind: str, options: str, tmp_path: Path) -
 
 
 def test_twenty_times(path: Path) -> None:
-    llm = random_llm(path, swap_space=2**-9, num_kv_cache_blocks=20)
+    """Also of an engine that was made in inference mode, and with calls in it."""
+    with torch.inference_mode():
+        llm = random_llm(path, swap_space=2**-9, num_kv_cache_blocks=20)
     before = answers(llm)
+    llm.load_weights(path)
     for i in range(20):
-        llm.sleep(level := 1 + i % 2)
-        llm.wake_up()
-        if level == 2:
+        with torch.inference_mode(i % 3 == 0):
+            llm.sleep(1 + i % 2)
+            llm.wake_up()
             llm.load_weights(path)
         assert answers(llm)[0] == before[0]
 
@@ -77,11 +82,13 @@ def test_calls_are_refused(path: Path, level: int, tmp_path: Path) -> None:
         lambda: llm.engine.add_request([1, 2]),
         lambda: llm.load_prefix_cache(tmp_path),
         lambda: llm.load_weights(path),
-        lambda: llm.sleep(level),
     ]
     for call in calls:
         with pytest.raises(RuntimeError, match="the engine sleeps; call wake_up first"):
             call()
+    llm.sleep(level)
+    with pytest.raises(RuntimeError, match=f"sleeps at level {level}; call wake_up before sleep"):
+        llm.sleep(3 - level)
     assert llm.stats()["waiting"] == llm.stats()["blocks_evictable"] == 0
     llm.wake_up()
     if level == 2:
@@ -100,8 +107,8 @@ def test_what_cannot_sleep(path: Path) -> None:
     for level, error in ((3, ValueError), (True, TypeError)):
         with pytest.raises(error, match=f"level must be .*, not {level}"):
             llm.sleep(level)
-    for tags in (["weights"], 3):
-        with pytest.raises(ValueError, match="weights and KV cache wake up together; leave tags"):
+    for tags in (["weights", "kv"], "weights", 3, [[]]):
+        with pytest.raises(ValueError, match="tags must be None or a list of weights and kv_cache"):
             llm.wake_up(tags=tags)
     stream = llm.stream([[1, 2, 3]], PARAMS)
     next(stream)
@@ -109,6 +116,59 @@ def test_what_cannot_sleep(path: Path) -> None:
         llm.sleep()
     stream.close()
     llm.sleep()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("first", ["weights", "kv_cache"])
+def test_parts_that_wake_up_one_after_the_other(
+    path: Path, level: int, first: str, tmp_path: Path
+) -> None:
+    llm = random_llm(path)
+    before, weights = answers(llm), make_checkpoint(tmp_path, seed=1).state_dict()
+    for _ in range(2):
+        llm.sleep(level)
+        for _ in range(2):
+            llm.wake_up(tags=[first])
+            llm.wake_up(tags=[first])
+            last = "kv_cache" if first == "weights" else "weights"
+            asleep = rf"the engine's (KV cache|weights) sleeps?; call wake_up\(tags=\['{last}'\]\)"
+            with pytest.raises(RuntimeError, match=asleep):
+                llm.generate([[1, 2]])
+            if first == "weights":
+                llm.load_weights(weights)
+                llm.load_weights(path)
+            else:
+                with pytest.raises(RuntimeError, match=asleep):
+                    llm.load_weights(path)
+            llm.sleep(level)
+        llm.wake_up(tags=[first])
+        if first == "weights" and level == 2:
+            llm.load_weights(path)
+        llm.wake_up(tags=[last])
+        if first == "kv_cache" and level == 2:
+            with pytest.raises(RuntimeError, match="incomplete, after sleep"):
+                llm.generate([[1, 2]])
+            llm.load_weights(path)
+        assert answers(llm)[0] == before[0]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_ctrl_c_at_any_line(path: Path, level: int) -> None:
+    llm = random_llm(path)
+    before = answers(llm)
+
+    def calls() -> None:
+        llm.sleep(level)
+        llm.wake_up(tags=["weights"])
+        llm.load_weights(path)
+        llm.wake_up()
+
+    lines = faults.run(calls, files := ("features/memory/sleep.py", "features/memory/new_weights"))
+    for at in faults.each_line(lines):
+        with pytest.raises(KeyboardInterrupt):
+            faults.run(calls, files, at, lambda: signal.raise_signal(signal.SIGINT))
+        calls()
+        assert answers(llm)[0] == before[0]
 
 
 def test_a_request_that_was_checked_before(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

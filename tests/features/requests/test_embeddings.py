@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from engines import still_serves
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, EmbeddingRequestOutput, PoolingParams, SamplingParams, Trace
+from nanovllm.features.requests.embeddings.sentence_transformers import read_pooling_settings
 
 LENGTHS = (40, 1, 17, 16, 33, 2, 64, 15)
 PROMPTS = [[(7 * i + 3 * n) % VOCAB for i in range(n)] for n in LENGTHS]
@@ -303,6 +306,27 @@ def test_the_end_of_a_text(with_prompts: Path, tmp_path: Path, adds: bool) -> No
     found = [out.prompt_token_ids for out in llm.embed(prompts, use_tqdm=False)]
     assert found == [ended, [*plain, 1035], plain]
     assert llm.generate("a b", use_tqdm=False)[0].prompt_token_ids == plain
+
+
+def test_reading_of_texts(with_prompts: Path, tmp_path: Path) -> None:
+    """Fields of sentence_bert_config.json are followed or refused."""
+    shutil.copytree(with_prompts, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "sentence_bert_config.json"
+    file.write_text(json.dumps({"max_seq_length": 8, "do_lower_case": True}))
+    llm = LLM(str(tmp_path), dtype="float32", device="cpu", attention_backend="sdpa")
+    found = llm.embed("What Is A", use_tqdm=False)[0].prompt_token_ids
+    assert found == llm.get_tokenizer().encode("what is a")
+    for prompt in ("a " * 9, [1] * 9):
+        with pytest.raises(ValueError, match=r"has \d+ tokens, and .*max_seq_length=8; shorten"):
+            llm.embed(prompt, use_tqdm=False)
+    for name, value in (
+        ("query_length", 9),
+        ("modality_config", {"message": {}}),
+        ("processing_kwargs", {"text": {"max_length": 3}}),
+    ):
+        file.write_text(json.dumps({"modality_config": {"text": {}}, name: value}))
+        found = read_pooling_settings(tmp_path, 256).refused
+        assert re.match(f"no embeddings: {name}={value} of .* is not supported", found)
 
 
 @pytest.mark.slow

@@ -266,6 +266,18 @@ def test_processed_logprobs_without_a_token(path: Path) -> None:
     assert scores[0] == scores[1]
 
 
+def test_processed_logprobs_with_filters_that_float32_rounds_to_off(path: Path) -> None:
+    llm = random_llm(path, logprobs_mode="processed_logprobs")
+    for rounded, off in (
+        (dict(top_p=0.99999999), {}),
+        (dict(min_p=1e-50), {}),
+        (dict(temperature=1e-50, top_k=3), dict(temperature=0)),
+    ):
+        params = [SamplingParams(**each, seed=0, logprobs=2) for each in (rounded, off)]
+        found = [llm.generate(PROMPT, each, use_tqdm=False)[0].outputs[0] for each in params]
+        assert found[0] == found[1]
+
+
 def random_params(rng: random.Random) -> SamplingParams:
     def maybe(value, other=None):
         return value if rng.random() < 0.3 else other

@@ -1,6 +1,7 @@
 """Speculation by n-grams: results equal those without it, in histories and in whole engines."""
 
 import random
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -43,6 +44,13 @@ def test_the_last_occurrence_of_the_longest_n_gram() -> None:
             assert lookup.find(token_ids, sizes) == found(token_ids, sizes)
             hits += found(token_ids, sizes) is not None
         assert hits > 20
+
+
+def test_many_sizes_take_no_more_memory() -> None:
+    tracemalloc.start()
+    assert Lookup(5).find([*range(2000), *range(100)], range(64, 0, -1)) == 100
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
 
 
 def test_drafts_get_shorter_and_pause() -> None:

@@ -136,18 +136,111 @@ def test_what_is_refused(
         reranker[0].score(first, second, use_tqdm=False)
 
 
-def test_models_without_scores(embedded: LLM, path: Path) -> None:
-    with pytest.raises(ValueError, match="'yes' and 'no', or an embedding model"):
-        embedded.score("a", "b", use_tqdm=False)
+def test_models_without_scores(
+    embedded: LLM, path: Path, reranker: tuple[LLM, torch.nn.Module], tmp_path: Path
+) -> None:
+    """A model with "yes" and "no" is no reranker unless its name or hf_overrides say so."""
+    source = reranker[0].engine.checkpoint.directory
+    shutil.copytree(source, chat := tmp_path / "chat")
+    shutil.copytree(source, hub := tmp_path / "models--a--A-Rerank" / "snapshots" / "3f")
+    options = dict(skip_tokenizer_init=False)
+    vllm = {
+        "architectures": ["Qwen3ForSequenceClassification"],
+        **{"classifier_from_token": ["no", "yes"], "is_original_qwen3_reranker": True},
+    }
+    wanted = reranker[0].score(QUERY, DOCUMENTS[0], use_tqdm=False)[0].outputs.score
+    for llm in (random_llm(hub, **options), random_llm(chat, hf_overrides=vllm, **options)):
+        found = llm.score(QUERY, DOCUMENTS[0], use_tqdm=False)[0].outputs.score
+        assert found == pytest.approx(wanted, abs=1e-5)
+    other = vllm | {"classifier_from_token": ["0", "1"]}
+    for llm in (
+        *(embedded, random_llm(chat, **options), random_llm(chat, hf_overrides=other, **options)),
+    ):
+        with pytest.raises(ValueError, match="Pooling or LogitScore.*'rerank' in.*hf_overrides="):
+            llm.score("a", "b", use_tqdm=False)
     with pytest.raises(ValueError, match="skip_tokenizer_init"):
         random_llm(path).score("a", "b", use_tqdm=False)
 
 
+FLAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ end }}"
+PARTS = FLAT.replace("m.content", "m.content[0].text")
+HEAD = {"true_token_id": 7, "false_token_id": 3}
+READING = {
+    "modality_config": {"message": {"method": "forward"}},
+    "processing_kwargs": {"chat_template": {"end": "[end]"}},
+}
+
+
+def logit_score(source: Path, path: Path, template: str, head: dict, reading: dict) -> LLM:
+    """A CrossEncoder of sentence-transformers, with the weights and the tokenizer of `source`."""
+    shutil.copytree(source, path, dirs_exist_ok=True)
+    modules = [{"path": "", "type": "a.b.Transformer"}, {"path": "1", "type": "a.b.LogitScore"}]
+    settings = {"prompts": {"web": "Find it"}, "default_prompt_name": "web"}
+    (path / "1").mkdir()
+    (path / "chat_template.jinja").write_text(template)
+    for name, fields in (
+        ("modules.json", modules),
+        ("config_sentence_transformers.json", settings),
+        ("sentence_bert_config.json", reading),
+        ("1/config.json", head),
+    ):
+        (path / name).write_text(json.dumps(fields))
+    return random_llm(path, skip_tokenizer_init=False)
+
+
+@pytest.mark.parametrize("template", [FLAT, PARTS])
+def test_a_reranker_of_sentence_transformers(
+    reranker: tuple[LLM, torch.nn.Module], tmp_path: Path, template: str
+) -> None:
+    """It has the tokens of its LogitScore, and the prompt of its chat template."""
+    source, model = reranker[0].engine.checkpoint.directory, reranker[1]
+    llm = logit_score(source, tmp_path, template, HEAD, READING)
+    for task in (None, TASK):
+        found = llm.score(QUERY, DOCUMENTS, use_tqdm=False, instruction=task)
+        for output, document in zip(found, DOCUMENTS, strict=True):
+            text = f"[system]{task or 'Find it'}[query]{QUERY}[document]{document}[end]"
+            ids = llm.get_tokenizer().encode(text, add_special_tokens=False)
+            assert output.prompt_token_ids == ids
+            with torch.inference_mode():
+                last = model(torch.tensor([ids])).logits[0, -1]
+            wanted = torch.sigmoid(last[7] - last[3]).item()
+            assert output.outputs.score == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("template", "head", "reading", "words"),
+    [
+        (FLAT, {"true_token_id": 7}, READING, "true_token_id=7, false_token_id=None; supp"),
+        (FLAT, {"true_token_id": 7, "false_token_id": 5000}, READING, "token id 5000"),
+        (FLAT, HEAD | {"scale": 2}, READING, "scale=2"),
+        (FLAT, HEAD, READING | {"max_seq_length": 9}, "max_seq_length=9; shorten it"),
+        (FLAT, HEAD, READING | {"do_lower_case": True}, "do_lower_case=True"),
+        (FLAT, HEAD, READING | {"query_length": 3}, "query_length=3"),
+        (FLAT, HEAD, {"processing_kwargs": {"text": {"max_length": 2}}}, "text={'max_length': 2}"),
+        ("{{ messages[-1].content }}", HEAD, READING, "not render query, document and system"),
+        ("{% for m in messages[-2:] %}{{ m.content }}{% endfor %}", HEAD, READING, "and system"),
+        ("{{ raise_exception('no') }}", HEAD, READING, "does not render query"),
+    ],
+)
+def test_rerankers_that_are_not_supported(
+    reranker: tuple[LLM, torch.nn.Module],
+    tmp_path: Path,
+    template: str,
+    head: dict,
+    reading: dict,
+    words: str,
+) -> None:
+    source = reranker[0].engine.checkpoint.directory
+    llm = logit_score(source, tmp_path, template, head, reading)
+    with pytest.raises(ValueError, match=words):
+        llm.score("a", "b", use_tqdm=False, instruction="c")
+
+
 def test_nan_is_an_error(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path, tie=True, vocab_size=1100)
+    model = make_checkpoint(path := tmp_path / "reranker", tie=True, vocab_size=1100)
     torch.nn.init.constant_(model.model.norm.weight, float("nan"))
-    model.save_pretrained(tmp_path)
-    llm = random_llm(add_tokenizer(tmp_path, "yes", "no"), skip_tokenizer_init=False)
+    model.save_pretrained(path)
+    llm = random_llm(add_tokenizer(path, "yes", "no"), skip_tokenizer_init=False)
     with pytest.raises(ArithmeticError, match="no score: the model computed NaN"):
         llm.score("a", "b", use_tqdm=False)
 

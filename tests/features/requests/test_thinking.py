@@ -12,7 +12,7 @@ import pytest
 from checkpoints import random_llm
 from scripted import run_bodies, script
 
-from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm import LLM, GenerationError, SamplingParams, StructuredOutputsParams
 from nanovllm.cli.jobs.openai_format import CHAT, COMPLETIONS, parse
 from nanovllm.features.requests.thinking import END, START, Splitter, opened
 from nanovllm.loading.checkpoint import find_checkpoint
@@ -378,3 +378,23 @@ def test_a_grammar_forbids_the_end_in_the_thinking_and_a_second_thinking(thinker
     with pytest.raises(ValueError, match=r"thinking_token_budget=3 .* reasoning_parser"):
         params.thinking_token_budget = 3
         LLM(device="cpu", num_kv_cache_blocks=64).generate(OPEN, params, use_tqdm=False)
+
+
+@pytest.mark.extra
+def test_a_token_that_ends_the_thinking_and_goes_on(tmp_path: Path) -> None:
+    """The grammar reads the rest of its text, and forbids the token if it forbids the rest."""
+    pytest.importorskip("llguidance")
+    path = Path(shutil.copytree(find_checkpoint("qwen3-nano"), tmp_path / "model"))
+    rules = (path / "tokenizer.json").read_text().replace(f'"{END}"', f'"{END}ab"')
+    (path / "tokenizer.json").write_text(rules)
+    with (path / "chat_template.jinja").open("a") as template:
+        template.write("{# </think> #}")
+    llm = LLM(str(path), reasoning_parser="qwen3", device="cpu", dtype="float32")
+    said = llm.get_tokenizer().encode("So</think>abbd<|im_end|>")
+    params = SamplingParams(max_tokens=9, logits_processors=[script(said)])
+    params.structured_outputs = StructuredOutputsParams(regex="ab+d")
+    assert llm.generate(OPEN, params, use_tqdm=False)[0].outputs[0].text == "abbd"
+    params.structured_outputs = StructuredOutputsParams(regex="b+d")
+    with pytest.raises(GenerationError) as error:
+        llm.generate(OPEN, params, use_tqdm=False)
+    assert error.value.outputs[0].outputs[0].token_ids == said[:1]

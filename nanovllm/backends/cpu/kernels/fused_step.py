@@ -130,14 +130,23 @@ def look_up(host, step, rows, places, positions, tokens):
 
 
 @compiled()
-def shares_prefix(host, rows):
-    """Return whether two rows may have so many tokens in common that both are read at once."""
+def shares_prefix(host, rows, block_size):
+    """Return whether rows share a prefix that is worth reading at once; see NumbaAttention."""
     for i in range(len(rows)):
-        saved = (host.positions[rows[i]] - 1) * (len(rows) - 1)
-        for j in range(i if saved >= host.min_shared else 0):
-            same = host.block_tables[rows[i], 0] == host.block_tables[rows[j], 0]
-            if same and rows[i] != rows[j]:
-                return True
+        table, others = host.block_tables[rows[i]], 0
+        shared = (host.positions[rows[i]] - 1) // block_size
+        if shared * block_size * (len(rows) - 1) < host.min_shared:
+            continue
+        for j in range(i + 1, len(rows)):
+            other = host.block_tables[rows[j]]
+            if rows[j] == rows[j - 1] or rows[j] == rows[i] or table[0] != other[0]:
+                continue
+            blocks = min(shared, (host.positions[rows[j]] - 1) // block_size)
+            shared, others = 0, others + 1
+            while shared < blocks and table[shared] == other[shared]:
+                shared += 1
+        if shared * block_size * others >= host.min_shared:
+            return True
     return False
 
 
@@ -150,7 +159,7 @@ def sample_tokens(code, step, addresses, scales, states, host, head, rows, place
 
     Returns False, and computes nothing, if rows share a prefix that is worth reading at once.
     """
-    if shares_prefix(host, rows):
+    if shares_prefix(host, rows, step.shape[2]):
         return False
     positions = host.positions[rows] - 1
     for t in range(len(rows) - 2, -1, -1):

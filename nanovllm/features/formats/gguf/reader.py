@@ -48,6 +48,19 @@ FIELDS = {
     "rope_theta": "rope.freq_base",
     "max_position_embeddings": "context_length",
 }
+# Other fields, with the values that change nothing.
+USUAL: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "pooling_type": (0, 3),  # no embeddings, or those of the last token
+    "rope.scale_linear": (0, 1),
+    "rope.scaling.factor": (0, 1),
+    "rope.scaling.type": ("none",),
+}
+# Fields that are checked by the shapes of tensors, or have no effect without the ones above.
+UNUSED = """
+    attention.value_length rope.dimension_count rope.scaling.finetuned
+    rope.scaling.original_context_length tensor_data_layout vocab_size
+"""
 OPTIONAL = {"head_dim", "num_key_value_heads", "rope_theta"}
 EMBEDDINGS = "model.embed_tokens.weight"
 # The divisors of the rope frequencies [D / 2] of Llama 3.1 and later.
@@ -77,6 +90,10 @@ class GGUF:
             self.reader = gguf.GGUFReader(path)
         except Exception as error:  # gguf raises many types for a broken file
             raise ValueError(f"{path} is truncated or not a GGUF file: {error}") from error
+        if (count := self.field("split.count") or 1) > 1:
+            raise ValueError(
+                f"{path} is one of {count} parts; merge them with llama-gguf-split --merge"
+            )
         self.kind = self.field("general.architecture")
         if self.kind not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
@@ -101,15 +118,23 @@ class GGUF:
 
     def config(self, dtype: str) -> dict[str, Any]:
         """Return the fields of config.json. Raises ValueError for unsupported fields."""
-        for name, usual in (("rope.scaling.type", "none"), ("attention.sliding_window", 0)):
-            if (value := self.field(f"{self.kind}.{name}")) not in (None, usual):
-                raise ValueError(f"{self.path} has {name} {value!r}, which is not supported")
+        prefix = f"{self.kind}."
+        names = {
+            name.removeprefix(prefix) for name in self.reader.fields if name.startswith(prefix)
+        }
+        for name in sorted(names - {*FIELDS.values(), *UNUSED.split()}):
+            value = self.field(prefix + name)
+            if value not in USUAL[name] if name in USUAL else value:
+                raise ValueError(f"{self.path} has {name} {value!r:.80}, which is not supported")
         found = {ours: self.field(f"{self.kind}.{theirs}") for ours, theirs in FIELDS.items()}
         raw = {name: value for name, value in found.items() if value is not None}
         if missing := FIELDS.keys() - OPTIONAL - raw.keys():
             raise ValueError(f"{self.path} has no field {self.kind}.{FIELDS[min(missing)]}")
         if EMBEDDINGS not in self.tensors:
             raise ValueError(f"{self.path} has no tensor token_embd.weight")
+        # A turn of a chat may end with a token of its own.
+        kinds = ("eos", "eot", "eom")
+        ends = [self.field(f"tokenizer.ggml.{kind}_token_id") for kind in kinds]
         raw |= {
             "architectures": [self.architecture],
             "model_type": self.kind,
@@ -118,7 +143,9 @@ class GGUF:
             "tie_word_embeddings": "lm_head.weight" not in self.tensors,
             "torch_dtype": dtype,
             "bos_token_id": self.field("tokenizer.ggml.bos_token_id"),
-            "eos_token_id": self.field("tokenizer.ggml.eos_token_id"),
+            "eos_token_id": [*dict.fromkeys(end for end in ends if end is not None)],
+            "attention_bias": "model.layers.0.self_attn.q_proj.bias" in self.tensors,
+            "_name_or_path": self.field("general.name"),
         }
         if self.rope_divisors is not None:
             raw["rope_scaling"] = {**LLAMA3, "factor": float(self.rope_divisors.max())}

@@ -19,9 +19,9 @@ SIZES: Fields = {
     f"linear_{name}": (int, (1, 2**20))
     for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
 }
-# Rope fields for positions in images. For text, the three rows of positions are equal.
-IMAGE_FIELDS = ("mrope_section", "mrope_interleaved")
 TIE = "tie_word_embeddings"
+# Tensors for images and for speculative decoding.
+NOT_TEXT = ("mtp.", "model.mtp.", "model.visual.", "visual.")
 KERNEL_SIZE = 4  # tokens that the convolution reads
 
 
@@ -46,7 +46,6 @@ class HybridConfig(ModelConfig):
         """Create a HybridConfig. Raises ValueError for missing or unsupported fields."""
         rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
         share = rope.pop("partial_rotary_factor", raw.get("partial_rotary_factor", 0.25))
-        rope = {name: value for name, value in rope.items() if name not in IMAGE_FIELDS}
         fields = raw | {"rope_parameters": rope, "rope_scaling": None}
         fields["partial_rotary_factor"] = None
         experts = None
@@ -158,5 +157,4 @@ def text_names(file: Any) -> dict[str, str]:
     """Return the tensors of the text model in a file: their usual names -> their names there."""
     # transformers 5.3 to 5.5 wrote "language_model." two or three times.
     names = {name.replace("language_model.", ""): name for name in file.keys()}  # noqa: SIM118
-    other = ("mtp.", "model.mtp.", "model.visual.", "visual.")
-    return {name: stored for name, stored in names.items() if not name.startswith(other)}
+    return {name: stored for name, stored in names.items() if not name.startswith(NOT_TEXT)}

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from tokenizers.normalizers import Lowercase
 
 from nanovllm.engine.request import Request, Task
 from nanovllm.engine.sequence import Sequence
@@ -66,6 +68,9 @@ class PoolingSettings:
     prompts: Mapping[str, str] = field(default_factory=dict)  # name -> text
     prompt_name: str | None = None  # the default of PoolingParams.prompt_name
     add_eos_token: bool = False  # whether the token ids of a text end with the EOS token
+    max_seq_length: int | None = None  # tokens of a text that sentence-transformers reads
+    lower_case: bool = False  # whether it changes a text to lower case
+    others: Mapping[str, Any] = field(default_factory=dict)  # of which embeddings support none
 
     def complete(self, params: PoolingParams) -> PoolingParams:
         """Return checked parameters, with the settings in place of None except for `dimensions`."""
@@ -89,6 +94,14 @@ class PoolingSettings:
     def prefix(self, params: PoolingParams) -> str:
         """Return the text that is prepended to a prompt."""
         return self.prompts.get(params.prompt_name or self.prompt_name or "", "")
+
+    def check_length(self, num_tokens: int) -> None:
+        """Raise ValueError for a text of which sentence-transformers would drop the end."""
+        if num_tokens > (self.max_seq_length or num_tokens):
+            raise ValueError(
+                f"the text has {num_tokens} tokens, and sentence_bert_config.json allows "
+                f"max_seq_length={self.max_seq_length}; shorten it"
+            )
 
 
 @dataclass(frozen=True)
@@ -119,15 +132,17 @@ class Embedding(Task):
         """Check the parameters, and add the settings of the checkpoint."""
         self.input_processor = input_processor
         self.params = settings.complete(params)
+        self.settings = settings
         self.prefix = settings.prefix(self.params)
-        self.add_eos_token = settings.add_eos_token
 
     def prepare(self, prompt: ParsedPrompt) -> ParsedPrompt:
         """Prepend the prompt of the checkpoint to text. Raises ValueError for token ids."""
         text, token_ids = prompt
         if text is not None and token_ids is None:
             text = self.prefix + text
-            if not self.add_eos_token:
+            if self.settings.lower_case:
+                text = Lowercase().normalize_str(text)
+            if not self.settings.add_eos_token:
                 return text, None
             token_ids = self.input_processor.encode(text)
             eos = self.input_processor.get_tokenizer().eos_token_id
@@ -141,6 +156,7 @@ class Embedding(Task):
 
     def max_length(self, num_tokens: int) -> int:
         self.input_processor.check_length(num_tokens, self.input_processor.max_model_len)
+        self.settings.check_length(num_tokens)
         return num_tokens
 
     def receive(self, request: Request, seq: Sequence, result: RowResult) -> None:

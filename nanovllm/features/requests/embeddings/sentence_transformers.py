@@ -1,4 +1,4 @@
-"""Reads the pooling settings of a sentence-transformers checkpoint.
+"""Reads the settings of a sentence-transformers checkpoint.
 
 If the engine does not support a setting, a request for an embedding raises an error that names it.
 """
@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from nanovllm.features.requests.embeddings.pooling import PoolingSettings
-from nanovllm.utils.json_files import Fields, check_field, check_fields, read_json
+from nanovllm.utils.json_files import Fields, check_field, check_fields, named, read_json, unusual
 
 OLD = "pooling_mode_"
 FIELDS: Fields = {
@@ -16,6 +16,9 @@ FIELDS: Fields = {
     "default_prompt_name": (str, ()),
     "truncate_dim": (int, (1, math.inf)),
 }
+# Fields of sentence_bert_config.json, which says how a text is read, and those without effect.
+TEXT_FIELDS: Fields = {"max_seq_length": (int, (1, math.inf)), "do_lower_case": (bool, ())}
+UNUSED = ("transformer_task", "module_output_name", "unpad_inputs")
 
 
 def read_pooling_settings(directory: Path, size: int) -> PoolingSettings:
@@ -32,17 +35,41 @@ def read_pooling_settings(directory: Path, size: int) -> PoolingSettings:
     if name not in (None, *prompts):
         raise ValueError(f"{path}: default_prompt_name {name!r} is none of the prompts")
     refused = ""
-    normalize = True
+    modules = read_modules(directory)
+    path = modules.get("Transformer", directory) / "sentence_bert_config.json"
+    fields = check_fields(read_json(path), path, TEXT_FIELDS) if os.path.isfile(path) else {}
+    if "message" not in fields.get("modality_config", {}):  # a text is no message of a chat
+        fields.pop("modality_config", None)
+    others = unusual(fields, (*TEXT_FIELDS, *UNUSED))
+    if (path := directory / "modules.json").is_file():
+        refused = why_refused(path, modules)
+        if others and not refused:
+            refused = f"no embeddings: {named(others)} of {path.parent} is not supported"
+    return PoolingSettings(
+        size=size,
+        refused=refused,
+        dimensions=raw.get("truncate_dim"),
+        normalize="Normalize" in modules or not path.is_file(),
+        prompts=prompts,
+        prompt_name=name,
+        max_seq_length=fields.get("max_seq_length"),
+        lower_case=fields.get("do_lower_case", False),
+        others=others,
+    )
+
+
+def read_modules(directory: Path) -> dict[str, Path]:
+    """Return the modules of a checkpoint: class -> directory. Empty without modules.json.
+
+    Raises ValueError for a broken file.
+    """
     path = directory / "modules.json"
-    if path.is_file():
-        kinds = {}
-        for module in read_json(path, list):
-            if not isinstance(module, dict) or not isinstance(module.get("type"), str):
-                raise ValueError(f"{path}: the module {module!r:.80} has no 'type'")
-            kinds[module["type"].rpartition(".")[2]] = directory / str(module.get("path", ""))
-        refused = why_refused(path, kinds)
-        normalize = "Normalize" in kinds
-    return PoolingSettings(size, refused, raw.get("truncate_dim"), normalize, prompts, name)
+    modules = {}
+    for module in read_json(path, list) if path.is_file() else []:
+        if not isinstance(module, dict) or not isinstance(module.get("type"), str):
+            raise ValueError(f"{path}: the module {module!r:.80} has no 'type'")
+        modules[module["type"].rpartition(".")[2]] = directory / str(module.get("path", ""))
+    return modules
 
 
 def why_refused(path: Path, kinds: dict[str, Path]) -> str:

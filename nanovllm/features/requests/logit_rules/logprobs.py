@@ -52,7 +52,9 @@ class LogprobsBatch:
         if len(self.index) < len(tokens):
             logits, tokens = logits[self.index], tokens[self.index]
         if self.processed:
-            filters = {name: batch.filters[name][self.index] for name in self.filters}
+            # `batch` lacks filters that are off in float32, such as top_p=0.99999999.
+            used = [name for name in self.filters if name in batch.filters]
+            filters = {name: batch.filters[name][self.index] for name in used}
             batch = replace(batch, temperature=batch.temperature[self.index], filters=filters)
             logits = processed_logits(logits, batch, tokens)
         logprobs = start_copy(score(logits, tokens, self.most))

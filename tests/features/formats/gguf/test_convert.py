@@ -46,15 +46,24 @@ def test_the_embedded_model_comes_back(
     assert converted.chat_template == (NANO / "chat_template.jinja").read_text()
 
 
-def test_reordered_heads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bias", [False, True])
+def test_reordered_heads(tmp_path: Path, bias: bool) -> None:
     """Llama's q and k have another order in a GGUF file; the shards have an index."""
-    model = make_checkpoint(tmp_path / "llama", "llama", vocab_size=1056, tie=True)
-    source = write_gguf(tmp_path / "llama.gguf", "llama", tmp_path / "llama")
+    fields = dict(vocab_size=1056, tie=True, attention_bias=bias)
+    model = make_checkpoint(tmp_path / "llama", "llama", **fields)
+    ends = {"tokenizer.ggml.eot_token_id": 5, "tokenizer.ggml.eom_token_id": 0}
+    usual = {"attention.causal": True, "rope.scale_linear": 1.0, "general.name": "a reranker"}
+    # The name of a blob of Ollama.
+    source = write_gguf(tmp_path / "sha256-3f", "llama", tmp_path / "llama", **ends, **usual)
+    with pytest.raises(ValueError, match=r"sha256-3f is a file; convert .* nanovllm convert"):
+        LLM(str(source))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SHARD_BYTES", 100_000)
         convert(source, tmp_path / "out", "float32")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     llm = LLM(str(tmp_path / "out"), dtype="float32", attention_backend="sdpa")
+    assert llm.engine.input_processor.eos_token_ids == {0, 5}
+    assert llm.engine.checkpoint.config["_name_or_path"] == "a reranker"
     ids = [5, 7, 11, 13, 17, 19]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     got = llm.generate(ids, params, use_tqdm=False)[0]["token_ids"]
@@ -79,6 +88,18 @@ def test_rope_of_llama_3(tmp_path: Path) -> None:
     assert Checkpoint(tmp_path / "out").model_config.rope == config.rope
 
 
+FIELDS = {
+    "tokenizer": {"tokenizer": "unknown"},
+    "rope": {"rope.scaling.type": "yarn"},
+    "factor": {"rope.scaling.factor": 4.0},
+    "scale": {"rope.scale_linear": 4.0},
+    "causal": {"attention.causal": False},
+    "pooling": {"pooling_type": 1},
+    "unknown": {"logit_scale": 2.0},
+    "parts": {"split.count": 3},
+}
+
+
 def broken(path: Path, what: str) -> Path:
     """A GGUF file with a fault."""
     if what == "no file":
@@ -87,10 +108,8 @@ def broken(path: Path, what: str) -> Path:
         path.write_text("not a model")
         return path
     kind = "gemma" if what == "architecture" else "qwen3"
-    more = {"rope.scaling.type": "yarn"} if what == "rope" else {}
+    more = FIELDS.get(what, {})
     source = NANO
-    if what == "tokenizer":
-        more = {"tokenizer": "unknown"}
     if what in ("layers", "heads", "few KV heads", "many KV heads"):
         source = path.parent / "changed"
         shutil.copytree(NANO, source)
@@ -124,6 +143,12 @@ def broken(path: Path, what: str) -> Path:
         ("tokenizer", "a tokenizer of the kind 'unknown' with the pre-tokenizer 'qwen2'"),
         ("divisors", "rope_freqs.weight that is not of Llama 3.1"),
         ("rope", "rope.scaling.type 'yarn', which is not supported"),
+        ("factor", "rope.scaling.factor 4.0, which is not supported"),
+        ("scale", "rope.scale_linear 4.0, which is not supported"),
+        ("causal", "attention.causal False, which is not supported"),
+        ("pooling", "pooling_type 1, which is not supported"),
+        ("unknown", "logit_scale 2.0, which is not supported"),
+        ("parts", "is one of 3 parts; merge them with llama-gguf-split --merge"),
         ("layers", "has no tensor 'model.layers.10"),
         ("few KV heads", "shape (128, 256), but its metadata say (64, 256); download"),
         ("many KV heads", "shape (128, 256), but its metadata say (256, 256); download"),
