@@ -85,8 +85,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--peer-python", metavar="PATH", help="a Python with vLLM or llama-cpp-python")
     add("--busy", action="store_true", help="repeat each turn while a process uses one core")
     add("--repeats", **number, default=3, help="turns of each engine (3)")
-    add("--sample", **number, help="limit the requests of hf (4) and hf-batch (all)")
-    add("--batch-size", **number, default=64, help="requests in a batch of hf-batch (64)")
+    add("--sample", **number, help="limit the requests of hf (4), hf-batch and hf-paged (all)")
+    add("--batch-size", **number, default=64, help="requests at once in hf-batch and hf-paged (64)")
     add("--json", type=Path, metavar="FILE", help="all measurements, with machine and commit")
     add = parser.add_argument_group("other measurements, instead of the throughput").add_argument
     add("--host-only", action="store_true", help="host time of a decode step without a model")

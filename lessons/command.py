@@ -31,6 +31,7 @@ ROAD = sorted(path.stem for path in Path(__file__).parent.glob("lesson[0-9]*.py"
 ELECTIVES = [
     *("samples", "beams", "int8", "fp8_cache", "host_cache", "tensor_parallel"),
     *("states", "state_cache", "experts", "structured_outputs", "drafts"),
+    "order",
 ]
 # The name of each lesson, such as "6b" or "beams", in the order of the list, and its module.
 LESSONS = {

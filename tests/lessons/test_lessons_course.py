@@ -7,6 +7,7 @@ import torch
 from lesson_runs import row, run_lesson
 
 from lessons import elective_fp8_cache as fp8_cache
+from lessons import elective_order as order
 from lessons import elective_structured_outputs as structured
 from lessons import lesson02_model as page
 from lessons import lesson11c_latency as latency
@@ -73,6 +74,20 @@ def test_drafts() -> None:
         assert int(accepted) <= int(drafted)
         assert equal == "yes"
     assert int(runs[0][2]) < int(runs[0][1]) / 2
+
+
+def test_order() -> None:
+    printed = run_lesson("order")
+    sums = {row(printed, name)[0] for name in ("1 chain", "2 splits", "8 splits")}
+    assert len(sums) == 3
+    assert [row(printed, batch)[1:] for batch in "148"] == [["yes"] * 2, *[["no", "yes"]] * 2]
+    assert row(printed, "in a batch of 21") == ["0", "yes"]
+    assert int(row(printed, "behind a prefix")[0]) > order.SEGMENT
+    queries, keys = torch.randn(2, 8), torch.randn(2, 100, 8)
+    for size in (100, 7):
+        out = order.attend(queries.numpy(), *keys.numpy(), size)
+        expected = (queries @ keys[0].T).softmax(-1) @ keys[1]
+        torch.testing.assert_close(torch.from_numpy(out), expected)
 
 
 @torch.inference_mode()

@@ -2,8 +2,10 @@
 
 import json
 import random
+import re
 import sys
 from dataclasses import asdict, replace
+from statistics import median
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -165,7 +167,7 @@ def test_run_and_profile(path):
 
 
 @pytest.mark.slow
-def test_hf_baselines_generate_what_they_claim(path):
+def test_hf_baselines_generate_what_they_claim(path, monkeypatch):
     """Token 0 is the end token of the checkpoint, and no baseline may stop there."""
     model = baselines.load_hf_model(path, torch.float32, torch.device("cpu"))
     # All tokens become equally likely.
@@ -175,6 +177,17 @@ def test_hf_baselines_generate_what_they_claim(path):
         part, _ = baselines.hf_part(name, long, None, 64)
         assert sum(part.outputs) == 350
         assert baselines.run_hf(name, model, part, 64)["seconds"] > 0
+    # Each request of continuous batching has its own number, with one row or with all.
+    calls = Mock(side_effect=model.forward)
+    monkeypatch.setattr(model, "forward", calls)
+    for size, steps in ((1, 350), (64, 200)):
+        calls.reset_mock()
+        assert baselines.run_hf_paged(model, long, size)["seconds"] > 0
+        assert calls.call_count == 1 + steps  # one request makes the cache
+    calls.side_effect = ZeroDivisionError("in a step")
+    with pytest.raises(RuntimeError, match="continuous batching ended: in a step"):
+        baselines.run_hf_paged(model, long, 64)
+    monkeypatch.undo()
     # A static cache, which is compiled on a GPU only, begins with its largest size.
     short = Workload("w", [[5, 6, 7], [8, 9]], [3, 7], [[0, 1]])
     part, _ = baselines.hf_part("hf-compiled", short, None, 64)
@@ -305,7 +318,7 @@ def test_end_to_end(path, tmp_path, capsys, monkeypatch):
     python = fake_vllm(tmp_path, "no_such_name")
     kept = tmp_path / "run.json"
     numbers = "--num-seqs 5 --input 3 9 --output 2 6 --repeats 2 --batch-size 2 --sample 3"
-    rest = f"--set device=cpu --json {kept} --baseline hf hf-batch vllm"
+    rest = f"--set device=cpu --json {kept} --baseline hf hf-batch hf-paged vllm"
     rest += f" --peer-python {python}"
     assert bench.main(f"--model {path} {numbers} {rest}".split()) == 1
     printed = capsys.readouterr().out
@@ -318,7 +331,7 @@ def test_end_to_end(path, tmp_path, capsys, monkeypatch):
     work, engines, run = make_workload("short", spec, 199), result["engines"], result["run"]
     # A sample says so, and keeps whole batches.
     notes = {"nanovllm": "", "hf": "3 of 5 requests in batches of 1"}
-    notes["hf-batch"] = "4 of 5 requests in batches of 2"
+    notes["hf-batch"] = notes["hf-paged"] = "4 of 5 requests in batches of 2"
     assert {e["name"]: e["note"] for e in engines} == notes
     assert engines[0]["output_tokens"] == sum(work.outputs)
     assert run["seconds"] == max(r["seconds"] for r in engines[0]["runs"])
@@ -333,3 +346,10 @@ def test_end_to_end(path, tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert " - " not in printed  # one turn has no range
     assert printed.split("\n")[-2].startswith("Total: ")
+    # The rate of a prompt does not count the token after it.
+    arguments = f"--model {path} --workload pp512 --input 9 9 --json {kept} --set device=cpu"
+    assert bench.main(arguments.split()) == 0
+    result = json.loads(kept.read_text())
+    rate = median(9 / run["seconds"] for run in result["engines"][0]["runs"])
+    printed = capsys.readouterr().out.partition("prompt tokens/s")[2]
+    assert re.search(rf"^nanovllm +{rate:,.1f} .* {rate * 10 / 9:,.0f} ", printed, re.MULTILINE)

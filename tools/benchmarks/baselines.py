@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 BASELINES = {
     "hf": "generate of transformers, one request at a time (default with the embedded model)",
     "hf-batch": "generate on static batches, padded to the longest (default, as hf)",
+    "hf-paged": "continuous batching, as generate_batch, with paged attention (default, as hf)",
     "hf-compiled": "generate with a static cache, on a GPU with torch.compile; as hf",
     "vllm": "vLLM with its defaults, in the environment of --peer-python",
     "llama.cpp": "llama-cpp-python of --peer-python, on the GGUF file of chat-real or of a --shape",
@@ -62,7 +63,7 @@ def hf_part(name: str, work: Workload, sample: int | None, size: int) -> tuple[W
             by_length = sorted(range(num), key=lambda i: -part.lengths[i])
             part = replace(part, rounds=[[i] for i in by_length])
     else:
-        # A last batch that is not full would make the baseline slower.
+        # A last static batch that is not full would make the baseline slower.
         part = work.subset(range(min(total, -(-(sample or total) // size) * size)))
     note = f"{len(part.prompts)} of {total} requests in batches of {min(size, len(part.rounds[0]))}"
     return part, note
@@ -99,6 +100,57 @@ def run_hf(name: str, model: Any, work: Workload, size: int) -> dict[str, Any]:
                 ).cpu()
             check_lengths("generate", [out.shape[1] - width], [longest])
     return {"seconds": time.perf_counter() - start}
+
+
+def run_hf_paged(model: Any, work: Workload, size: int) -> dict[str, Any]:
+    """Run continuous batching with at most `size` requests at once, and an empty prefix cache.
+
+    `generate_batch` has one number of output tokens for all requests, but the manager that it makes
+    has one for each. On a CPU attention is the default, torch's SDPA over the keys of all requests
+    of a step, with a mask; transformers has flash attention for GPUs only. Raises RuntimeError for
+    a wrong number of tokens, or with the error of the manager.
+    """
+    import torch
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    limits: dict[str, Any] = {"max_requests_per_batch": size}
+    if model.device.type == "cpu":
+        # By default the cache and the mask over it take 0.6 of the memory, which other engines need
+        # too. This cache has blocks (of 256 tokens, the default) for the longest requests that run
+        # at once, so no margin has to be free.
+        blocks = sorted(-(-n // 256) for n in work.lengths)
+        limits |= {"num_blocks": sum(blocks[-size:]), "safety_margin": 0.0}
+        limits["max_batch_tokens"] = 2048
+    settings: dict[str, Any] = {"do_sample": True, "top_k": 0, "top_p": 1.0, "eos_token_id": -1}
+    with (
+        torch.inference_mode(),
+        model.continuous_batching_context_manager(
+            generation_config=GenerationConfig(temperature=work.temperature, **settings),
+            continuous_batching_config=ContinuousBatchingConfig(**limits),
+        ) as manager,
+    ):
+
+        def run(requests: list[tuple[list[int], int]]) -> list[int]:
+            """Return the number of output tokens of each request."""
+            lengths: dict[str, int] = {}
+            names = [manager.add_request(ids, max_new_tokens=number) for ids, number in requests]
+            while len(lengths) < len(names):
+                result = manager.get_result(timeout=1)
+                if result is not None and not result.error:
+                    lengths[result.request_id] = len(result.generated_tokens)
+                elif result is not None or not manager.is_running():
+                    raise RuntimeError(f"continuous batching ended: {result and result.error}")
+            return [lengths[name] for name in names]
+
+        run([([0], 1)])  # the cache is made before the first step
+        start = time.perf_counter()
+        for round_ in work.rounds:
+            # In the order of `generate_batch`, in which common prefixes are next to each other.
+            order = sorted(round_, key=work.prompts.__getitem__, reverse=True)
+            numbers = run([(work.prompts[i], work.outputs[i]) for i in order])
+            check_lengths("continuous batching", numbers, [work.outputs[i] for i in order])
+        seconds = time.perf_counter() - start
+    return {"seconds": seconds}
 
 
 def vllm_version(python: str | None) -> str:

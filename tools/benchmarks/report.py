@@ -12,10 +12,6 @@ def entry(name: str, text: str) -> str:
     return textwrap.fill(f"{name:22} {text}", 100, subsequent_indent=" " * 23)
 
 
-def rates_of(engine: dict[str, Any]) -> list[float]:
-    return [run["output_tokens_per_second"] for run in engine["runs"]]
-
-
 def span(values: list[float], digits: str) -> str:
     """Return the range of the values; empty if there is only one."""
     return "" if len(values) == 1 else f"{min(values):{digits}} - {max(values):{digits}}"
@@ -24,15 +20,18 @@ def span(values: list[float], digits: str) -> str:
 def table(result: dict[str, Any]) -> str:
     """Return one line for each engine, then the figures of nanovllm."""
     engines = result["engines"]
-    ours = rates_of(engines[0])
+    kind = result["rate_of"]
+    rates_by_engine = [[r[f"{kind}_tokens_per_second"] for r in e["runs"]] for e in engines]
+    ours = rates_by_engine[0]
+    title = f"{'output' if kind == 'output' else 'prompt'} tokens/s"
     lines = [
-        f"{'':13}{'output tokens/s':^32}{'in + out':>9}{'speed-up':^26}{'other processes':>19}",
+        f"{'':13}{title:^32}{'in + out':>9}{'speed-up':^26}{'other processes':>19}",
         f"{'median':>23}{'range':^22}{'tokens/s':>9}{'of nanovllm':^26}{'took CPU time':>19}",
     ]
     pairs = []
-    for engine in engines:
-        rates = rates_of(engine)
-        total = median(rates) * (1 + engine["input_tokens"] / engine["output_tokens"])
+    for engine, rates in zip(engines, rates_by_engine, strict=True):
+        tokens = engine["input_tokens"] + engine["output_tokens"]
+        total = median(rates) * tokens / engine[f"{kind}_tokens"]
         factors = [a / b for a, b in zip(ours, rates, strict=True)]
         factor = f"{median(factors):9.2f}x {span(factors, '.2f'):^15}" if rates != ours else ""
         if engine["engine"] != "nanovllm":

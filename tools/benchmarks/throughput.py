@@ -80,6 +80,8 @@ def throughput(args: argparse.Namespace, options: Result, command: str, temporar
     run = sorted(ours, key=lambda run: run["seconds"])[len(ours) // 2]
     limits = roofline.bounds(cost, peak)
     result = {**setup.about, "machine": machine.describe(setup.device), "command": command}
+    # Where each output has one token, its request is all prompt.
+    result["rate_of"] = "output" if max(setup.work.outputs) > 1 else "input"
     result |= {"cost": cost, "peak": peak, "roofline": limits, "run": run, "failed": failed}
     result["roofline_share"] = sum(seconds for seconds, _ in limits.values()) / run["seconds"]
     result["load_seconds"] = median(run["load_seconds"] for run in ours)
@@ -125,13 +127,13 @@ def take_turns(
                 failed[engine.name] = str(error)
                 rows = {n: row for n, row in rows.items() if row["engine"] != engine.name}
                 continue
-            output = sum(engine.work.outputs)
             run |= process.loaded
             run["other_load"] = machine.other_load(cpu_at_start)
-            run["output_tokens_per_second"] = output / run["seconds"]
-            row = {"name": name, "engine": engine.name, "note": engine.note}
-            row |= {"output_tokens": output, "runs": []}
-            row |= {"input_tokens": sum(map(len, engine.work.prompts))}
+            row = {"name": name, "engine": engine.name, "note": engine.note, "runs": []}
+            row["output_tokens"] = sum(engine.work.outputs)
+            row["input_tokens"] = sum(map(len, engine.work.prompts))
+            for kind in ("input", "output"):
+                run[f"{kind}_tokens_per_second"] = row[f"{kind}_tokens"] / run["seconds"]
             rows.setdefault(name, row)["runs"].append(run)
             if not together:
                 loaded.pop(engine.name).end()
@@ -181,7 +183,7 @@ def prepare(args: argparse.Namespace, options: Result, temporary: Path) -> Setup
     cost = roofline.costs(work, sizes, weight_size, config.max_num_seqs, kv_size)
     cuda = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if cuda else available_host_memory()
-    others = ["hf", "hf-batch"] if model == EMBEDDED else []
+    others = ["hf", "hf-batch", "hf-paged"] if model == EMBEDDED else []
     others = others if args.baseline is None else list(dict.fromkeys(args.baseline))
     # On a CPU all engines are loaded at the same time.
     weight_bytes = cost["weight_bytes"] * (1 if cuda else 1 + len(others))

@@ -141,6 +141,8 @@ def load(job: Result) -> tuple[Result, Callable[..., Result]]:
         model = baselines.load_hf_model(Path(job["directory"]), dtype, torch.device(job["device"]))
 
         def measured(profile: bool) -> Result:
+            if job["engine"] == "hf-paged":
+                return baselines.run_hf_paged(model, work, job["batch_size"])
             return baselines.run_hf(job["engine"], model, work, job["batch_size"])
 
     load_seconds = time.perf_counter() - start

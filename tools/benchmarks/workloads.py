@@ -66,6 +66,8 @@ WORKLOADS = {
     # Short answers of different lengths: a prompt joins nearly every step.
     "stream": Spec("a stream of requests", 512, (64, 64), (16, 48), "qwen3-0.6b", rows=64),
     "latency": Spec("one request at a time", 4, (16, 128), (128, 128), alone=True),
+    "pp512": Spec("llama-bench's pp512: one prompt", 1, (512, 512), (1, 1), alone=True),
+    "tg128": Spec("llama-bench's tg128: one output", 1, (1, 1), (128, 128), alone=True),
 }
 
 SHAPE_FIELDS = (
