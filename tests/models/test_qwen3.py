@@ -23,6 +23,7 @@ class Recorder:
         self.rows: list[tuple[int, torch.Tensor]] = []  # (position, logits [V]), as computed
         self.inner = self.model.forward
         self.model.forward = self.forward  # type: ignore[method-assign]
+        self.runner.fused_step = lambda plan: None  # its logits cannot be seen
 
     def forward(self, batch, attention):
         hidden = self.inner(batch, attention)

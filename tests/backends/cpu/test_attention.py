@@ -78,7 +78,7 @@ def test_short_chunks_in_bfloat16(heads: tuple[int, int], dim: int, block_size: 
         torch.bfloat16,
         dim,
     )
-    shared = 320 // block_size * block_size // KEYS * KEYS  # whole segments
+    shared = whole(320 // block_size * block_size)
     assert prefixes(step) == dict.fromkeys(range(20 + 33 + 1 + 60 + 7), shared)
 
 
@@ -88,7 +88,12 @@ def test_a_prefix_and_the_rest_in_bfloat16() -> None:
         step = compare(
             NumbaAttention, lengths, 16, (4, 2), 1, {20: [0, 1, 2, 3]}, torch.bfloat16, dim
         )
-        assert prefixes(step) == dict.fromkeys(range(4), 320)
+        assert prefixes(step) == dict.fromkeys(range(4), whole(320))
+
+
+def whole(tokens: int) -> int:
+    """The tokens of whole segments."""
+    return tokens // KEYS * KEYS
 
 
 def prefixes(step: Any) -> dict[int, int]:
@@ -108,13 +113,13 @@ def prefixes(step: Any) -> dict[int, int]:
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_shared_prefixes_are_read_once(block_size: int, heads: tuple[int, int]) -> None:
     """Two families of a common prefix, two that share too little, and others, some not decoding."""
-    long, short = 320 // block_size, 192 // block_size
-    pasts = [321, 400, 380, 500, 200, 192 + 1, 210, 250, 17, 40, 20, 0]
+    long, short = 384 // block_size, 256 // block_size
+    pasts = [385, 450, 430, 500, 264, 256 + 1, 274, 310, 17, 40, 20, 0]
     lengths = [(7, 500), (3, 0)] + [(1, past) for past in pasts]
     few = -(-16 // block_size)
     shared = {long: [0, 2, 3, 5], short: [6, 7, 9], few: [10, 11]}
     step = compare(NumbaAttention, lengths, block_size, heads, 5, shared)
-    wanted = dict.fromkeys((10, 11, 13), 320) | dict.fromkeys((14, 15, 17), 192)
+    wanted = dict.fromkeys((10, 11, 13), whole(384)) | dict.fromkeys((14, 15, 17), whole(256))
     assert prefixes(step) == wanted
 
 
@@ -126,7 +131,8 @@ def test_short_chunks_behind_a_shared_prefix(block_size: int) -> None:
     lengths = [(400, 0), (20, 320), (33, 325), (60, 320), (65, 320), (17, 70), (18, 64), (1, 30)]
     shared = {number: [0, 1, 2, 3, 4], few: [5, 6], 16 // block_size: [0, 7]}
     step = compare(NumbaAttention, lengths, block_size, (4, 2), 3, shared)
-    assert prefixes(step) == dict.fromkeys(range(400, 400 + 20 + 33 + 60 + 65), 320)
+    wanted = range(400, 400 + 20 + 33 + 60 + 65)
+    assert prefixes(step) == dict.fromkeys(wanted, whole(320))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -279,7 +279,9 @@ def test_the_prefix_cache_on_disk(models: Callable[[str], Pair], tmp_path: Path)
         with pytest.raises(ValueError, match=r"not a checkpoint's; call load_weights\(DIRECTORY\)"):
             call(tmp_path)
     llm.load_weights(new_path)
-    with pytest.raises(ValueError, match="does not fit this engine: they differ in model .*, weights"):
+    with pytest.raises(
+        ValueError, match="does not fit this engine: they differ in model .*, weights"
+    ):
         llm.load_prefix_cache(tmp_path)
     llm.load_weights(path)
     assert llm.load_prefix_cache(tmp_path) > 0
