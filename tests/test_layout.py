@@ -16,6 +16,7 @@ ROOTS = TESTS.parent / "nanovllm", TESTS.parent  # lessons/ and tools/ are in th
 OTHER = {"helpers", "scripts", "lessons/exercises"}
 # Files about more than one module, and their subjects.
 SEVERAL = {
+    "test_batch_invariance.py": "whole engines on the CPU's kernels",
     "test_idioms.py": "scripts in the idioms of vLLM and nano-vllm",
     "test_imports.py": "the order of imports",
     "test_layout.py": "the folder tests/",

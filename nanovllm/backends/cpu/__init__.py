@@ -7,21 +7,20 @@ jit.py                    `compiled`, the decorator of all kernels.
 kernels/llvm/calls.py     Calls, pointers and fp8 in LLVM code, which Numba cannot express.
 kernels/primitives.py     Numbers as they are stored, arrays at addresses, exp and maximum.
 kernels/parallel.py       Runs a kernel on several threads, each for a range of its items.
-linear.py                 Weights in oneDNN's blocked layout, which blocks.py and amx.py read too.
-kernels/product.py        Products with packed weights; quantized rows.
+kernels/product.py        Products with packed weights; quantized and padded rows.
+kernels/words.py          The layout of the KV cache, and the operands of attention's products.
 kernels/pointwise.py      Norm, SwiGLU, rotary embedding. The rules and shapes of all kernels.
-kernels/llvm/vectors.py   The two products of attention in vectors of 16 numbers.
+kernels/llvm/vectors.py   The softmax of a segment, in vectors of 16 numbers.
 kernels/llvm/dot.py       The inner loops of products in float32, bfloat16, int8 and int4.
-kernels/words.py          Operands of attention's products: numbers, or pairs in bfloat16.
-kernels/few_queries.py    Groups of queries that read the same blocks; attention of few of them.
-kernels/attention.py      Attention of all groups.
-kernels/amx.py            Products of few rows in bfloat16 with AMX.
+kernels/amx.py            Products in bfloat16 with AMX.
 kernels/blocks.py         The same without AMX, and in float32 and int8, for any processor.
+kernels/attention.py      Groups of queries that read the same blocks, and their attention.
+linear.py                 Weights in float32 and bfloat16, packed in the order of the kernels.
 kernels/int8.py           Linear layers with weights in int8.
 kernels/int4.py           Linear layers with weights in int4.
 kernels/experts.py        All that follows the routing of a mixture of experts, in one call.
 kernels/sampler.py        Filters, draws and log-probabilities of tokens.
-kernels/fused_decode.py   All layers of a decode step in one call.
+kernels/fused_decode.py   All layers of a step in one call.
 kernels/fused_step.py     The kernels of a whole decode step, from rows to tokens.
 compile.py                Compiles the kernels above once.
 attention.py              NumbaAttention: which tokens of a step are a group.
@@ -31,6 +30,6 @@ kernels/delta_layers.py   What fused_decode.py needs for the layers of a hybrid 
 backend.py                Joins all of it into a Backend.
 thread_limit.py           Limits the threads of a step to free cores. It stands alone.
 
-The first five files suffice to read any other kernel. Only llvm/dot.py, words.py, blocks.py,
-amx.py, int8.py and linear.py depend on the processor. All others run where Numba does.
+The first five files suffice to read any other kernel. Only llvm/dot.py, blocks.py, int8.py
+and amx.py depend on the processor. All others run where Numba does.
 """

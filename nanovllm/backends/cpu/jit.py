@@ -89,15 +89,12 @@ class KernelCache(FunctionCache):
             super().save_overload(sig, data)
 
 
-def compiled(
-    parallel: bool = False, no_nan: bool = False, exact: bool = False
-) -> Callable[[Callable[..., Any]], Any]:
+def compiled(parallel: bool = False, exact: bool = False) -> Callable[[Callable[..., Any]], Any]:
     """Return the decorator of all kernels. `parallel` makes prange parallel.
 
-    LLVM vectorizes a maximum only with `no_nan`: the result for a NaN is then undefined. With
-    `exact` it computes every operation as it is written.
+    With `exact` LLVM computes every operation as it is written.
     """
-    fastmath = set() if exact else FASTMATH | {"nnan"} if no_nan else FASTMATH
+    fastmath = set() if exact else FASTMATH
     options: Any = dict(parallel=parallel, nogil=True, error_model="numpy", fastmath=fastmath)
 
     def decorate(function: Callable[..., Any]) -> Any:

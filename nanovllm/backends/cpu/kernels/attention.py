@@ -14,21 +14,8 @@ from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels.blocks import WIDTH, add_narrow, add_product
 from nanovllm.backends.cpu.kernels.llvm.vectors import SEGMENT, copy_words, weigh_rows
 from nanovllm.backends.cpu.kernels.parallel import in_parts
-from nanovllm.backends.cpu.kernels.primitives import (
-    array,
-    bytes_of,
-    f32,
-    from_float32,
-)
-from nanovllm.backends.cpu.kernels.words import (
-    TILE,
-    is_tiled,
-    key_place,
-    operand,
-    operands,
-    per_word,
-    value_place,
-)
+from nanovllm.backends.cpu.kernels.primitives import array, bytes_of, f32, from_float32
+from nanovllm.backends.cpu.kernels.words import TILE, is_tiled, operand, operands, per_word
 
 KEYS = SEGMENT
 # The largest number of rows of a group of several queries.
@@ -65,7 +52,7 @@ class AttentionWork(NamedTuple):
     prefixes: QueryGroups
     rest: QueryGroups
     # [T, H, D + 2] float32, or empty without prefixes: the weighted sum of values, the maximum of
-    # the scores and the sum of the weights after the prefix. The maximum is minus infinity without.
+    # the scores and the sum of the weights after the prefix of a token that has one.
     partial: np.ndarray
 
 
@@ -109,8 +96,7 @@ def copy_tokens(keys, values, k_cache, v_cache, table, tiles, head, first, token
     _, _, block_size, dim = k_cache.shape
     words, _, n = keys.shape
     example, wide = k_cache[0, 0, 0, 0], values.shape[1]
-    tiled = is_tiled(block_size, dim)
-    if tiled:
+    if is_tiled(block_size, dim):
         row_bytes = dim * k_cache.itemsize
         tile_bytes, offset = TILE * row_bytes, head * block_size * row_bytes
         for j in range(0, tokens, TILE):
@@ -122,11 +108,9 @@ def copy_tokens(keys, values, k_cache, v_cache, table, tiles, head, first, token
     else:
         for j in range(tokens):
             block, slot = table[(first + j) // block_size], (first + j) % block_size
-            k, v = k_cache[block, head].ravel(), v_cache[block, head].ravel()
             for d in range(dim):
-                keys[d // n, j, d % n] = operand(k[key_place(slot, d, dim, tiled, n)], example)
-                number = operand(v[value_place(slot, d, dim, tiled, n)], example)
-                values[j // n, d, j % n] = number
+                keys[d // n, j, d % n] = operand(k_cache[block, head, slot, d], example)
+                values[j // n, d, j % n] = operand(v_cache[block, head, slot, d], example)
     if tokens % n > 0:
         values[tokens // n, :, 1] = 0
 
@@ -166,17 +150,18 @@ def attend_groups(qkv, out, partial, k_cache, v_cache, queries, context_lens, fi
     log2_scale = f32(1.44269504) / np.sqrt(f32(dim))  # exp(x) is computed as 2^(x / ln 2)
     example, q_example = k_cache[0, 0, 0, 0], qkv[0, 0, 0]
     n, tiled = per_word(example), is_tiled(block_size, dim)
-    words, wide = (dim + n - 1) // n, (dim + WIDTH - 1) // WIDTH * WIDTH
+    words, wide = dim // n, (dim + WIDTH - 1) // WIDTH * WIDTH
     max_rows = queries.shape[1] * q_per_kv
     tile_bytes, head_bytes = TILE * dim * bytes_of(example), block_size * dim * bytes_of(example)
     # Few rows of all heads are computed together, to read the cache in the order of memory.
     max_height = max(max_rows, FEW_ROWS * num_kv_heads)
-    query = operands((max_height, words * n), example)
+    query = operands((max_height, dim), example)
     weights, scores = operands((max_height, KEYS), example), np.empty((max_height, KEYS), f32)
     sums, visible = np.empty((max_height, wide), f32), np.empty(max_height, np.int64)
     row_max, row_sum, factors = np.empty((3, max_height), f32)
     keys, values = operands((words, KEYS, n), example), operands((KEYS // n, wide, n), example)
     word, odd_value = keys[0, 0, 0], operands((wide, n), example)
+    odd_value[:] = 0
     tiles = np.empty(block_tables.shape[1] * block_size // TILE + AHEAD + 1, np.int64)
     item = start
     while item < stop:

@@ -1,12 +1,12 @@
-"""Products of few rows with packed weights, for every processor: blocks of 64 outputs.
+"""Products of rows with packed weights, for every processor: blocks of 64 outputs.
 
-A product of few rows takes as long as reading its weights. On the 2 cores of an EPYC, oneDNN reads
-16 GB/s of weights in bfloat16 for one row and this kernel 27; docs/measurements.md has more rows.
-amx.py has the kernel of processors with AMX, Intel's matrix instructions.
+A product of few rows takes as long as reading its weights, which are read in the order of memory.
+The sum of an output is formed from the first word to the last, however many rows there are: a row
+has the same bits in any company. amx.py has the kernel of processors with AMX, Intel's matrix
+instructions.
 
 A weight [O, I] is stored in words of 4 bytes, which are one number in float32, two in bfloat16 and
-four in int8, as [O / 64, words, 64]. oneDNN packs float32 like this, and bfloat16 for processors
-without AMX.
+four in int8, as [O / 64, words, 64].
 """
 
 from functools import cache

@@ -54,14 +54,14 @@ def value_place(slot, d, dim, tiled, n):
 
 
 def operands(shape, example):
-    """Return an array of zeros for the numbers of words."""
+    """Return an uninitialized array for the numbers of words."""
     raise NotImplementedError("compiled code only")
 
 
 @overload(operands)
 def _operands(shape, example):
     dtype = np.uint16 if example == types.uint16 else np.float32
-    return lambda shape, example: np.zeros(shape, dtype)
+    return lambda shape, example: np.empty(shape, dtype)
 
 
 def operand(number, example):
