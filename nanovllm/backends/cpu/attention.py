@@ -62,7 +62,8 @@ class NumbaAttention(PlainAttention):
         self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.max_queries = max(1, MAX_ROWS * self.kv_heads // self.heads)  # of a group
         self.examples = [DTYPE_EXAMPLE[dtype] for dtype in dtypes]
-        self.shape = tuple(self.cache.shape[2:])
+        num_blocks, kv_heads, block_size, dim = self.cache.shape[2:]
+        self.shape = num_blocks, kv_heads, block_size, dim
         self.is_tiled = is_tiled(self.block_size, self.dim)
         if self.is_tiled:
             self.layout = f"tiles of {TILE} slots"

@@ -259,11 +259,12 @@ def attention_step(
 def norm_rope_store(backends: Backends, *sizes: Any) -> Comparisons:
     """Compare q and the cache, for the sizes of `attention_step`."""
     num_heads, _, dim = sizes[0]
-    found, wanted = [], []
+    results: list[tuple[Tensor, Tensor]] = []
     for attention, q, _ in attention_step(backends, *sizes, empty=0.0):
         blocks = torch.arange(attention.cache.shape[2], device=q.device)
         kv = attention.read_blocks(0, blocks).view(-1, dim)
-        found, wanted = wanted, [q[:, :num_heads].flatten(1), kv]
+        results.append((q[:, :num_heads].flatten(1), kv))
+    found, wanted = results
     is_fp8 = sizes[-1]
     if not is_fp8:  # some kernels scale q then
         yield Comparison("q", found[0], wanted[0])

@@ -112,8 +112,9 @@ def example_step(example: Any, weight_example: Any, cache_example: Any) -> Step:
     """Return a step with the types of every step of these dtypes."""
     none = np.empty((0, 0), np.int64)
     groups = QueryGroups(none, none, none.ravel(), none.astype(np.int32))
+    addresses_and_sizes: Any = dict.fromkeys(Step._fields[:14], 0)
     return Step(
-        *[0] * 14,
+        **addresses_and_sizes,
         eps=0.0,
         shape=(1, 1, 1, 1),
         slot_mapping=none.ravel(),
@@ -281,10 +282,19 @@ class FusedLayers:
             self.buffers = [x.new_empty(rows, width) for width in widths]
             work_bytes = self.code.product.work_bytes(max(size, mixed, wide))
             self.buffers.append(x.new_empty(rows * work_bytes, dtype=torch.uint8))
-        addresses = (tensor.data_ptr() for tensor in (*inputs, *self.buffers))
+        x_at, residual, cos, sin = (tensor.data_ptr() for tensor in inputs)
+        projected, mixed, gate_up, activated, work_at = (b.data_ptr() for b in self.buffers)
         example, weight_example, cache_example = self.examples
         return Step(
-            *addresses,
+            x=x_at,
+            residual=residual,
+            cos=cos,
+            sin=sin,
+            projected=projected,
+            mixed=mixed,
+            gate_up=gate_up,
+            activated=activated,
+            work=work_at,
             rows=rows,
             size=size,
             intermediate_size=wide,

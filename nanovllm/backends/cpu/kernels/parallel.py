@@ -128,7 +128,7 @@ def parts_for(elements, parts):
 
 def follow_torch() -> None:
     """Give Numba as many threads as torch has."""
-    limit = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+    limit = numba.config.NUMBA_NUM_THREADS
     numba.set_num_threads(min(torch.get_num_threads(), limit))
 
 
