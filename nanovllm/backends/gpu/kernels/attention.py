@@ -66,7 +66,7 @@ def _load_blocks(block_table, start, end, BLOCK: tl.constexpr, TILE: tl.constexp
 def _attend_tile(
     q, k_cache, v_cache, blocks, start, end, query_position, acc, row_max, row_sum, scale,
     K: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, LOOPS: tl.constexpr,
 ):
     """Update the online softmax with the keys at the positions [start, start + TILE)."""
     D_PAD: tl.constexpr = q.shape[1]
@@ -80,7 +80,9 @@ def _attend_tile(
     k = tl.load(k_ptrs, mask=in_range[None, :] & in_head[:, None], other=0.0).to(q.dtype)
     v_ptrs = v_cache + offset[:, None] + dim[None, :]  # [TILE, D]
     v = tl.load(v_ptrs, mask=in_range[:, None] & in_head[None, :], other=0.0)
-    v = fp8_to(v, q.dtype) if v.dtype == tl.float8e4nv else v.to(q.dtype)
+    # For tcgen05, the matrix units of sm_100, Triton 3.6 to 3.7.1 cannot compile the inline assembly
+    # in a loop of prompts, where it would not be faster either.
+    v = fp8_to(v, q.dtype) if (LOOPS == 1) & (v.dtype == tl.float8e4nv) else v.to(q.dtype)
     # `scale` contains log2(e), so that exp2, which is one instruction, replaces exp below.
     scores = tl.dot(q, k, input_precision="ieee") * scale  # [M, TILE]
     if MASKED:
@@ -123,7 +125,7 @@ def _attend_range(
             next_blocks = _load_blocks(block_table, tile_start + TILE, end, BLOCK, TILE)
             acc, row_max, row_sum = _attend_tile(
                 q, k_cache, v_cache, blocks, tile_start, end, query_position, acc, row_max, row_sum,
-                scale, K, BLOCK, D, TILE, masked,
+                scale, K, BLOCK, D, TILE, masked, LOOPS,
             )
             blocks = next_blocks
     return acc / row_sum[:, None] * v_scale, row_max + tl.log2(row_sum)
