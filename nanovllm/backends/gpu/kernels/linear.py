@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from nanovllm.backends.gpu.kernels.conversions import int8_to
 from nanovllm.backends.gpu.kernels.launch import launch
-from nanovllm.backends.int4 import GROUP, Int4Weight
+from nanovllm.backends.int4 import GROUP, PART, Int4Weight
 from nanovllm.backends.int8 import Int8Weight
 from nanovllm.models.layers import Linear
 
@@ -62,8 +62,6 @@ FLOAT32 = {
 # multiprocessor, and with 128 rows and 8 warps one.
 FEW, MANY = LinearTile(16, 16, 128, 1, 4, 4), LinearTile(64, 64, 32, 1, 4, 3)
 EXPERTS_FLOAT32 = LinearTile(32, 32, 32, 1, 4, 3)
-# Weights that are converted at a time for torch: 32 MiB in half precision; an H100's L2 has 50 MiB.
-PART = 2**24
 
 
 @triton.jit
