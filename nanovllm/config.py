@@ -115,7 +115,7 @@ class EngineConfig:
 
     # ---- advanced ----
 
-    block_size: Annotated[int, 1, 2**20] = 16  # tokens
+    block_size: Annotated[int, 1, 2**16] = 16  # tokens; kernels have 32-bit offsets in a block
     enable_prefix_caching: bool = True
     scheduling_policy: Annotated[str, "fcfs", "sjf"] = "fcfs"  # "sjf": shortest job first
     # Whether to plan and launch a step before the tokens of the previous step are read. None: True

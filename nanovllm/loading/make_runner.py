@@ -20,7 +20,7 @@ from nanovllm.loading import memory
 from nanovllm.loading.memory import MemoryBudget
 from nanovllm.loading.select_backend import pick_backend, pick_device, pick_dtype
 from nanovllm.models.attention import PlainAttention
-from nanovllm.models.backend import Backend
+from nanovllm.models.backend import Backend, check_capability
 from nanovllm.models.fp8 import Scales
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
@@ -94,6 +94,11 @@ def make_backend(
     from nanovllm.backends.cpu.thread_limit import ThreadLimit
     from nanovllm.features.kernel_check.at_start import checked
 
+    if config.kv_cache_dtype != "auto" and config.attention_backend != "sdpa":
+        # Triton cannot convert float8_e4m3fn on older GPUs.
+        needs = f"kv_cache_dtype={config.kv_cache_dtype!r} needs"
+        instead = "use kv_cache_dtype='auto', or attention_backend='sdpa', which is slower"
+        check_capability(device, (8, 9), needs, instead)
     dtype = pick_dtype(config.dtype, device, on_meta.config.dtype)
     num_weights = memory.num_weights(on_meta)
     backend = pick_backend(config.attention_backend, device, dtype, num_weights)

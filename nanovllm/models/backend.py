@@ -160,3 +160,20 @@ class Backend:
         """Return a context manager to enter for each step."""
         # Triton launches kernels on the current device of the thread.
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+
+def check_capability(
+    device: torch.device, minimum: tuple[int, int], needs: str, instead: str
+) -> None:
+    """Raise ValueError if the device is an NVIDIA GPU with a compute capability below `minimum`.
+
+    The message begins with `needs` and ends with `instead`.
+    """
+    if device.type == "cuda" and not torch.version.hip:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < minimum:
+            needed, available = (".".join(map(str, pair)) for pair in (minimum, capability))
+            raise ValueError(
+                f"{needs} compute capability {needed} or higher, and "
+                f"{torch.cuda.get_device_name(device)} has {available}; {instead}"
+            )

@@ -36,9 +36,6 @@ class TritonAttention(PlainAttention):
         device: torch.device,
         fp8_scales: list[Scales] | None = None,
     ) -> None:
-        if fp8_scales:  # Triton cannot convert float8_e4m3fn on older GPUs
-            instead = "use kv_cache_dtype='auto', or attention_backend='sdpa', which is slower"
-            check_capability(device, (8, 9), "kv_cache_dtype='fp8' needs", instead)
         super().__init__(config, num_blocks, block_size, dtype, device, fp8_scales)
         self.layers = [(k, v) for k, v in self.cache]  # indexing the cache takes 10 us
         self.gpu = GpuInfo.of(device)
@@ -114,20 +111,3 @@ class PlainStoreAttention(TritonAttention):
     ) -> Tensor:
         q: Tensor = batch.attention_metadata.q
         return q.copy_(PlainAttention.norm_rope_store(self, layer, qkv, norms, rope, batch))
-
-
-def check_capability(
-    device: torch.device, minimum: tuple[int, int], needs: str, instead: str
-) -> None:
-    """Raise ValueError if the device is an NVIDIA GPU with a compute capability below `minimum`.
-
-    The message begins with `needs` and ends with `instead`.
-    """
-    if device.type == "cuda" and not torch.version.hip:
-        capability = torch.cuda.get_device_capability(device)
-        if capability < minimum:
-            needed, available = (".".join(map(str, pair)) for pair in (minimum, capability))
-            raise ValueError(
-                f"{needs} compute capability {needed} or higher, and "
-                f"{torch.cuda.get_device_name(device)} has {available}; {instead}"
-            )

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.backends.gpu.attention import PlainStoreAttention, TritonAttention, check_capability
+from nanovllm.backends.gpu.attention import PlainStoreAttention, TritonAttention
 from nanovllm.backends.gpu.chunk_graphs import ChunkGraphs
 from nanovllm.backends.gpu.graphs import CudaCapture, DecodeGraphs
 from nanovllm.backends.gpu.kernels import delta_rule, linear, pointwise, sampler
 from nanovllm.backends.int4 import HEAD, Int4Weight
 from nanovllm.backends.int8 import Int8Weight
-from nanovllm.models.backend import Backend
+from nanovllm.models.backend import Backend, check_capability
 from nanovllm.models.layers import Linear
 
 MIN_CAPABILITY = (7, 5)  # Turing, the first that .ci/compile_kernels.py compiles for

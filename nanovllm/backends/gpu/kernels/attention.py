@@ -80,8 +80,8 @@ def _attend_tile(
     k = tl.load(k_ptrs, mask=in_range[None, :] & in_head[:, None], other=0.0).to(q.dtype)
     v_ptrs = v_cache + offset[:, None] + dim[None, :]  # [TILE, D]
     v = tl.load(v_ptrs, mask=in_range[:, None] & in_head[None, :], other=0.0)
-    # For tcgen05, the matrix units of sm_100, Triton 3.6 to 3.7.1 cannot compile the inline assembly
-    # in a loop of prompts, where it would not be faster either.
+    # Triton 3.6 to 3.7.1 cannot compile the inline assembly of `fp8_to` in a loop of prompts for
+    # the matrix units of sm_100, and it would not be faster there.
     v = fp8_to(v, q.dtype) if (LOOPS == 1) & (v.dtype == tl.float8e4nv) else v.to(q.dtype)
     # `scale` contains log2(e), so that exp2, which is one instruction, replaces exp below.
     scores = tl.dot(q, k, input_precision="ieee") * scale  # [M, TILE]
