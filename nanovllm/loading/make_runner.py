@@ -210,16 +210,16 @@ def make_fast_steps(config: EngineConfig, ranks: Ranks | None, runner: ModelRunn
         graphs = backend.capture_decode(runner.decode, runner.rows.positions, smallest)
         if not graphs.replays:
             return
-        if config.check_kernels:
-            from nanovllm.features.kernel_check.at_start import replay_is_right
-
-            if not replay_is_right(runner, graphs, config.token_budget, ranks):
-                return
-        runner.graphs = graphs
+        chunks = None
         if runner.states is None:
             sizes = graphs, config.token_budget
             chunks = backend.capture_chunks(model, runner.attention, *sizes)
-            runner.fused_model = chunks or runner.fused_model
+        if config.check_kernels:
+            from nanovllm.features.kernel_check.at_start import replay_is_right
+
+            if not replay_is_right(runner, graphs, chunks, config.token_budget, ranks):
+                return
+        runner.graphs, runner.fused_model = graphs, chunks or runner.fused_model
 
 
 def log_sizes(runner: ModelRunner, budget: MemoryBudget, name: str, max_model_len: int) -> None:

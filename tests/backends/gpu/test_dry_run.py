@@ -135,6 +135,7 @@ FALLBACKS = {
     "chunks": ("chunks for 0 of 16 sizes.*not permitted when", True, False, False),
     "memory of chunks": ("chunks for 0 of 16 sizes.*out of memory", True, False, False),
     "replay": ("without CUDA graphs, .*decodes in a CUDA graph has", False, False, False),
+    "replay of chunks": ("steps run without CUDA.*chunks in CUDA graphs has", False, False, False),
     "failed replay": ("without CUDA graphs, .*because invalid handle", False, False, False),
 }
 
@@ -143,6 +144,7 @@ FALLBACKS = {
 def fallbacks(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("fallbacks")
     make_checkpoint(path)
+    make_moe_checkpoint(path / "experts", num_hidden_layers=2, moe_intermediate_size=64)
     return on_model([sys.executable, "tests/helpers/fallbacks.py", str(path)])
 
 
@@ -159,6 +161,16 @@ def test_kernels_and_graphs_that_fail_are_replaced(fallbacks: Any, fault: str) -
         system = r"model of a GPU \(compute capability 9.0\) with torch 2.*, triton 3"
         assert re.search(f"{system}.*`nanovllm check`", found["warnings"][0])
     assert [found[key] for key in ("decodes", "chunks", "plain attention")] == wanted
+
+
+@pytest.mark.slow
+def test_products_of_layers_and_of_experts_are_one_kernel(fallbacks: Any) -> None:
+    """If it fails, attention still has its kernels."""
+    found = fallbacks["no products"]
+    (text,) = found["warnings"]
+    assert "computes linear, expert_mlp: " in text
+    assert not found["plain attention"]
+    assert found["tokens"] == fallbacks["experts"]["tokens"]
 
 
 @pytest.mark.slow

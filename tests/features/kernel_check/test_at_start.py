@@ -124,6 +124,19 @@ def test_wrong_kernels_are_caught(
         at_start.check(comparisons[name](), dtype)
 
 
+def test_each_tile_of_a_product_is_compared() -> None:
+    tiles = pytest.importorskip("nanovllm.backends.gpu.kernels.linear").HALF
+    assert {min(tile for tile in tiles if tile >= rows) for rows in compare.ROWS} == {*tiles}
+
+
+def test_the_sampler_of_requests_with_rules_is_compared() -> None:
+    """Their logits are in float32."""
+    plain, wrong = (Backend(CPU, torch.bfloat16) for _ in range(2))
+    wrong.sample = lambda x, batch: plain.sample(x, batch) + (x.dtype == torch.float32)  # type: ignore[method-assign]
+    with pytest.raises(ArithmeticError, match="48 rows in torch.float32 has a relative error"):
+        at_start.check(compare.sample((wrong, plain), 100), torch.bfloat16)
+
+
 @contextmanager
 def filled_memory() -> Iterator[None]:
     """What a kernel does not write is NaN, and not by chance what another test has left there."""
