@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,6 +95,10 @@ def make_backend(
     from nanovllm.backends.cpu.thread_limit import ThreadLimit
     from nanovllm.features.kernel_check.at_start import checked
 
+    if config.batch_invariant and config.attention_backend == "auto":
+        # The engine waits for the kernels, and plain torch replaces none of them.
+        kernels = "triton" if device.type == "cuda" else "numba"
+        config = replace(config, attention_backend=kernels)
     if config.kv_cache_dtype != "auto" and config.attention_backend != "sdpa":
         # Triton cannot convert float8_e4m3fn on older GPUs.
         needs = f"kv_cache_dtype={config.kv_cache_dtype!r} needs"
@@ -102,6 +107,8 @@ def make_backend(
     dtype = pick_dtype(config.dtype, device, on_meta.config.dtype)
     num_weights = memory.num_weights(on_meta)
     backend = pick_backend(config.attention_backend, device, dtype, num_weights)
+    if config.batch_invariant:
+        backend = backend.batch_invariant(config, on_meta.config)
     plain = Backend(device, dtype)
     if config.quantization is not None:
         from nanovllm.backends import int4, int8

@@ -23,6 +23,8 @@ from nanovllm.models.layers import Linear
 
 if TYPE_CHECKING:
     from nanovllm.backends.gpu.graphs import DecodeGraphs
+    from nanovllm.config import EngineConfig
+    from nanovllm.models.model_config import ModelConfig
     from nanovllm.models.qwen3 import Qwen3
     from nanovllm.plan import StepPlan
     from nanovllm.runner.rows import Rows
@@ -58,6 +60,13 @@ class Backend:
     def quantized(self, weights: str) -> Backend:
         """Return this backend with linear layers in "int8" or "int4"; see backends/int8.py."""
         raise NotImplementedError
+
+    def batch_invariant(self, config: EngineConfig, model: ModelConfig) -> Backend:
+        """Return the backend for batch_invariant=True. The kernels of a CPU need no other one.
+
+        Raises ValueError if results depend on what else a step computes.
+        """
+        return self
 
     def is_checked(self) -> bool:
         """Return whether there are no kernels, or an earlier process has found them right."""

@@ -164,6 +164,10 @@ def main() -> None:
             lambda: failing(compilation, "_silu_and_mul"),
             dict(attention_backend="triton"),
         ),
+        "invariant": (
+            lambda: failing(compilation, "_linear"),
+            dict(batch_invariant=True, dtype="bfloat16"),
+        ),
         "resources": (lambda: failing(resources, "_attend"), {}),
         "wrong norm": (lambda: wrong_row("_add_rms_norm", "out"), {}),
         "wrong store": (lambda: wrong_row("_norm_rope_store", "q_out"), {}),

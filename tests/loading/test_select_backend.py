@@ -2,7 +2,10 @@
 
 import logging
 import sys
+from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import fresh
 import pytest
@@ -10,8 +13,11 @@ import torch
 from checkpoints import make_checkpoint, random_llm
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.config import EngineConfig
+from nanovllm.features.models.moe.moe_config import MoeConfig
 from nanovllm.loading import select_backend
 from nanovllm.loading.select_backend import pick_backend
+from nanovllm.models.model_config import ModelConfig
 
 needs_numba = pytest.mark.skipif(
     find_spec("numba") is None, reason="a machine that only runs the GPU's tests may lack it"
@@ -35,8 +41,9 @@ def test_without_numba(
     assert "attention runs in plain torch, which is slower" in caplog.text
     found = llm.generate(prompts, params, use_tqdm=False)
     assert [o["token_ids"] for o in found] == [o["token_ids"] for o in wanted]
-    with pytest.raises(ValueError, match="needs Numba.*pip install numba.*'sdpa'"):
-        random_llm(tmp_path, attention_backend="numba")
+    for option in ({"attention_backend": "numba"}, {"batch_invariant": True}):
+        with pytest.raises(ValueError, match="needs Numba.*pip install numba.*'sdpa'"):
+            random_llm(tmp_path, **option)
 
 
 @needs_numba
@@ -56,6 +63,43 @@ def test_disabled_compiler() -> None:
     assert answer == "34 + 58 = 92"
     assert "NUMBA_DISABLE_JIT is set" in error
     assert done.stderr.count("NUMBA_DISABLE_JIT is set") == done.stderr.count("plain torch") == 1
+
+
+@needs_numba
+def test_batch_invariance_waits_for_the_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path)
+    kernel_files = import_module("nanovllm.backends.cpu.kernel_files")
+    monkeypatch.setattr(kernel_files, "is_ready", lambda dtype: False)
+    kinds = [
+        type(random_llm(tmp_path, batch_invariant=option).engine.runner.backend).__name__
+        for option in (False, True)
+    ]
+    assert kinds == ["Backend", "CpuBackend"]
+
+
+NOT_INVARIANT: list[tuple[dict[str, Any], type, str]] = [
+    ({"dtype": "float16"}, ModelConfig, "needs dtype='bfloat16', not 'float16'"),
+    ({"quantization": "int4"}, ModelConfig, "needs quantization=None, not 'int4'"),
+    ({"kv_cache_dtype": "fp8"}, ModelConfig, "needs kv_cache_dtype='auto', not 'fp8'"),
+    ({"tensor_parallel_size": 2}, ModelConfig, "needs tensor_parallel_size=1, not 2"),
+    ({}, MoeConfig, "is for dense models, not Qwen3MoeForCausalLM"),
+]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="the choice needs Triton")
+@pytest.mark.parametrize(("options", "kind", "words"), NOT_INVARIANT, ids=str)
+def test_what_is_not_batch_invariant_on_a_gpu(
+    options: dict[str, Any], kind: type[ModelConfig], words: str
+) -> None:
+    from nanovllm.backends.gpu.backend import GpuBackend
+
+    dtype = getattr(torch, options.get("dtype", "bfloat16"))
+    backend, model = GpuBackend(torch.device("cpu"), dtype), object.__new__(kind)
+    vars(model).update(architecture="Qwen3MoeForCausalLM")
+    with pytest.raises(ValueError, match=f"batch_invariant=True on a GPU {words}; leave"):
+        backend.batch_invariant(EngineConfig(batch_invariant=True, **options), model)
 
 
 @needs_numba

@@ -86,10 +86,10 @@ def checked(
         "with the output of the command `nanovllm check`"
     )
     if config.attention_backend != "auto":
-        raise ValueError(
-            f"{problem}. attention_backend='auto' computes it in plain torch, and "
-            "attention_backend='sdpa' everything"
-        ) from first
+        instead = "attention_backend='auto' computes it in plain torch, and 'sdpa' everything"
+        if config.batch_invariant:
+            instead = "batch_invariant=True needs all kernels; leave it out"
+        raise ValueError(f"{problem}. {instead}") from first
     # The store of attention is not counted, because plain attention replaces it too. Nor are the
     # products of experts, if those of other layers fail: on a GPU they are one kernel.
     counted = errors.keys() - {"norm_rope_store", "expert_mlp" if "linear" in errors else ""}
@@ -163,7 +163,7 @@ def checks(
         if num and is_up:
             size = outputs // num // 2
             add(compare.expert_mlp, num, fit(size, 64) if is_cpu else size, fit(inputs, 64))
-        if not num and (is_cpu or not isinstance(plain.make_weight(1, 1, names), Tensor)):
+        if not num and (is_cpu or kernels.linear is not plain.linear):
             name = "lm_head" if "lm_head" in names else "q_proj"
             add(compare.linear, name, fit(outputs, 256), fit(inputs, 1024), module.bias is not None)
     add(compare.sample, min(vocab_size, 4096) if is_cpu else vocab_size)

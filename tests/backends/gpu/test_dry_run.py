@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 # The scenarios of dry_run.py. Those of a process share the answers of the CPU.
 FIRST = ("qwen3", "faults")
 OTHERS = ("int8", "int4", "host cache", "ranks", "drafts", "qwen2", "memory", "decode", "bfloat16")
-OTHERS += ("bfloat16 with fp8", "hybrid experts", "int8 experts")
+OTHERS += ("invariant", "bfloat16 with fp8", "hybrid experts", "int8 experts")
 # Of 32, as in all models.
 MULTIPLES = dict(moe_intermediate_size=64, shared_expert_intermediate_size=64)
 
@@ -69,7 +69,7 @@ def test_tokens_are_those_of_the_cpu_engine(found: Callable[[str], Any], name: s
         assert (run["preemptions"] > 0) == (run["options"]["num_kv_cache_blocks"] < 99)
 
 
-@scenarios("qwen3", "ranks", "host cache", "hybrid experts")
+@scenarios("qwen3", "ranks", "host cache", "invariant", "hybrid experts")
 def test_the_host_waits_for_tokens_only(found: Callable[[str], Any], name: str) -> None:
     """Without rules; with overlap only when no step is left to launch."""
     for run in found(name)["found"]:
@@ -85,12 +85,26 @@ def test_the_host_waits_for_tokens_only(found: Callable[[str], Any], name: str) 
 
 @scenarios(
     *("qwen3", "qwen2", "bfloat16", "bfloat16 with fp8", "int8", "int4", "ranks", "drafts"),
-    *("hybrid experts", "int8 experts"),
+    *("invariant", "hybrid experts", "int8 experts"),
 )
 def test_nothing_is_compiled_while_serving(found: Callable[[str], Any], name: str) -> None:
     for run in found(name)["found"]:
         assert run["variants at start"]
         assert run["variants while serving"] == [], run["options"]
+
+
+@pytest.mark.slow
+def test_an_invariant_engine_has_one_kernel_for_all_products_and_queries(
+    found: Callable[[str], Any],
+) -> None:
+    """Of chunks, decodes and graphs, so that no step decides how a sum is rounded."""
+    for run in found("invariant")["found"]:
+        kernels = [text.split()[0] for text in run["variants at start"]]
+        assert [kernels.count(name) for name in ("_linear", "_attend", "_attend_decode")] == [
+            1,
+            1,
+            0,
+        ]
 
 
 @scenarios(*FIRST, *OTHERS)
@@ -190,6 +204,8 @@ def test_kernels_that_fail_may_not_be_replaced(fallbacks: Any) -> None:
     """An option that names the backend is kept, and after an illegal access nothing can run."""
     error = fallbacks["explicit"]["error"]
     assert re.search("the kernel silu_and_mul fails.*PassManager.*'auto'.*'sdpa'", error)
+    error = fallbacks["invariant"]["error"]
+    assert re.search("kernel linear fails.*batch_invariant=True needs all kernels", error)
     lost = fallbacks["illegal access"]["error"]
     assert re.search("unusable for this process: .*illegal memory.*'sdpa'", lost)
 

@@ -167,6 +167,8 @@ def test_wrong_kernels_of_a_cpu(
     assert found[0]["token_ids"] == wanted[0]["token_ids"]
     with pytest.raises(ValueError, match="the kernel silu_and_mul fails.*'sdpa'"):
         random_llm(path, attention_backend="numba")
+    with pytest.raises(ValueError, match="silu_and_mul fails.* needs all kernels; leave it out"):
+        random_llm(path, batch_invariant=True)
     with caplog.at_level(logging.INFO, logger="nanovllm"):
         unchecked = random_llm(path, check_kernels=False)
     assert "check_kernels=False" in caplog.text

@@ -141,7 +141,7 @@ def _attend(
     q, k_cache, v_cache, out, tiles, query_start_loc, context_lens, block_tables,
     table_stride, scale, v_scale,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr, LOOPS: tl.constexpr,
 ):
     """One program computes M // G queries of one sequence for the G heads of one group."""
     G: tl.constexpr = H // K
@@ -166,8 +166,8 @@ def _attend(
     end = context_len - num_queries + tl.minimum(first_query + QUERIES, num_queries)
     result, _ = _attend_range(
         q_tile, k_cache, v_cache, block_tables + seq.to(tl.int64) * table_stride, kv_head,
-        0, context_len - num_queries + first_query + 1, end, query_position, scale, v_scale,
-        K, BLOCK, D, TILE, 2,
+        0, context_len - num_queries + first_query + 1 if LOOPS == 2 else 0, end, query_position,
+        scale, v_scale, K, BLOCK, D, TILE, LOOPS,
     )
     mask = in_range[:, None] & (dim < D)[None, :]
     tl.store(out + offsets, result.to(out.dtype.element_ty), mask=mask)
@@ -257,13 +257,14 @@ def query_tiles(query_lens: np.ndarray, queries_per_tile: int) -> np.ndarray:
 def attend(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, tiles: Tensor, query_start_loc: Tensor,
     context_lens: Tensor, block_tables: Tensor, config: Tile, out: Tensor,
-    k_scale: float = 1.0, v_scale: float = 1.0,
+    k_scale: float = 1.0, v_scale: float = 1.0, loops: int = 2,
 ) -> None:
     """Write causal attention of q [T, H, D] over each sequence's context to `out` [T, H, D].
 
     The queries are the last tokens of their context. k_cache, v_cache [blocks, K, block size, D];
     tiles from `query_tiles`; query_start_loc [S + 1] int32; context_lens [S]; block_tables [S, B]
-    int32. All tensors are contiguous. The numbers in the caches are multiplied by the scales.
+    int32. All tensors are contiguous. The numbers in the caches are multiplied by the scales. With
+    loops=1 every tile is masked, so that the result for a query does not depend on its tile.
     """
     _, H, D = q.shape
     _, K, BLOCK, _ = k_cache.shape
@@ -271,7 +272,8 @@ def attend(
         q, k_cache, v_cache, out, tiles, query_start_loc, context_lens, block_tables,
         block_tables.stride(0), LOG2E / D**0.5 * k_scale, v_scale,
     )
-    constants = dict(H=H, K=K, D=D, BLOCK=BLOCK, M=config.num_rows, TILE=config.num_keys)
+    sizes = dict(H=H, K=K, D=D, BLOCK=BLOCK, M=config.num_rows, TILE=config.num_keys)
+    constants = sizes | dict(LOOPS=loops)
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
     launch(_attend, (tiles.shape[0], K, 1), args, constants, **options)
 

@@ -174,6 +174,11 @@ def linear(x: Tensor, module: Linear) -> Tensor:
     return multiply(x, module.weight, module.bias, tile, -(-len(x) // tile.num_rows))
 
 
+def invariant_linear(x: Tensor, module: Linear) -> Tensor:
+    """Return x [T, I] times the weight in the dtype of x. A row has the same bits for any T."""
+    return multiply(x, module.weight, module.bias, MANY, -(-len(x) // MANY.num_rows))
+
+
 def multiply(
     x: Tensor, weight: Tensor | Int8Weight | Int4Weight, bias: Tensor | None, tile: LinearTile,
     num_tiles: int, ends: Tensor | None = None,
