@@ -135,8 +135,8 @@ class Variant:
         if self.kernel is not linear._linear:
             return self.kernel.__name__
         kinds = {torch.int8: "_int8", torch.uint8: "_int4"}
-        kind = kinds[self.arguments["weight"].dtype] if not self.arguments["EXPERTS"] else "_expert"
-        return f"{kind}_linear"
+        kind = kinds.get(self.arguments["weight"].dtype, "_invariant")
+        return f"{'_expert' if self.arguments['EXPERTS'] else kind}_linear"
 
     @cached_property
     def packed(self) -> tuple[Any, dict[str, str], dict, dict]:
@@ -218,6 +218,10 @@ def variants(
             launch_delta_rule(dtype, *DELTA_HEADS, only_decode=name == "sm_75")
             launch_quantized(dtype, all_tiles=dtype == torch.bfloat16, odd=every or exact)
             launch_experts(dtype)
+            for inputs in (4096, 70) if dtype == torch.bfloat16 else ():  # batch_invariant=True
+                for bias in (x[0, :inputs], None):
+                    module: Any = SimpleNamespace(weight=x[:, :inputs].contiguous(), bias=bias)
+                    linear.invariant_linear(module.weight, module)
             # The vocabulary of the embedded model is a single chunk.
             for num_rows, vocab_size in ((32, 151_936), (1, 151_936), (32, 1042)):
                 row, ids = torch.ones(num_rows), torch.ones(num_rows, dtype=torch.int64)
@@ -248,6 +252,8 @@ def launch_layer(
         starts = torch.arange(num + 1, dtype=torch.int32)
         tiles = torch.zeros((num, 2), dtype=torch.int32)
         attention.attend(q, cache, cache, tiles, starts, lens, tables, wide, q)
+        if dtype == cache_dtype == torch.bfloat16:  # batch_invariant=True
+            attention.attend(q, cache, cache, tiles, starts, lens, tables, wide, q, loops=1)
         attention.attend_decode(q, cache, cache, lens, lens, tables, narrow, 8, q)
         qkv = torch.empty((num, (heads + 2 * kv_heads) * head_dim), dtype=dtype)
         cos = torch.empty((num, 1, head_dim), dtype=dtype)

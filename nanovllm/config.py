@@ -115,7 +115,7 @@ class EngineConfig:
 
     # ---- advanced ----
 
-    block_size: Annotated[int, 1, 2**20] = 16  # tokens
+    block_size: Annotated[int, 1, 2**16] = 16  # tokens; kernels have 32-bit offsets in a block
     enable_prefix_caching: bool = True
     scheduling_policy: Annotated[str, "fcfs", "sjf"] = "fcfs"  # "sjf": shortest job first
     # Whether to plan and launch a step before the tokens of the previous step are read. None: True
@@ -127,6 +127,8 @@ class EngineConfig:
     speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None
     # "triton" on a GPU, "numba" on a CPU; "sdpa" anywhere
     attention_backend: Annotated[str, "auto", "triton", "numba", "sdpa"] = "auto"
+    # Whether a request has the same bits alone and in any batch: with kernels only.
+    batch_invariant: bool = False
     # Whether each kernel is compared with plain torch at the start. On a CPU only the first start
     # after the kernels were compiled does that.
     check_kernels: bool = True
@@ -152,6 +154,11 @@ class EngineConfig:
         if isinstance(given := self.speculative_config, Mapping):
             speculation = from_dict(SpeculativeConfig, "speculative_config", given)
             object.__setattr__(self, "speculative_config", speculation)
+        if self.batch_invariant and self.attention_backend == "sdpa":
+            raise ValueError(
+                "batch_invariant=True needs kernels, and attention_backend='sdpa' has none; leave "
+                "one of them out"
+            )
         if self.gpu_memory_utilization == 0:
             raise ValueError("gpu_memory_utilization must be more than 0, not 0")
         if not re.fullmatch(r"auto|cpu|cuda(:(\d|[1-9]\d))?", self.device):

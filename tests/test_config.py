@@ -53,6 +53,7 @@ OPTIONS = [
     ({"dtype": "int8"}, ValueError, "float32"),
     ({"scheduling_policy": "lifo"}, ValueError, "fcfs"),
     ({"attention_backend": "flash"}, ValueError, "sdpa"),
+    ({"attention_backend": "sdpa", "batch_invariant": True}, ValueError, "True needs kernels, and"),
     ({"tensor_parallel_size": 2}, ValueError, "WORLD_SIZE is 1; .* torchrun --nproc-per-node 2 "),
     ({"tensor_parallel_size": 0}, ValueError, "tensor_parallel_size must be at least 1, not 0"),
     ({"load_format": "pickle"}, ValueError, "dummy"),

@@ -1,20 +1,20 @@
-"""Three runs of at most nine minutes each on a machine with a GPU, the most important first.
+"""The measurements and tests for a machine with a GPU that is lent for fifteen minutes.
 
-  python -m tools.gpu right       is it right: a user's first start, and the tests for a GPU
-  python -m tools.gpu fast        is it fast: README's figure, latency, memory, each kernel's share
-  python -m tools.gpu next        what next: quantization, experts, prompts, a peer
-  python -m tools.gpu fast --only nano stream
-  python -m tools.gpu fast --small           the same commands at sizes for a CPU, to try them
+  python -m tools.gpu --seconds 580                    the commands of STEPS, in their order
+  python -m tools.gpu --seconds 165 --only start long  some of them, by name
+  python -m tools.gpu --small                          at sizes for a CPU, to try them
 
-A run is a list of commands, each with a limit in seconds, after which it is killed. What they print
-appears at once, and is added to OUT/right.txt, so that nothing is lost if the run is cut. How each
-command has ended is printed last, also after Ctrl-C. With --small the limits are ten times as long,
-and the tests for a GPU are skipped, or run on the model of one:
+Each command has a limit in seconds, after which it is killed. With --seconds, no command begins
+whose limit does not fit into the seconds that remain. What they print appears at once, and is added
+to OUT/gpu.txt, so that nothing is lost if the run is cut. How each command has ended is printed
+last, also after Ctrl-C. With --small the limits are ten times as long, and the tests for a GPU are
+skipped, or run on the model of one:
 
-  PYTHONPATH=tests/helpers:.ci PYTEST_ADDOPTS="-p dry_run_plugin" python -m tools.gpu right --small
+  PYTHONPATH=tests/helpers:.ci PYTEST_ADDOPTS="-p dry_run_plugin" python -m tools.gpu --small
 """
 
 import argparse
+import math
 import os
 import shlex
 import signal
@@ -57,41 +57,51 @@ FP8, INT8, INT4, EAGER = (
 )
 SMALLEST, LARGE = ("--shape", "qwen3-0.6b"), ("--shape", "qwen3-8b")
 EXPERTS, HYBRID = ("--shape", "qwen3-30b-a3b"), ("--shape", "qwen3.5-0.8b")
-PEER = *SMALLEST, "--baseline", "hf-compiled"
 CHECK = "-m", "nanovllm", "check", "--only", "bfloat16"
-STARTS = "-c", "from tools.gpu import starts; starts('qwen3-0.6b', 'qwen3-8b')"
-# The figures are of an H100: measured on 2026-11-22, or estimated where there is a question mark.
-RUNS = {
-    "right": [
-        Step("example", 90, "a user's first start, in bfloat16", ("example.py",)),
-        Step("kernels", 100, "every kernel, and races", tests("kernels", "-n", "8")),
-        Step("engines", 180, "graphs, host cache, experts", tests("engines", "-n", "0")),
-        Step("models", 170, "answers, and Qwen3's sizes", tests("models", "-n", "0")),
-    ],
-    "fast": [
-        Step("nano", 75, "20,509 tokens/s, 77 % of the roofline", bench("nano")),
-        Step("nano-fp8", 60, "24,858 tokens/s, 51 %", bench("nano", *FP8)),
-        Step("latency", 45, "714 tokens/s; few rows: commit 5d72968", bench("latency", *SMALLEST)),
-        Step("stream", 45, "graphs of steps with chunks", bench("stream")),
-        Step("stream-eager", 45, "half as fast without graphs?", bench("stream", *EAGER)),
-        Step("start", 100, "seconds of a start, memory of its graphs", STARTS),
-        Step("check", 160, "each kernel's share of the peak", CHECK),
-    ],
-    "next": [
-        Step("8b", 60, "one request at a time: 5.3 ms a token?", bench("latency", *LARGE)),
-        Step("8b-int8", 50, "2.7 ms?", bench("latency", *LARGE, *INT8)),
-        Step("8b-int4", 50, "1.6 ms?", bench("latency", *LARGE, *INT4)),
-        Step("experts", 90, "200 tokens/s, or a kernel for routing?", bench("latency", *EXPERTS)),
-        Step("hybrid", 45, "linear attention", bench("latency", *HYBRID)),
-        Step("long", 55, "a library for the attention of prompts?", bench("long")),
-        Step("peer", 80, "torch.compile, one request at a time", bench("latency", *PEER)),
-    ],
-}
+CARD = "-c", "from tools.gpu import card; card()"
+STARTS = "-c", "from tools.gpu import starts; starts('qwen3-0.6b')"
+ANSWERS = "-n", "0", "-k", "cuda_equals or most_answers"
+# The most important first. The limits are for an empty cache of Triton. The figures are of an H100:
+# measured on 2026-11-22, or estimated where there is a question mark.
+STEPS = [
+    Step("card", 10, "the card, its driver and its clocks", CARD),
+    Step("example", 75, "a user's first start, in bfloat16", ("example.py",)),
+    Step("kernels", 90, "every kernel, and races", tests("kernels", "-n", "14")),
+    Step("nano", 70, "20,509 tokens/s, 77 % of the roofline", bench("nano")),
+    Step("nano-fp8", 60, "24,858 tokens/s, 51 %", bench("nano", *FP8)),
+    Step("latency", 45, "714 tokens/s; few rows: commit 5d72968", bench("latency", *SMALLEST)),
+    Step("engines", 150, "graphs, host cache, experts", tests("engines", "-n", "0")),
+    Step("next", 80, "products of few rows, tiles for fp8, cuDNN", ("-m", "tools.benchmarks.next")),
+    Step("stream", 45, "graphs of steps with chunks", bench("stream")),
+    Step("stream-eager", 45, "half as fast without graphs?", bench("stream", *EAGER)),
+    Step("8b-int8", 50, "2.7 ms a token?", bench("latency", *LARGE, *INT8)),
+    Step("8b-int4", 50, "1.6 ms?", bench("latency", *LARGE, *INT4)),
+    Step("experts", 90, "200 tokens/s, or a kernel for routing?", bench("latency", *EXPERTS)),
+    Step("start", 45, "seconds of a start, memory of its graphs", STARTS),
+    Step("hybrid", 45, "linear attention", bench("latency", *HYBRID)),
+    Step("long", 55, "a library for the attention of prompts?", bench("long")),
+    Step("models", 60, "answers, and tokens of a CPU", tests("models", *ANSWERS)),
+    Step("check", 160, "each kernel's share of the peak", CHECK),
+]
 # Added to the arguments of bench.py with --small, which are read after those above.
 SMALL = (
     *("--shape", "cpu-small", "--num-seqs", "2", "--input", "4", "8", "--output", "3", "3"),
     *("--dtype", "float32"),
 )
+
+
+def card() -> None:
+    """Print the card and its state, and the versions of torch and Triton."""
+    import torch
+
+    query = "name,driver_version,clocks.sm,clocks.mem,power.draw,temperature.gpu"
+    with suppress(FileNotFoundError):  # on a CPU
+        subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv"])
+    print(f"torch {torch.__version__}")
+    with suppress(ImportError):
+        import triton
+
+        print(f"Triton {triton.__version__}")
 
 
 def starts(*shapes: str) -> None:
@@ -155,35 +165,40 @@ def show(log: BinaryIO) -> None:
 def main(argv: list[str] | None = None) -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("tools.gpu", description=__doc__, formatter_class=raw)
-    parser.add_argument("run", choices=RUNS)
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="some commands")
+    names = [step.name for step in STEPS]
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of all commands together")
+    parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="NAME")
     parser.add_argument("--out", type=Path, default=Path("gpu-runs"), help="(%(default)s)")
     parser.add_argument("--small", action="store_true", help="at sizes for a CPU")
     args = parser.parse_args(argv)
-    steps = [step for step in RUNS[args.run] if step.name in (args.only or step.name)]
+    steps = [step for step in STEPS if step.name in args.only]
     args.out.mkdir(parents=True, exist_ok=True)
-    log = args.out / f"{args.run}.txt"
+    log = args.out / "gpu.txt"
     ends: list[str] = []
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        run_steps(steps, args.small, log, ends)
+        run_steps(steps, args.small, log, ends, time.monotonic() + args.seconds)
     except KeyboardInterrupt:
         ends.append("interrupted")
     text = "\n" + "\n".join(ends) + "\n"
     with log.open("a") as output:
         output.write(text)
     print(text, end="", flush=True)
-    return 0 if all(" status 0," in end for end in ends) else 1
+    return 0 if all(" status 0," in end or " left out " in end for end in ends) else 1
 
 
-def run_steps(steps: list[Step], small: bool, log: Path, ends: list[str]) -> None:
-    """Run commands, and add to `ends` how each has ended."""
+def run_steps(steps: list[Step], small: bool, log: Path, ends: list[str], end: float) -> None:
+    """Run commands until the time `end`, and add to `ends` how each has ended."""
     for step in steps:
         arguments = step.arguments
         if small:
             arguments += SMALL if arguments[0] == "bench.py" else ()
-            arguments = tuple(x.replace("qwen3-0.6b', 'qwen3-8b", "cpu-small") for x in arguments)
+            arguments = tuple(x.replace("('qwen3-0.6b", "('cpu-small") for x in arguments)
         step = step._replace(limit=step.limit * (10 if small else 1))
+        if step.limit > (left := end - time.monotonic()):
+            text = f"left out of {left:.0f} s"
+            ends.append(f"{step.name:13} {text:18} {step.decides}")
+            continue
         print(f"\n== {step.name}: {step.decides}\npython {shlex.join(arguments)}\n", flush=True)
         with log.open("a") as output:
             output.write(f"\n== python {shlex.join(arguments)}\n")

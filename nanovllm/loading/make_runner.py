@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from nanovllm.loading import memory
 from nanovllm.loading.memory import MemoryBudget
 from nanovllm.loading.select_backend import pick_backend, pick_device, pick_dtype
 from nanovllm.models.attention import PlainAttention
-from nanovllm.models.backend import Backend
+from nanovllm.models.backend import Backend, check_capability
 from nanovllm.models.fp8 import Scales
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
@@ -94,9 +95,20 @@ def make_backend(
     from nanovllm.backends.cpu.thread_limit import ThreadLimit
     from nanovllm.features.kernel_check.at_start import checked
 
+    if config.batch_invariant and config.attention_backend == "auto":
+        # The engine waits for the kernels, and plain torch replaces none of them.
+        kernels = "triton" if device.type == "cuda" else "numba"
+        config = replace(config, attention_backend=kernels)
+    if config.kv_cache_dtype != "auto" and config.attention_backend != "sdpa":
+        # Triton cannot convert float8_e4m3fn on older GPUs.
+        needs = f"kv_cache_dtype={config.kv_cache_dtype!r} needs"
+        instead = "use kv_cache_dtype='auto', or attention_backend='sdpa', which is slower"
+        check_capability(device, (8, 9), needs, instead)
     dtype = pick_dtype(config.dtype, device, on_meta.config.dtype)
     num_weights = memory.num_weights(on_meta)
     backend = pick_backend(config.attention_backend, device, dtype, num_weights)
+    if config.batch_invariant:
+        backend = backend.batch_invariant(config, on_meta.config)
     plain = Backend(device, dtype)
     if config.quantization is not None:
         from nanovllm.backends import int4, int8
@@ -205,16 +217,16 @@ def make_fast_steps(config: EngineConfig, ranks: Ranks | None, runner: ModelRunn
         graphs = backend.capture_decode(runner.decode, runner.rows.positions, smallest)
         if not graphs.replays:
             return
-        if config.check_kernels:
-            from nanovllm.features.kernel_check.at_start import replay_is_right
-
-            if not replay_is_right(runner, graphs, config.token_budget, ranks):
-                return
-        runner.graphs = graphs
+        chunks = None
         if runner.states is None:
             sizes = graphs, config.token_budget
             chunks = backend.capture_chunks(model, runner.attention, *sizes)
-            runner.fused_model = chunks or runner.fused_model
+        if config.check_kernels:
+            from nanovllm.features.kernel_check.at_start import replay_is_right
+
+            if not replay_is_right(runner, graphs, chunks, config.token_budget, ranks):
+                return
+        runner.graphs, runner.fused_model = graphs, chunks or runner.fused_model
 
 
 def log_sizes(runner: ModelRunner, budget: MemoryBudget, name: str, max_model_len: int) -> None:

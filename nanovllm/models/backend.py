@@ -23,6 +23,8 @@ from nanovllm.models.layers import Linear
 
 if TYPE_CHECKING:
     from nanovllm.backends.gpu.graphs import DecodeGraphs
+    from nanovllm.config import EngineConfig
+    from nanovllm.models.model_config import ModelConfig
     from nanovllm.models.qwen3 import Qwen3
     from nanovllm.plan import StepPlan
     from nanovllm.runner.rows import Rows
@@ -58,6 +60,13 @@ class Backend:
     def quantized(self, weights: str) -> Backend:
         """Return this backend with linear layers in "int8" or "int4"; see backends/int8.py."""
         raise NotImplementedError
+
+    def batch_invariant(self, config: EngineConfig, model: ModelConfig) -> Backend:
+        """Return the backend for batch_invariant=True. The kernels of a CPU need no other one.
+
+        Raises ValueError if results depend on what else a step computes.
+        """
+        return self
 
     def is_checked(self) -> bool:
         """Return whether there are no kernels, or an earlier process has found them right."""
@@ -160,3 +169,20 @@ class Backend:
         """Return a context manager to enter for each step."""
         # Triton launches kernels on the current device of the thread.
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+
+def check_capability(
+    device: torch.device, minimum: tuple[int, int], needs: str, instead: str
+) -> None:
+    """Raise ValueError if the device is an NVIDIA GPU with a compute capability below `minimum`.
+
+    The message begins with `needs` and ends with `instead`.
+    """
+    if device.type == "cuda" and not torch.version.hip:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < minimum:
+            needed, available = (".".join(map(str, pair)) for pair in (minimum, capability))
+            raise ValueError(
+                f"{needs} compute capability {needed} or higher, and "
+                f"{torch.cuda.get_device_name(device)} has {available}; {instead}"
+            )

@@ -44,6 +44,20 @@ def weight_class(kind: str, packed: bool = False) -> Any:
     return Int8Weight if kind == "int8" else Int4Weight
 
 
+def test_a_gpu_converts_int4_with_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts of at most 2^24 weights, and not as a CPU by 64 rows."""
+    weight = Int4Weight.empty(partial(torch.empty, device="meta"), 5000, 4096)
+    read, parts = Int4Weight.read, []
+
+    def recorded(self: Int4Weight, rows: slice) -> Any:
+        parts.append(rows)
+        return read(self, rows)
+
+    monkeypatch.setattr(Int4Weight, "read", recorded)
+    assert weight.dequantized().shape == (5000, 4096)
+    assert parts == [slice(0, 4096), slice(4096, 8192)]
+
+
 def module(
     weight: torch.Tensor, dtype: torch.dtype, kind: str, bias: bool = False, packed: bool = False
 ) -> SimpleNamespace:

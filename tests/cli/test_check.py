@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 
+from nanovllm.backends.gpu import graphs
 from nanovllm.cli import check
 from nanovllm.utils.child import python
 
@@ -122,6 +123,15 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], dict[str, Any]]:
         return {f"{k} {name}": (row, dtype) for k, name, dtype, row in check_cases.cases(CPU)}
 
     return find
+
+
+def test_a_gpu_is_timed_without_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run is ten calls of a CUDA graph."""
+    monkeypatch.setattr(graphs, "CudaCapture", lambda: lambda function: function)
+    calls: list[int] = []
+    item = check_cases.captured(check_cases.Timed(lambda: calls.append(1), 5.0, "TFLOP/s"))
+    item.call()
+    assert (len(calls), item.work, item.unit) == (10, 50.0, "TFLOP/s")
 
 
 def results(rows: dict[str, Any]) -> dict[str, dict[str, Any]]:

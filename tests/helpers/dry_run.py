@@ -937,6 +937,7 @@ SCENARIOS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "host cache": ("qwen3", host_cache),
     "bfloat16": ("qwen3", partial(serve, dtype="bfloat16")),
     "bfloat16 with fp8": ("scaled", partial(serve, dtype="bfloat16", kv_cache_dtype="fp8")),
+    "invariant": ("qwen3", partial(serve, dtype="bfloat16", batch_invariant=True)),
     "int8": ("qwen3", partial(quantized, quantization="int8")),
     "int4": ("qwen3", partial(quantized, quantization="int4")),
     "ranks": ("qwen3", ranks),

@@ -2,7 +2,8 @@
 
     python tests/helpers/fallbacks.py DIRECTORY
 
-It prints JSON, which test_dry_run.py checks. DIRECTORY has a checkpoint.
+It prints JSON, which test_dry_run.py checks. DIRECTORY has a checkpoint,
+and its folder "experts" another one.
 """
 
 import json
@@ -31,7 +32,7 @@ PROMPTS = [[1 + (7 * i + n) % 150 for i in range(n)] for n in (1, 5, 40, 60)]
 PARAMS = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=8) for i in range(4)]
 
 
-def generate(directory: str, **options: Any) -> dict[str, Any]:
+def generate(directory: str, model: str = "", **options: Any) -> dict[str, Any]:
     """Return tokens or an error, the log, its warnings, and what the engine uses."""
     messages: list[str] = []
     log: list[str] = []
@@ -47,7 +48,9 @@ def generate(directory: str, **options: Any) -> dict[str, Any]:
     fixed = dict(dtype="float32", max_num_seqs=4, max_model_len=128, skip_tokenizer_init=True)
     try:
         with GPU:
-            llm = LLM(directory, device="cuda", num_kv_cache_blocks=99, **fixed | options)
+            llm = LLM(
+                f"{directory}/{model}", device="cuda", num_kv_cache_blocks=99, **fixed | options
+            )
             outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     except ValueError as error:
         return {"error": str(error), "warnings": messages}
@@ -104,12 +107,12 @@ def raising(owner: Any, name: str, error: Exception) -> Any:
     return patch.object(owner, name, side_effect=error)
 
 
-def incomplete_replay() -> Any:
-    """A patch with which a graph of many launches leaves one of them out."""
+def incomplete_replay(sizes: range) -> Any:
+    """A patch with which a graph of so many launches leaves one of them out."""
     replay = Graph.replay
 
     def replay_most(self: Graph) -> None:
-        if len(self.calls) > 20:
+        if len(self.calls) in sizes:
             self.calls.pop(len(self.calls) // 2)
         replay(self)
 
@@ -161,6 +164,10 @@ def main() -> None:
             lambda: failing(compilation, "_silu_and_mul"),
             dict(attention_backend="triton"),
         ),
+        "invariant": (
+            lambda: failing(compilation, "_linear"),
+            dict(batch_invariant=True, dtype="bfloat16"),
+        ),
         "resources": (lambda: failing(resources, "_attend"), {}),
         "wrong norm": (lambda: wrong_row("_add_rms_norm", "out"), {}),
         "wrong store": (lambda: wrong_row("_norm_rope_store", "q_out"), {}),
@@ -170,7 +177,13 @@ def main() -> None:
         "decodes": (lambda: raising(CudaCapture, "__call__", unsupported), {}),
         "chunks": (lambda: raising(ChunkGraphs, "_capture", unsupported), {}),
         "memory of chunks": (lambda: raising(ChunkGraphs, "_capture", out), {}),
-        "replay": (incomplete_replay, {}),
+        "replay": (lambda: incomplete_replay(range(21, 999)), {}),
+        "replay of chunks": (lambda: incomplete_replay(range(4, 21)), {}),
+        "experts": (ExitStack, dict(model="experts", quantization="int8")),
+        "no products": (
+            lambda: failing(compilation, "_linear"),
+            dict(model="experts", quantization="int8"),
+        ),
         "failed replay": (lambda: raising(Graph, "replay", RuntimeError("invalid handle")), {}),
         "illegal access": (lost, {}),
         "T4": (lambda: on_card(7, 5, 64), {}),

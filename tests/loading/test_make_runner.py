@@ -17,8 +17,8 @@ from nanovllm.loading.memory import MemoryBudget
 SIZES = [
     ({"max_num_seqs": 65_536}, "max_num_seqs must be between 1 and 65535"),
     ({"max_num_seqs": 10**20}, "max_num_seqs must be between 1 and 65535"),
-    ({"block_size": 10**12}, "block_size must be between 1 and 1048576"),
-    ({"block_size": 2**20, "num_kv_cache_blocks": 10**5}, "lower .*block_size"),
+    ({"block_size": 2**16 + 1}, "block_size must be between 1 and 65536, not 65537"),
+    ({"block_size": 2**16, "num_kv_cache_blocks": 10**6}, "lower .*block_size"),
     ({"num_kv_cache_blocks": 10**9}, r"a KV cache of [\d,]+ bytes .* lower num_kv_cache_blocks"),
     ({"num_kv_cache_blocks": 10**20}, r"a KV cache of [\d,]+ bytes .* lower num_kv_cache_blocks"),
     ({"num_kv_cache_blocks": None, "kv_cache_memory_bytes": 10**25}, "lower .*_memory_bytes"),

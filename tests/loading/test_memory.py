@@ -178,7 +178,7 @@ def test_advice_for_a_cache_that_does_not_fit(path: Path, monkeypatch: pytest.Mo
     with pytest.raises(
         ValueError, match="needs .* for the null block and a request of 2 tokens"
     ) as error:
-        random_llm(path, block_size=2**20, num_kv_cache_blocks=None)
+        random_llm(path, block_size=2**16, num_kv_cache_blocks=None)
     assert "raise kv_cache_memory_bytes, or lower block_size" in str(error.value)
 
 

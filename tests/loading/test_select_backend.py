@@ -2,7 +2,10 @@
 
 import logging
 import sys
+from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import fresh
 import pytest
@@ -10,9 +13,11 @@ import torch
 from checkpoints import make_checkpoint, random_llm
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.config import EngineConfig
+from nanovllm.features.models.moe.moe_config import MoeConfig
 from nanovllm.loading import select_backend
 from nanovllm.loading.select_backend import pick_backend
-from nanovllm.models.attention import PlainAttention
+from nanovllm.models.model_config import ModelConfig
 
 needs_numba = pytest.mark.skipif(
     find_spec("numba") is None, reason="a machine that only runs the GPU's tests may lack it"
@@ -36,8 +41,9 @@ def test_without_numba(
     assert "attention runs in plain torch, which is slower" in caplog.text
     found = llm.generate(prompts, params, use_tqdm=False)
     assert [o["token_ids"] for o in found] == [o["token_ids"] for o in wanted]
-    with pytest.raises(ValueError, match="needs Numba.*pip install numba.*'sdpa'"):
-        random_llm(tmp_path, attention_backend="numba")
+    for option in ({"attention_backend": "numba"}, {"batch_invariant": True}):
+        with pytest.raises(ValueError, match="needs Numba.*pip install numba.*'sdpa'"):
+            random_llm(tmp_path, **option)
 
 
 @needs_numba
@@ -60,6 +66,43 @@ def test_disabled_compiler() -> None:
 
 
 @needs_numba
+def test_batch_invariance_waits_for_the_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path)
+    kernel_files = import_module("nanovllm.backends.cpu.kernel_files")
+    monkeypatch.setattr(kernel_files, "is_ready", lambda dtype: False)
+    kinds = [
+        type(random_llm(tmp_path, batch_invariant=option).engine.runner.backend).__name__
+        for option in (False, True)
+    ]
+    assert kinds == ["Backend", "CpuBackend"]
+
+
+NOT_INVARIANT: list[tuple[dict[str, Any], type, str]] = [
+    ({"dtype": "float16"}, ModelConfig, "needs dtype='bfloat16', not 'float16'"),
+    ({"quantization": "int4"}, ModelConfig, "needs quantization=None, not 'int4'"),
+    ({"kv_cache_dtype": "fp8"}, ModelConfig, "needs kv_cache_dtype='auto', not 'fp8'"),
+    ({"tensor_parallel_size": 2}, ModelConfig, "needs tensor_parallel_size=1, not 2"),
+    ({}, MoeConfig, "is for dense models, not Qwen3MoeForCausalLM"),
+]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="the choice needs Triton")
+@pytest.mark.parametrize(("options", "kind", "words"), NOT_INVARIANT, ids=str)
+def test_what_is_not_batch_invariant_on_a_gpu(
+    options: dict[str, Any], kind: type[ModelConfig], words: str
+) -> None:
+    from nanovllm.backends.gpu.backend import GpuBackend
+
+    dtype = getattr(torch, options.get("dtype", "bfloat16"))
+    backend, model = GpuBackend(torch.device("cpu"), dtype), object.__new__(kind)
+    vars(model).update(architecture="Qwen3MoeForCausalLM")
+    with pytest.raises(ValueError, match=f"batch_invariant=True on a GPU {words}; leave"):
+        backend.batch_invariant(EngineConfig(batch_invariant=True, **options), model)
+
+
+@needs_numba
 def test_float16_is_not_numbas(tmp_path) -> None:
     with pytest.raises(ValueError, match="float32 or bfloat16, and this is 'cpu' with float16"):
         LLM(dtype="float16", device="cpu", attention_backend="numba")
@@ -79,17 +122,15 @@ def test_auto_dtype_on_a_cpu(has_bf16: bool, monkeypatch: pytest.MonkeyPatch) ->
     assert select_backend.pick_dtype("auto", cpu, None) is fast
 
 
-# (backend, dtype of a checkpoint in bfloat16, whether chunks of the delta rule have kernels, whether
-# an fp8 cache has) by compute capability.
-OLD = ("Backend", torch.float16, False, False)
-TURING = ("GpuBackend", torch.float16, False, False)
-AMPERE = ("GpuBackend", torch.bfloat16, True, False)
-ADA = ("GpuBackend", torch.bfloat16, True, True)
-CHOICES: dict[tuple[int, int], tuple[str, torch.dtype, bool, bool]] = {
+# (backend, dtype of a checkpoint in bfloat16, whether chunks of the delta rule have kernels) by
+# compute capability.
+OLD, TURING = ("Backend", torch.float16, False), ("GpuBackend", torch.float16, False)
+AMPERE = ("GpuBackend", torch.bfloat16, True)
+NEWER = [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)]
+CHOICES: dict[tuple[int, int], tuple[str, torch.dtype, bool]] = {
     **dict.fromkeys([(7, 0), (7, 2)], OLD),
     (7, 5): TURING,
-    **dict.fromkeys([(8, 0), (8, 6), (8, 7)], AMPERE),
-    **dict.fromkeys([(8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)], ADA),
+    **dict.fromkeys(NEWER, AMPERE),
 }
 
 
@@ -99,7 +140,7 @@ def test_the_choice_for_each_capability(
     capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A GPU that is older than the kernels runs plain torch with one warning."""
-    kind, dtype, has_chunks, has_fp8 = CHOICES[capability]
+    kind, dtype, has_chunks = CHOICES[capability]
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
@@ -114,13 +155,3 @@ def test_the_choice_for_each_capability(
         assert words in message
         with pytest.raises(ValueError, match=f"{words}; .*'sdpa'"):
             pick_backend("triton", gpu, dtype, 10**9)
-    if kind == "GpuBackend":
-        # Without a GPU the constructor ends after it has checked the capability.
-        monkeypatch.setattr(PlainAttention, "__init__", raise_assertion)
-        with pytest.raises(AssertionError if has_fp8 else ValueError) as error:
-            backend.attention_class(*[None] * 3, dtype, gpu, [(1.0, 1.0)])  # type: ignore[arg-type]
-        assert has_fp8 or "compute capability 8.9 or higher" in str(error.value)
-
-
-def raise_assertion(*_: object) -> None:
-    raise AssertionError

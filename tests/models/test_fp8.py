@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.config import EngineConfig
 from nanovllm.loading import select_backend as backends
+from nanovllm.loading.make_runner import make_backend
 from nanovllm.models.backend import Backend
 from nanovllm.models.fp8 import FP8, Scales, to_fp8
 
@@ -295,20 +298,26 @@ def test_bad_values(value: str) -> None:
 
 
 def test_old_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    attention = pytest.importorskip("nanovllm.backends.gpu.attention")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    model: Any = SimpleNamespace(config=None)
 
-    def make(capability: tuple[int, int], device: str = "cuda:0") -> None:
+    def make(capability: tuple[int, int], device: str = "cuda:0", **options: Any) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        # Without a configuration, it can get no further than to the check.
-        attention.TritonAttention(None, 2, 16, torch.float16, torch.device(device), ONES)
+        config = EngineConfig(kv_cache_dtype="fp8_e4m3", **options)
+        # With this model, it can get no further than to the check.
+        make_backend(config, model, torch.device(device), 1)
 
-    for capability in ((8, 0), (8, 6), (7, 5)):
-        with pytest.raises(ValueError, match=r"8.9 or higher, and A100 has \d\.\d; use kv_cache"):
+    for capability in ((8, 0), (8, 6), (7, 5), (7, 0)):
+        words = (
+            r"='fp8_e4m3' needs .* 8.9 or higher, and A100 has \d\.\d; use kv_cache_dtype='auto'"
+        )
+        with pytest.raises(ValueError, match=words):
             make(capability)
-    for allowed in (((8, 9), "cuda:0"), ((7, 5), "cpu")):
-        with pytest.raises(AttributeError, match="num_kv_heads"):
+    for allowed in (((8, 9),), ((7, 5), "cpu")):
+        with pytest.raises(AttributeError, match="dtype"):
             make(*allowed)
+    with pytest.raises(AttributeError, match="dtype"):
+        make((8, 0), attention_backend="sdpa")
 
 
 # ---- the embedded model ----

@@ -93,6 +93,11 @@ def test_roofline_by_hand(tmp_path):
     assert cost["decode_flops"] == 2 * (layers + head) * 2 + look * (4 + 5)
     bounds = roofline.bounds(cost, {"bandwidth": 1e3, "flops": 1e12})
     assert bounds["decode"] == (cost["decode_bytes"] / 1e3, "memory-bound")
+    for name, size in {"int8": 1, "int4": 0.5625, "awq": 2}.items():  # awq is decoded
+        cost = roofline.costs(work, config, 2, 8, quantization=name)
+        weights = round(layers * size + head * (2 if size == 2 else 1))
+        assert (cost["weight_bytes"], cost["decode_weight_bytes"]) == (weights, 2 * weights)
+        assert cost["kv_bytes"] == (4 + 5) * kv_token
     # Two requests that decode together read the prefix that they share once.
     for second, tokens in (([4, 5, 6], 8), ([1, 2, 6], 6)):
         work = Workload("w", [[1, 2, 3], second], [2, 2], [[0, 1]])

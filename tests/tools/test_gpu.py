@@ -1,9 +1,11 @@
-"""The three runs of `python -m tools.gpu`."""
+"""The commands of `python -m tools.gpu`."""
 
+import os
 import re
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -11,20 +13,30 @@ import pytest
 from bench_module import bench
 
 from tools import gpu
-from tools.gpu import RUNS, Step
+from tools.gpu import STEPS, Step
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_run_ends_within_nine_minutes_and_its_commands_exist(name: str) -> None:
-    assert sum(step.limit for step in RUNS[name]) <= 540
-    assert len({step.name for step in RUNS[name]}) == len(RUNS[name])
-    for step in RUNS[name]:
+def test_the_commands_exist() -> None:
+    assert len({step.name for step in STEPS}) == len(STEPS)
+    for step in STEPS:
         first, *rest = step.arguments
         if first == "bench.py":
             bench.check(bench.make_parser().parse_args(rest))
         elif first.endswith(".py"):
             assert (gpu.ROOT / first).exists()
+        elif first == "-m" and rest[0].startswith("tools."):
+            assert (gpu.ROOT / rest[0].replace(".", "/")).with_suffix(".py").exists()
         assert all((gpu.ROOT / file).exists() for file in rest if file.endswith(".py"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+def test_the_measurements_for_what_is_next_run_in_the_interpreter() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "tools.benchmarks.next"]
+    shown = subprocess.check_output(command, env=environment, cwd=gpu.ROOT, text=True)
+    assert shown.count(" not timed") == 9
+    assert "failed" not in shown
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no groups of processes")
@@ -42,9 +54,9 @@ def test_a_command_that_fails_or_hangs_does_not_end_the_run(
         Step("third", 3, "whether it hangs", ("-c", hang)),
         Step("fourth", 60, "whether the rest runs", ("-c", "print('four')")),
     ]
-    monkeypatch.setitem(gpu.RUNS, "right", steps)
-    assert gpu.main(["right", "--out", str(tmp_path / "out")]) == 1
-    shown, log = capsys.readouterr().out, (tmp_path / "out" / "right.txt").read_text()
+    monkeypatch.setattr(gpu, "STEPS", steps)
+    assert gpu.main(["--out", str(tmp_path / "out")]) == 1
+    shown, log = capsys.readouterr().out, (tmp_path / "out" / "gpu.txt").read_text()
     ends = [["status", "0,"], ["status", "1,"], ["cut", "after"], ["status", "0,"]]
     for text in (shown, log):
         lines = text.splitlines()
@@ -52,8 +64,14 @@ def test_a_command_that_fails_or_hangs_does_not_end_the_run(
         assert [line.split()[1:3] for line in lines[-4:]] == ends
     [pid] = map(int, re.findall(r"^other (\d+)$", log, re.MULTILINE))
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    assert gpu.main(["right", "--out", str(tmp_path / "out"), "--only", "first"]) == 0
+    only = ["--out", str(tmp_path / "out"), "--only", "first"]
+    assert gpu.main(only) == 0
     assert "four" not in capsys.readouterr().out
+    # No command begins whose limit does not fit into the seconds that remain.
+    assert gpu.main([*only, "third", "--seconds", "59"]) == 1
+    first, third = capsys.readouterr().out.splitlines()[-2:]
+    assert first.startswith("first         left out of 59 s")
+    assert third.startswith("third         cut after 3 s")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no groups of processes")
@@ -63,8 +81,8 @@ def test_a_run_that_is_cut_loses_nothing(tmp_path: Path, name: str) -> None:
     hang = "import os, time; print('process', os.getpid()); time.sleep(100)"
     steps = [("first", 60, "", ("-c", "print('one')")), ("second", 60, "", ("-c", hang))]
     code = (
-        f"import sys\nfrom tools import gpu\ngpu.RUNS['right'] = [gpu.Step(*x) for x in {steps!r}]\n"
-        f"sys.exit(gpu.main(['right', '--out', {str(tmp_path)!r}]))"
+        f"import sys\nfrom tools import gpu\ngpu.STEPS = [gpu.Step(*x) for x in {steps!r}]\n"
+        f"sys.exit(gpu.main(['--out', {str(tmp_path)!r}]))"
     )
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", code], stdout=pipe, text=True) as process:
@@ -75,7 +93,7 @@ def test_a_run_that_is_cut_loses_nothing(tmp_path: Path, name: str) -> None:
         shown = process.stdout.read()
         assert process.wait(30) == 1
     assert not psutil.pid_exists(int(line.split()[1]))
-    log = (tmp_path / "right.txt").read_text()
+    log = (tmp_path / "gpu.txt").read_text()
     assert log.count("one") == 2  # also in the command
     for text in (shown, log):
         first, end = text.splitlines()[-2:]

@@ -24,6 +24,10 @@ from torch.utils.benchmark import Timer
 from nanovllm.models.model_config import ModelConfig
 from tools.benchmarks.workloads import Workload
 
+# Bytes of a quantized weight of a layer, and of the head. In int4 a group of 32 has a scale of two
+# bytes; the few scales of int8 are not counted.
+WEIGHT_SIZES = {"int8": (1.0, 1.0), "int4": (0.5625, 1.0)}
+
 
 def costs(
     work: Workload,
@@ -31,23 +35,30 @@ def costs(
     itemsize: int,
     max_num_seqs: int,
     kv_itemsize: int | None = None,
+    quantization: str | None = None,
 ) -> dict[str, int]:
     """Return the FLOPs and bytes of a workload. Decode steps read `kv_bytes` of the KV cache.
 
-    itemsize: bytes of a weight. kv_itemsize: bytes of a KV value; None: `itemsize`.
+    itemsize: bytes of a number in the model's dtype. kv_itemsize: bytes of a KV value; None:
+    `itemsize`. quantization: the option of the engine.
     """
+    in_dtype = float(itemsize), float(itemsize)
+    layer_size, head_size = WEIGHT_SIZES.get(quantization or "", in_dtype)
     model = config.model_class().on_meta(config)
     linears = [linear.weight.numel() for linear in model.linears()]
     head = linears.pop()
     experts = getattr(config, "experts", None)
 
     def layers_for(num_tokens: int) -> int:
-        """Return the number of weights of the layers that a step reads."""
+        """Return the number of weights of the layers that a step of `num_tokens` reads."""
         unused = experts.unused_weights(config.hidden_size, num_tokens) if experts else 0
         return sum(linears) - round(unused)
 
+    def bytes_for(num_tokens: int) -> float:
+        return layers_for(num_tokens) * layer_size + head * head_size
+
     layers = layers_for(1)  # what one token uses
-    weight_bytes = (sum(linears) + head) * itemsize
+    weight_bytes = round(sum(linears) * layer_size + head * head_size)
     kv_token = config.block_bytes(1, kv_itemsize or itemsize)
     flops_per_attended = 4 * len(config.kv_layers) * config.num_heads * config.head_dim
 
@@ -60,7 +71,7 @@ def costs(
     attended = sum(n * (n + 1) // 2 for n in ends) - sum(n * (n + 1) // 2 for n in starts)
     linear = 2 * layers * computed + 2 * head * len(prompts)
     rows = decode_rows(work, max_num_seqs)
-    read = sum(steps * (layers_for(num) + head) for num, steps in rows.items())
+    read = round(sum(steps * bytes_for(num) for num, steps in rows.items()))
     kv_tokens = decoded = decode_attended = 0
     for round_ in work.rounds:
         # Prefill yields the first token of each output.
@@ -78,13 +89,13 @@ def costs(
     return {
         "prefill_tokens": computed,
         "prefill_flops": linear + flops_per_attended * attended,
-        "prefill_bytes": num_rounds * (layers_for(computed // num_rounds) + head) * itemsize
+        "prefill_bytes": round(num_rounds * bytes_for(computed // num_rounds))
         + computed * kv_token,
         "decode_steps": rows.total(),
         "decode_flops": 2 * (layers + head) * decoded + flops_per_attended * decode_attended,
-        "decode_bytes": read * itemsize + kv_tokens * kv_token + state_bytes,
+        "decode_bytes": read + kv_tokens * kv_token + state_bytes,
         "weight_bytes": weight_bytes,
-        "decode_weight_bytes": read * itemsize,
+        "decode_weight_bytes": read,
         "kv_bytes": kv_tokens * kv_token,
         "state_bytes": state_bytes,
     }

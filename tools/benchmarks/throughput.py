@@ -176,11 +176,9 @@ def prepare(args: argparse.Namespace, options: Result, temporary: Path) -> Setup
             f"ends at {longest:,}; lower --input, --output, --prefix or --turns, or take a --shape"
         )
     in_fp8 = config.kv_cache_dtype != "auto"
-    # In int8 a weight has one byte; the scales are not counted.
-    weight_size, kv_size = (
-        1 if small else dtype.itemsize for small in (config.quantization, in_fp8)
-    )
-    cost = roofline.costs(work, sizes, weight_size, config.max_num_seqs, kv_size)
+    kv_size = 1 if in_fp8 else dtype.itemsize
+    size = dtype.itemsize, config.max_num_seqs, kv_size, config.quantization
+    cost = roofline.costs(work, sizes, *size)
     cuda = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if cuda else available_host_memory()
     others = ["hf", "hf-batch", "hf-paged"] if model == EMBEDDED else []
@@ -222,10 +220,11 @@ def prepare(args: argparse.Namespace, options: Result, temporary: Path) -> Setup
             part, note = baselines.hf_part(name, work, args.sample, args.batch_size)
             job = {**common, "engine": name, "work": asdict(part), "batch_size": args.batch_size}
             engines.append(Engine(name, part, COMMAND, job, note))
+    is_small = config.quantization in roofline.WEIGHT_SIZES
     about = {
         "machine": ", ".join(f"{key} {value}" for key, value in machine.describe(device).items()),
         "model": f"{model} in {str(dtype)[6:]}"
-        f"{', weights in int8' * bool(config.quantization)}{', KV in fp8' * in_fp8}",
+        f"{f', weights in {config.quantization}' * is_small}{', KV in fp8' * in_fp8}",
         "workload": f"{work.name}: {spec.help}; {len(work.prompts)} requests; "
         f"{sum(work.lengths):,} tokens, {sum(work.outputs):,} of them output",
     }

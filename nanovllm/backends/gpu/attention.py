@@ -1,9 +1,11 @@
 """Paged attention on a GPU with the Triton kernels in backends/gpu/kernels/."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from nanovllm.backends.gpu.kernels import attention, store
 from nanovllm.backends.gpu.kernels.configs import GpuInfo, decode_tile, prefill_tile
@@ -36,9 +38,6 @@ class TritonAttention(PlainAttention):
         device: torch.device,
         fp8_scales: list[Scales] | None = None,
     ) -> None:
-        if fp8_scales:  # Triton cannot convert float8_e4m3fn on older GPUs
-            instead = "use kv_cache_dtype='auto', or attention_backend='sdpa', which is slower"
-            check_capability(device, (8, 9), "kv_cache_dtype='fp8' needs", instead)
         super().__init__(config, num_blocks, block_size, dtype, device, fp8_scales)
         self.layers = [(k, v) for k, v in self.cache]  # indexing the cache takes 10 us
         self.gpu = GpuInfo.of(device)
@@ -55,13 +54,15 @@ class TritonAttention(PlainAttention):
         shape = 2, SHARED_TOKENS, config.num_heads, config.head_dim
         self.shared = torch.empty(shape, dtype=dtype, device=device)
 
+    def memory(self, num_tokens: int) -> Tensor:
+        """Return memory [2, T, H, D] for q and the results of attention of a step."""
+        if num_tokens <= SHARED_TOKENS:
+            return self.shared[:, :num_tokens]
+        return self.shared.new_empty((2, num_tokens, *self.shared.shape[2:]))
+
     def prepare(self, batch: ForwardBatch) -> None:
         """Set the launches of all layers, one for chunks and one for decodes."""
-        num = len(batch.input_ids)
-        if num <= SHARED_TOKENS:
-            q, out = self.shared[:, :num]
-        else:
-            q, out = self.shared.new_empty((2, num, *self.shared.shape[2:]))
+        q, out = self.memory(len(batch.input_ids))
         launches: list[tuple[Any, ...]] = []
         lens, tables = batch.context_lens, batch.block_tables
         num_chunks = len(lens) - batch.num_decodes
@@ -106,6 +107,26 @@ class TritonAttention(PlainAttention):
         return step.out.flatten(1)
 
 
+class InvariantAttention(TritonAttention):
+    """The result for a query has the same bits in any batch, in a chunk and as a decode.
+
+    The kernel of chunks computes decodes too, because a token that was decoded is in a chunk after
+    a preemption, and two kernels round differently. Contexts are not split.
+    """
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        q, out = self.memory(len(batch.input_ids))
+        starts, lens, tile = batch.query_start_loc, batch.context_lens, self.prefill_tile
+        if batch.order is None:
+            queries = tile.num_rows // self.group_size
+            tiles = to_device(attention.query_tiles(batch.query_lens, queries), lens.device)
+        else:  # decodes, maybe in a capture, which may not read from the host
+            tiles = F.pad(starts[:-1, None], (0, 1))
+        attend = partial(attention.attend, loops=1)
+        launch = (attend, q, tiles, starts, lens, batch.block_tables, tile, out)
+        batch.attention_metadata = StepLaunches(q, out, [launch])
+
+
 class PlainStoreAttention(TritonAttention):
     """The same with norms, rotary embedding and store in plain torch."""
 
@@ -114,20 +135,3 @@ class PlainStoreAttention(TritonAttention):
     ) -> Tensor:
         q: Tensor = batch.attention_metadata.q
         return q.copy_(PlainAttention.norm_rope_store(self, layer, qkv, norms, rope, batch))
-
-
-def check_capability(
-    device: torch.device, minimum: tuple[int, int], needs: str, instead: str
-) -> None:
-    """Raise ValueError if the device is an NVIDIA GPU with a compute capability below `minimum`.
-
-    The message begins with `needs` and ends with `instead`.
-    """
-    if device.type == "cuda" and not torch.version.hip:
-        capability = torch.cuda.get_device_capability(device)
-        if capability < minimum:
-            needed, available = (".".join(map(str, pair)) for pair in (minimum, capability))
-            raise ValueError(
-                f"{needs} compute capability {needed} or higher, and "
-                f"{torch.cuda.get_device_name(device)} has {available}; {instead}"
-            )

@@ -10,15 +10,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from nanovllm.backends.gpu.attention import PlainStoreAttention, TritonAttention, check_capability
+from nanovllm.backends.gpu.attention import InvariantAttention, PlainStoreAttention, TritonAttention
 from nanovllm.backends.gpu.chunk_graphs import ChunkGraphs
 from nanovllm.backends.gpu.graphs import CudaCapture, DecodeGraphs
 from nanovllm.backends.gpu.kernels import delta_rule, linear, pointwise, sampler
 from nanovllm.backends.int4 import HEAD, Int4Weight
 from nanovllm.backends.int8 import Int8Weight
-from nanovllm.models.backend import Backend
+from nanovllm.config import EngineConfig
+from nanovllm.models import sampler as plain_sampler
+from nanovllm.models.backend import Backend, check_capability
 from nanovllm.models.layers import Linear
+from nanovllm.models.model_config import ModelConfig
 
 MIN_CAPABILITY = (7, 5)  # Turing, the first that .ci/compile_kernels.py compiles for
 
@@ -75,6 +79,25 @@ class GpuBackend(Backend):
         backends = {"int8": GpuInt8Backend, "int4": GpuInt4Backend}
         return backends[weights](self.device, self.dtype)
 
+    def batch_invariant(self, config: EngineConfig, model: ModelConfig) -> Backend:
+        for name, value, needed in (
+            ("dtype", str(self.dtype).removeprefix("torch."), "bfloat16"),
+            ("quantization", {"int8": "int8", "int4": "int4"}.get(config.quantization or ""), None),
+            ("kv_cache_dtype", config.kv_cache_dtype, "auto"),
+            ("tensor_parallel_size", config.tensor_parallel_size, 1),
+        ):
+            if value != needed:
+                raise ValueError(
+                    f"batch_invariant=True on a GPU needs {name}={needed!r}, not {value!r}; leave "
+                    "one of them out"
+                )
+        if type(model) is not ModelConfig:
+            raise ValueError(
+                f"batch_invariant=True on a GPU is for dense models, not {model.architecture}; "
+                "leave it out"
+            )
+        return InvariantGpuBackend(self.device, self.dtype)
+
     def capture_decode(
         self,
         decode: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
@@ -88,6 +111,19 @@ class GpuBackend(Backend):
     ) -> Any:
         chunks = ChunkGraphs(model, attention, graphs, max_tokens)
         return chunks if chunks.steps else None
+
+
+class InvariantGpuBackend(GpuBackend):
+    """The same with the same bits of a row whatever else a step computes."""
+
+    attention_class = InvariantAttention
+    linear = staticmethod(linear.invariant_linear)
+
+    @staticmethod
+    def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
+        # torch sums a row in an order that depends on the bytes at which the row begins.
+        padded = F.pad(logits, (0, -logits.shape[1] % 8), value=float("-inf"))
+        return plain_sampler.token_logprobs(padded, tokens, k)
 
 
 class GpuInt8Backend(GpuBackend):

@@ -27,7 +27,7 @@ from nanovllm.runner.rows import Rows, sampling_batch
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 # Tokens of the contexts of a chunk, which has the last 40 of them, and of three decodes.
 CONTEXTS, CHUNK = (300, 5, 17, 700), 40
-ROWS = 1, 17, 65, 200  # of a product: one for each tile of a GPU, and the first two on a CPU
+ROWS = 1, 17, 33, 65, 200  # of a product: one for each tile of a GPU, and the first two on a CPU
 
 Backends: TypeAlias = tuple[Backend, Backend]  # with kernels, and in plain torch
 
@@ -90,20 +90,24 @@ def silu_and_mul(backends: Backends, size: int) -> Comparisons:
 
 
 def sample(backends: Backends, vocab_size: int) -> Comparisons:
-    """Compare tokens of greedy rows, of rows without a filter, and of rows with each filter."""
-    device, dtype = backends[0].device, backends[0].dtype
+    """Compare tokens of greedy rows, of rows without a filter, and of rows with each filter.
+
+    The logits are in the model's dtype, and in float32 as those of requests with rules.
+    """
+    device = backends[0].device
     # 8 pairs of tokens, of which one is at the end, have the same probabilities for each vocabulary
     # and dtype. Roundings therefore decide no token, as they could with random logits.
-    logits = torch.full((48, vocab_size), -20.0, dtype=dtype, device=device)
+    logits = torch.full((48, vocab_size), -20.0, dtype=torch.float32, device=device)
     pair, second = torch.arange(8, device=device), torch.arange(2, device=device)[:, None]
-    logits[:, (pair + 1) * vocab_size // 8 - 1 - second] = (pair / 2 + second).to(dtype)
+    logits[:, (pair + 1) * vocab_size // 8 - 1 - second] = pair / 2 + second
     # Temperature, top_k, top_p and min_p of 6 rows, 8 times.
     columns = (0, 1, 2, 1.5, 1, 1), (0, 0, 0, 2, 0, 0), (1, 1, 1, 1, 0.6, 1), (0, 0, 0, 0, 0, 0.4)
     params = torch.tensor(columns, dtype=torch.float32, device=device).repeat(1, 8)
     seeds = torch.arange(48, device=device)
     batch = sampling_batch(params, 7 * seeds, seeds)
-    found, wanted = (backend.sample(logits, batch) for backend in backends)
-    yield Comparison("48 rows", found[:, None], wanted[:, None])
+    for dtype in dict.fromkeys((backends[0].dtype, torch.float32)):
+        found, wanted = (backend.sample(logits.to(dtype), batch) for backend in backends)
+        yield Comparison(f"48 rows in {dtype}", found[:, None], wanted[:, None])
 
 
 def filled(

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 # The scenarios of dry_run.py. Those of a process share the answers of the CPU.
 FIRST = ("qwen3", "faults")
 OTHERS = ("int8", "int4", "host cache", "ranks", "drafts", "qwen2", "memory", "decode", "bfloat16")
-OTHERS += ("bfloat16 with fp8", "hybrid experts", "int8 experts")
+OTHERS += ("invariant", "bfloat16 with fp8", "hybrid experts", "int8 experts")
 # Of 32, as in all models.
 MULTIPLES = dict(moe_intermediate_size=64, shared_expert_intermediate_size=64)
 
@@ -69,7 +69,7 @@ def test_tokens_are_those_of_the_cpu_engine(found: Callable[[str], Any], name: s
         assert (run["preemptions"] > 0) == (run["options"]["num_kv_cache_blocks"] < 99)
 
 
-@scenarios("qwen3", "ranks", "host cache", "hybrid experts")
+@scenarios("qwen3", "ranks", "host cache", "invariant", "hybrid experts")
 def test_the_host_waits_for_tokens_only(found: Callable[[str], Any], name: str) -> None:
     """Without rules; with overlap only when no step is left to launch."""
     for run in found(name)["found"]:
@@ -85,12 +85,26 @@ def test_the_host_waits_for_tokens_only(found: Callable[[str], Any], name: str) 
 
 @scenarios(
     *("qwen3", "qwen2", "bfloat16", "bfloat16 with fp8", "int8", "int4", "ranks", "drafts"),
-    *("hybrid experts", "int8 experts"),
+    *("invariant", "hybrid experts", "int8 experts"),
 )
 def test_nothing_is_compiled_while_serving(found: Callable[[str], Any], name: str) -> None:
     for run in found(name)["found"]:
         assert run["variants at start"]
         assert run["variants while serving"] == [], run["options"]
+
+
+@pytest.mark.slow
+def test_an_invariant_engine_has_one_kernel_for_all_products_and_queries(
+    found: Callable[[str], Any],
+) -> None:
+    """Of chunks, decodes and graphs, so that no step decides how a sum is rounded."""
+    for run in found("invariant")["found"]:
+        kernels = [text.split()[0] for text in run["variants at start"]]
+        assert [kernels.count(name) for name in ("_linear", "_attend", "_attend_decode")] == [
+            1,
+            1,
+            0,
+        ]
 
 
 @scenarios(*FIRST, *OTHERS)
@@ -135,6 +149,7 @@ FALLBACKS = {
     "chunks": ("chunks for 0 of 16 sizes.*not permitted when", True, False, False),
     "memory of chunks": ("chunks for 0 of 16 sizes.*out of memory", True, False, False),
     "replay": ("without CUDA graphs, .*decodes in a CUDA graph has", False, False, False),
+    "replay of chunks": ("steps run without CUDA.*chunks in CUDA graphs has", False, False, False),
     "failed replay": ("without CUDA graphs, .*because invalid handle", False, False, False),
 }
 
@@ -143,6 +158,7 @@ FALLBACKS = {
 def fallbacks(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("fallbacks")
     make_checkpoint(path)
+    make_moe_checkpoint(path / "experts", num_hidden_layers=2, moe_intermediate_size=64)
     return on_model([sys.executable, "tests/helpers/fallbacks.py", str(path)])
 
 
@@ -162,6 +178,16 @@ def test_kernels_and_graphs_that_fail_are_replaced(fallbacks: Any, fault: str) -
 
 
 @pytest.mark.slow
+def test_products_of_layers_and_of_experts_are_one_kernel(fallbacks: Any) -> None:
+    """If it fails, attention still has its kernels."""
+    found = fallbacks["no products"]
+    (text,) = found["warnings"]
+    assert "computes linear, expert_mlp: " in text
+    assert not found["plain attention"]
+    assert found["tokens"] == fallbacks["experts"]["tokens"]
+
+
+@pytest.mark.slow
 def test_the_check_compiles_no_other_kernels(fallbacks: Any) -> None:
     assert fallbacks["none"]["variants"] == fallbacks["no check"]["variants"]
     assert "check_kernels=False" in fallbacks["no check"]["log"]
@@ -169,15 +195,8 @@ def test_the_check_compiles_no_other_kernels(fallbacks: Any) -> None:
 
 @pytest.mark.slow
 def test_a_gpu_without_instructions_for_fp8(fallbacks: Any) -> None:
-    """Attention alone runs in plain torch."""
-    found = fallbacks["A100 with fp8"]
-    (text,) = found["warnings"]
-    assert re.search("computes norm_rope_store, attend: .*needs compute capability 8.9", text)
-    assert found["plain attention"]
-    assert any(name.startswith("_silu_and_mul") for name in found["variants"])
-    assert [len(tokens) for tokens in found["tokens"]] == [
-        len(tokens) for tokens in fallbacks["none"]["tokens"]
-    ]
+    error = fallbacks["A100 with fp8"]["error"]
+    assert re.search("needs compute capability 8.9 .* has 8.0; use kv_cache_dtype='auto'", error)
 
 
 @pytest.mark.slow
@@ -185,6 +204,8 @@ def test_kernels_that_fail_may_not_be_replaced(fallbacks: Any) -> None:
     """An option that names the backend is kept, and after an illegal access nothing can run."""
     error = fallbacks["explicit"]["error"]
     assert re.search("the kernel silu_and_mul fails.*PassManager.*'auto'.*'sdpa'", error)
+    error = fallbacks["invariant"]["error"]
+    assert re.search("kernel linear fails.*batch_invariant=True needs all kernels", error)
     lost = fallbacks["illegal access"]["error"]
     assert re.search("unusable for this process: .*illegal memory.*'sdpa'", lost)
 

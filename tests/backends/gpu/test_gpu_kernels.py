@@ -313,6 +313,28 @@ def test_quantized_products_have_the_same_bits_each_time(weights: type) -> None:
         check_same_bits([(linear.linear(x, layer),) for _ in range(REPEATS)])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
+def test_prompts_have_the_same_bits_each_time(dtype: torch.dtype) -> None:
+    """Triton 3.6.0 has no fence between copies to shared memory and the products that read them."""
+    from nanovllm.backends.gpu.kernels import attention
+    from nanovllm.backends.gpu.kernels.configs import GpuInfo, prefill_tile
+
+    if dtype == FP8:
+        needs_fp8()
+    torch.manual_seed(0)
+    heads, kv_heads, dim = SHAPES[0]
+    k, v, tables, lens = paged([LONG, 300], kv_heads, dim, 16, dtype)
+    tile = prefill_tile(GpuInfo.of(torch.device(DEVICE)), dim, torch.bfloat16)
+    q = torch.randn(LONG + 99, heads, dim, device=DEVICE).bfloat16()
+    starts = torch.tensor([0, LONG, len(q)], dtype=torch.int32).to(DEVICE)
+    tiles = attention.query_tiles(np.array([LONG, 99]), tile.num_rows * kv_heads // heads)
+    arguments = q, k, v, torch.from_numpy(tiles).to(DEVICE), starts, lens, tables, tile
+    results = [torch.empty_like(q) for _ in range(REPEATS)]
+    for found in results:
+        attention.attend(*arguments, found)
+    check_same_bits([(found,) for found in results])
+
+
 def check_same_bits(results: list[tuple[Tensor, ...]]) -> None:
     for result in results[1:]:
         for found, first in zip(result, results[0], strict=True):

@@ -19,6 +19,7 @@ from gpu_cases import Paged, paged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F
 
 triton = pytest.importorskip("triton")
 VERSION = tuple(int(x) for x in triton.__version__.split(".")[:2])
@@ -316,6 +317,41 @@ def test_many_rows_convert_a_part_of_the_weights_at_a_time(
     monkeypatch.setattr(linear, "PART", 32 * 64)
     close(linear.linear(x, module), expected)
     assert sizes == [32, 32, 6]
+
+
+def test_a_row_and_a_query_have_the_same_bits_in_any_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernels of batch_invariant=True, also of a last token alone, as a decode has it."""
+    from triton.runtime import interpreter
+
+    def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        """A sum without roundings: NumPy's depends on where a row is in the tile."""
+        product = np.matmul(a.data, b.data, dtype=np.float64).astype(np.float32)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(*shape).half() for shape in ((150, 70), (96, 70), (96,)))
+    module: Any = SimpleNamespace(weight=weight, bias=bias)
+    whole = linear.invariant_linear(x, module)
+    close(whole, F.linear(x, weight, bias))
+    k, v, tables, _ = paged([150], 2, 32, 16, torch.float16, device="cpu")
+    q, tile = torch.randn(150, 4, 32).half(), Tile(32, 32, 4, 2)
+
+    def attend(start: int, end: int) -> Tensor:
+        tiles = torch.from_numpy(attention.query_tiles(np.array([end - start]), 16))
+        starts, out = torch.tensor([0, end - start], dtype=torch.int32), q[start:end] * NAN
+        sizes = tiles, starts, torch.tensor([end]), tables, tile
+        attention.attend(q[start:end], k, v, *sizes, out, loops=1)
+        return out
+
+    attended, lens = attend(0, 150), torch.tensor([150])
+    starts = torch.tensor([0, 150], dtype=torch.int32)
+    close(attended, references.attend(q, k, v, starts, lens, tables))
+    for start, end in ((0, 37), (37, 149), (149, 150), (64, 65)):
+        assert torch.equal(attend(start, end), attended[start:end])
+        assert torch.equal(linear.invariant_linear(x[start:end], module), whole[start:end])
 
 
 def run_ptx(code: str, x: Tensor) -> list[Tensor]:

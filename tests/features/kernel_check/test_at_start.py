@@ -124,6 +124,19 @@ def test_wrong_kernels_are_caught(
         at_start.check(comparisons[name](), dtype)
 
 
+def test_each_tile_of_a_product_is_compared() -> None:
+    tiles = pytest.importorskip("nanovllm.backends.gpu.kernels.linear").HALF
+    assert {min(tile for tile in tiles if tile >= rows) for rows in compare.ROWS} == {*tiles}
+
+
+def test_the_sampler_of_requests_with_rules_is_compared() -> None:
+    """Their logits are in float32."""
+    plain, wrong = (Backend(CPU, torch.bfloat16) for _ in range(2))
+    wrong.sample = lambda x, batch: plain.sample(x, batch) + (x.dtype == torch.float32)  # type: ignore[method-assign]
+    with pytest.raises(ArithmeticError, match="48 rows in torch.float32 has a relative error"):
+        at_start.check(compare.sample((wrong, plain), 100), torch.bfloat16)
+
+
 @contextmanager
 def filled_memory() -> Iterator[None]:
     """What a kernel does not write is NaN, and not by chance what another test has left there."""
@@ -154,6 +167,8 @@ def test_wrong_kernels_of_a_cpu(
     assert found[0]["token_ids"] == wanted[0]["token_ids"]
     with pytest.raises(ValueError, match="the kernel silu_and_mul fails.*'sdpa'"):
         random_llm(path, attention_backend="numba")
+    with pytest.raises(ValueError, match="silu_and_mul fails.* needs all kernels; leave it out"):
+        random_llm(path, batch_invariant=True)
     with caplog.at_level(logging.INFO, logger="nanovllm"):
         unchecked = random_llm(path, check_kernels=False)
     assert "check_kernels=False" in caplog.text

@@ -66,7 +66,7 @@ def _load_blocks(block_table, start, end, BLOCK: tl.constexpr, TILE: tl.constexp
 def _attend_tile(
     q, k_cache, v_cache, blocks, start, end, query_position, acc, row_max, row_sum, scale,
     K: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, LOOPS: tl.constexpr,
 ):
     """Update the online softmax with the keys at the positions [start, start + TILE)."""
     D_PAD: tl.constexpr = q.shape[1]
@@ -80,7 +80,9 @@ def _attend_tile(
     k = tl.load(k_ptrs, mask=in_range[None, :] & in_head[:, None], other=0.0).to(q.dtype)
     v_ptrs = v_cache + offset[:, None] + dim[None, :]  # [TILE, D]
     v = tl.load(v_ptrs, mask=in_range[:, None] & in_head[None, :], other=0.0)
-    v = fp8_to(v, q.dtype) if v.dtype == tl.float8e4nv else v.to(q.dtype)
+    # Triton 3.6 to 3.7.1 cannot compile the inline assembly of `fp8_to` in a loop of prompts for
+    # the matrix units of sm_100, and it would not be faster there.
+    v = fp8_to(v, q.dtype) if (LOOPS == 1) & (v.dtype == tl.float8e4nv) else v.to(q.dtype)
     # `scale` contains log2(e), so that exp2, which is one instruction, replaces exp below.
     scores = tl.dot(q, k, input_precision="ieee") * scale  # [M, TILE]
     if MASKED:
@@ -123,7 +125,7 @@ def _attend_range(
             next_blocks = _load_blocks(block_table, tile_start + TILE, end, BLOCK, TILE)
             acc, row_max, row_sum = _attend_tile(
                 q, k_cache, v_cache, blocks, tile_start, end, query_position, acc, row_max, row_sum,
-                scale, K, BLOCK, D, TILE, masked,
+                scale, K, BLOCK, D, TILE, masked, LOOPS,
             )
             blocks = next_blocks
     return acc / row_sum[:, None] * v_scale, row_max + tl.log2(row_sum)
@@ -139,7 +141,7 @@ def _attend(
     q, k_cache, v_cache, out, tiles, query_start_loc, context_lens, block_tables,
     table_stride, scale, v_scale,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr, LOOPS: tl.constexpr,
 ):
     """One program computes M // G queries of one sequence for the G heads of one group."""
     G: tl.constexpr = H // K
@@ -164,8 +166,8 @@ def _attend(
     end = context_len - num_queries + tl.minimum(first_query + QUERIES, num_queries)
     result, _ = _attend_range(
         q_tile, k_cache, v_cache, block_tables + seq.to(tl.int64) * table_stride, kv_head,
-        0, context_len - num_queries + first_query + 1, end, query_position, scale, v_scale,
-        K, BLOCK, D, TILE, 2,
+        0, context_len - num_queries + first_query + 1 if LOOPS == 2 else 0, end, query_position,
+        scale, v_scale, K, BLOCK, D, TILE, LOOPS,
     )
     mask = in_range[:, None] & (dim < D)[None, :]
     tl.store(out + offsets, result.to(out.dtype.element_ty), mask=mask)
@@ -255,13 +257,14 @@ def query_tiles(query_lens: np.ndarray, queries_per_tile: int) -> np.ndarray:
 def attend(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, tiles: Tensor, query_start_loc: Tensor,
     context_lens: Tensor, block_tables: Tensor, config: Tile, out: Tensor,
-    k_scale: float = 1.0, v_scale: float = 1.0,
+    k_scale: float = 1.0, v_scale: float = 1.0, loops: int = 2,
 ) -> None:
     """Write causal attention of q [T, H, D] over each sequence's context to `out` [T, H, D].
 
     The queries are the last tokens of their context. k_cache, v_cache [blocks, K, block size, D];
     tiles from `query_tiles`; query_start_loc [S + 1] int32; context_lens [S]; block_tables [S, B]
-    int32. All tensors are contiguous. The numbers in the caches are multiplied by the scales.
+    int32. All tensors are contiguous. The numbers in the caches are multiplied by the scales. With
+    loops=1 every tile is masked, so that the result for a query does not depend on its tile.
     """
     _, H, D = q.shape
     _, K, BLOCK, _ = k_cache.shape
@@ -269,7 +272,8 @@ def attend(
         q, k_cache, v_cache, out, tiles, query_start_loc, context_lens, block_tables,
         block_tables.stride(0), LOG2E / D**0.5 * k_scale, v_scale,
     )
-    constants = dict(H=H, K=K, D=D, BLOCK=BLOCK, M=config.num_rows, TILE=config.num_keys)
+    sizes = dict(H=H, K=K, D=D, BLOCK=BLOCK, M=config.num_rows, TILE=config.num_keys)
+    constants = sizes | dict(LOOPS=loops)
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
     launch(_attend, (tiles.shape[0], K, 1), args, constants, **options)
 

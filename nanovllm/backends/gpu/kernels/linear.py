@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from nanovllm.backends.gpu.kernels.conversions import int8_to
 from nanovllm.backends.gpu.kernels.launch import launch
-from nanovllm.backends.int4 import GROUP, Int4Weight
+from nanovllm.backends.int4 import GROUP, PART, Int4Weight
 from nanovllm.backends.int8 import Int8Weight
 from nanovllm.models.layers import Linear
 
@@ -62,8 +62,6 @@ FLOAT32 = {
 # multiprocessor, and with 128 rows and 8 warps one.
 FEW, MANY = LinearTile(16, 16, 128, 1, 4, 4), LinearTile(64, 64, 32, 1, 4, 3)
 EXPERTS_FLOAT32 = LinearTile(32, 32, 32, 1, 4, 3)
-# Weights that are converted at a time for torch: 32 MiB in half precision; an H100's L2 has 50 MiB.
-PART = 2**24
 
 
 @triton.jit
@@ -174,6 +172,11 @@ def linear(x: Tensor, module: Linear) -> Tensor:
         return linear_in_parts(x, module)
     tile = tiles[min(limit for limit in tiles if limit >= len(x))]
     return multiply(x, module.weight, module.bias, tile, -(-len(x) // tile.num_rows))
+
+
+def invariant_linear(x: Tensor, module: Linear) -> Tensor:
+    """Return x [T, I] times the weight in the dtype of x. A row has the same bits for any T."""
+    return multiply(x, module.weight, module.bias, MANY, -(-len(x) // MANY.num_rows))
 
 
 def multiply(
