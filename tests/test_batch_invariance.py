@@ -172,6 +172,15 @@ KINDS: dict[str, Callable[[LLM, Prompts], list[Any]]] = {
 }
 
 
+def maker(path: Path, model: str, setting: str) -> Callable[..., LLM]:
+    """Return a function that makes an engine of a checkpoint, or of the embedded model."""
+    options = SETTINGS[setting] | {"attention_backend": "numba", "max_logprobs": -1}
+    if model == "nano":
+        return lambda **more: LLM(device="cpu", **options | more)
+    MODELS[model](path)
+    return lambda **more: random_llm(path, **options | more)
+
+
 @pytest.mark.parametrize(
     ("model", "setting"),
     [
@@ -182,12 +191,7 @@ KINDS: dict[str, Callable[[LLM, Prompts], list[Any]]] = {
 def test_kinds_of_requests(tmp_path: Path, model: str, setting: str) -> None:
     """Random prompts, of which some share a beginning, with random budgets and sizes of blocks."""
     rng = random.Random(f"{model} {setting}")
-    options = SETTINGS[setting] | {"attention_backend": "numba", "max_logprobs": -1}
-    if model == "nano":
-        make, size = lambda **more: LLM(device="cpu", **options | more), 1042
-    else:
-        MODELS[model](tmp_path)
-        make, size = lambda **more: random_llm(tmp_path, **options | more), 199
+    make, size = maker(tmp_path, model, setting), 1042 if model == "nano" else 199
     shared = [rng.randrange(1, size) for _ in range(290)]
     lengths = (0, 1), (0, 40), (150, 3), (290, 1), (290, 20), (290, 20)
     prompts = [
@@ -206,6 +210,22 @@ def test_kinds_of_requests(tmp_path: Path, model: str, setting: str) -> None:
             order = rng.sample(range(len(prompts)), len(prompts))
             found = ask(llm, [prompts[i] for i in order])
             assert found == [wanted[kind][i] for i in order], (kind, block_size, budget)
+
+
+@pytest.mark.parametrize("model", ["nano", "hybrid"])
+def test_one_prompt_several_times(tmp_path: Path, model: str) -> None:
+    """As vLLM's tests/v1/determinism: equal prompts behind a prefix hit, in chunks of any size."""
+    make = maker(tmp_path, model, "bfloat16")
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=5)
+    found = []
+    for warm, budget, number in ((0, 1000, 1), (1, 67, 1), (1, 67, 3), (1, 130, 8), (1, 1000, 8)):
+        llm = make(num_kv_cache_blocks=400, max_num_batched_tokens=budget)
+        if warm:
+            llm.generate([SHARED[:208]], SamplingParams(max_tokens=1), use_tqdm=False)
+        for output in llm.generate([SHARED] * number, params, use_tqdm=False):
+            assert output.num_cached_tokens >= 192 * warm
+            found.append((output.outputs[0].token_ids, numbers(output.outputs[0].logprobs)))
+    assert all(each == found[0] for each in found)
 
 
 def test_prefix_cache_on_disk_and_in_host_memory(tmp_path: Path) -> None:
