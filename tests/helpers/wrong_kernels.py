@@ -81,3 +81,126 @@ WRONG = [
     ("delta_rule", "_chunk_rule", "DK * has_state", "DK"),
     ("delta_rule", "_gated_norm", "(token < tl.load(tile + 2))", "(token < tl.load(tile + 2) - 1)"),
 ]
+
+# Kernels of a CPU that are right, up to rounding, but whose bits depend on what else is computed.
+# name: (module of backends/cpu/, function, text, replacement, model, setting)
+HALVES = """half = stride // 8 if {} else 0
+            words, first_half = stride // 4 - half, weight_ptr + o * stride
+            last_half = first_half + 4 * WIDTH * half
+"""
+BLOCK = "add_block(example, sums_ptr, x, stride, weight_ptr + o * stride, stride // 4, count)"
+IN_ANOTHER_ORDER = {
+    "two chains of sums for one row": (
+        "kernels.blocks",
+        "linear_blocks",
+        BLOCK,
+        HALVES.format("count == 1")
+        + """
+            add_block(example, sums_ptr, x, stride, first_half, half, count)
+            other = np.zeros((height, WIDTH), np.float32)
+            other_ptr = np.int64(other.ctypes.data)
+            add_block(example, other_ptr, x + 4 * half, stride, last_half, words, count)
+            sums += other""",
+        *("qwen3", "float32"),
+    ),
+    "the last half of a sum first, for many rows": (
+        "kernels.blocks",
+        "linear_blocks",
+        BLOCK,
+        HALVES.format("count > 8")
+        + """
+            add_block(example, sums_ptr, x + 4 * half, stride, last_half, words, count)
+            add_block(example, sums_ptr, x, stride, first_half, half, count)""",
+        *("qwen3", "float32"),
+    ),
+    "a prefix whose sums are rounded": (
+        "kernels.attention",
+        "attend_groups",
+        "partial[token, h, d] = sums[r, d]",
+        "partial[token, h, d] = to_float32(from_float32(sums[r, d], q_example))",
+        *("qwen3", "bfloat16"),
+    ),
+    "a prefix that ends within a segment": (
+        "attention",
+        "NumbaAttention.shared_prefixes",
+        "* self.block_size // KEYS * KEYS",
+        "* self.block_size",
+        *("qwen3", "float32"),
+    ),
+    "one maximum of all rows of a group": (
+        "kernels.attention",
+        "attend_groups",
+        "weigh_rows(height, scores_ptr",
+        """if first == 0:
+                row_max[:height] = log2_scale * np.max(scores[:height, :tokens])
+            weigh_rows(height, scores_ptr""",
+        *("qwen3", "float32"),
+    ),
+    "the last segment first, for many rows": (
+        "kernels.attention",
+        "attend_groups",
+        "for first in range(begin, context_len, KEYS):",
+        """for step in range(begin, context_len, KEYS):
+            last = begin + (context_len - 1 - begin) // KEYS * KEYS
+            first = step if is_few else begin + last - step""",
+        *("qwen3", "float32"),
+    ),
+    "a sum of experts that begins with another one for each token of a step": (
+        "kernels.experts",
+        "sum_rows",
+        "weight, row = to_float32(weights[t, k]), rows[places[t, k]]",
+        """j = (k + t) % places.shape[1]
+            weight, row = to_float32(weights[t, j]), rows[places[t, j]]""",
+        *("moe", "float32"),
+    ),
+    "a router that adds from the end, for many rows": (
+        "kernels.pointwise",
+        "small_linear_rows",
+        "total += to_float32(x[i, c]) * to_float32(weight[o, c])",
+        """d = inputs - 1 - c if rows > 8 else c
+                total += to_float32(x[i, d]) * to_float32(weight[o, d])""",
+        *("moe", "float32"),
+    ),
+    "a norm that adds from the end, for many rows": (
+        "kernels.pointwise",
+        "add_rms_norm_rows",
+        "scale = f32(1)",
+        """if rows > 8:
+                squares = f32(0)
+                for c in range(size - 1, -1, -1):
+                    squares += to_float32(residual[i, c]) * to_float32(residual[i, c])
+            scale = f32(1)""".replace("\n    ", "\n"),
+        *("qwen3", "float32"),
+    ),
+    "another exponential function for many rows": (
+        "kernels.pointwise",
+        "silu_and_mul_rows",
+        "exp(-gate)",
+        "(exp(-gate) if rows < 9 else np.exp(-gate))",
+        *("qwen3", "float32"),
+    ),
+    "one scale of all quantized rows": (
+        "kernels.product",
+        "quantize_rows",
+        "largest_magnitude(row)",
+        "largest_magnitude(x.ravel())",
+        *("qwen3", "int8"),
+    ),
+    "a random number of a row": (
+        "kernels.sampler",
+        "draw_rows",
+        "positions[row])",
+        "positions[row] + row)",
+        *("qwen3", "float32"),
+    ),
+    "a state that is rounded between chunks": (
+        "kernels.delta_rule",
+        "advance_heads",
+        "difference[:] = f32(0)",
+        """for r in range(key_dim if t == first else 0):
+                    for c in range(value_dim):
+                        state[r, c] = to_float32(from_float32(state[r, c], example))
+                difference[:] = f32(0)""",
+        *("hybrid", "bfloat16"),
+    ),
+}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.models.backend import Backend, FusedModel
+from nanovllm.models.sampler import most_likely
 from nanovllm.models.transfers import start_copy, to_device
 from nanovllm.plan import Chunk, ResultKind, StepOutput, TokenLogprobs
 from nanovllm.runner.model_runner import PendingOutput
@@ -66,16 +67,17 @@ def add_candidates(
     candidate_rows = [chunk.row for chunk in chunks]
     rules = rows.rules_of(candidate_rows)
     errors: dict[int, Exception] = {}
+    any_token = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    packed = backend.token_logprobs(logits, any_token, k)[:, 2:]
     if rules is not None and rules.changes_logits:
         positions = to_device(rows.positions[candidate_rows], logits.device)
         logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
-        values, ids = rules.apply(logprobs, positions).topk(k)
-        packed = torch.cat((values.double(), ids), dim=1)
+        values, ids = most_likely(rules.apply(logprobs, positions), k)
+        # The candidates of other rows do not depend on whether a row with rules is beside them.
+        has_rules = to_device(np.isin(candidate_rows, rules.rows)[:, None], logits.device)
+        packed = torch.where(has_rules, torch.cat((values.double(), ids), dim=1), packed)
         errors = {row.row: error for _, row, error in rules.errors}
         rules.errors = []
-    else:
-        any_token = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-        packed = backend.token_logprobs(logits, any_token, k)[:, 2:]
     candidates = start_copy(packed)
 
     def add_to(done: StepOutput) -> None:

@@ -18,10 +18,10 @@ every temperature and every filter, and no rejection sampling is needed. The oth
 al. 2023, arXiv:2211.17192) accepts a draft with the ratio of two probabilities. It keeps the
 distribution, not the tokens, and needs the probabilities of the drafts.
 
-Logits are equal up to rounding, because a step with more rows may add in another order. In float32,
-tests find equal tokens. In lower precision, an almost equally likely token may be drawn: by the
-embedded model in bfloat16 and int8 once in 4,900 tokens, in int4 once in 1,200, and with an fp8 KV
-cache not once in 4,700.
+With the CPU's kernels the logits are the same bits. In plain torch and on a GPU they are equal up
+to rounding, because a step with more rows may add in another order. In lower precision, an almost
+equally likely token may then be drawn: in plain torch, by the embedded model in bfloat16 and int8
+once in 4,900 tokens, in int4 once in 1,200, and with an fp8 KV cache not once in 4,700.
 
 Rules that depend on the output (penalties, bad words, grammars) are applied at each position of a
 chunk, to the output that ends with the drafts before it (logit_rules/row_rules.py). Logits

@@ -47,7 +47,7 @@ def test_new_weights_are_a_new_engine(
             assert llm.stats()["blocks_evictable"] == 0
             found = answers(llm)
             assert found[0] == wanted[0], source
-            torch.testing.assert_close(found[1], wanted[1], atol=1e-4, rtol=0)
+            assert torch.equal(found[1], wanted[1])
 
 
 # ---- what is refused ----

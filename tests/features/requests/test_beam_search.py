@@ -117,7 +117,7 @@ def test_beams_that_are_preempted(checkpoint, llm, prefix_caching, policy, block
     for output, other in zip(outputs, expected, strict=True):
         assert [beam.tokens for beam in output.sequences] == [b.tokens for b in other.sequences]
         for beam, same in zip(output.sequences, other.sequences, strict=True):
-            assert beam.cum_logprob == pytest.approx(same.cum_logprob, abs=1e-4)
+            assert beam.cum_logprob == same.cum_logprob
     stats = small.stats()
     assert stats["preemptions"] > 0 or blocks == 40
     assert stats["running"] == stats["waiting"] == stats["blocks_in_use"] == 0

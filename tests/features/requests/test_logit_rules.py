@@ -247,7 +247,7 @@ def test_processed_logprobs_of_drafts_and_after_preemptions(path: Path) -> None:
     for options in (dict(speculative_config=drafts, max_num_seqs=4), dict(num_kv_cache_blocks=30)):
         found, their_totals, stats = results(**options)
         assert found == tokens
-        assert their_totals == pytest.approx(totals, abs=1e-3)
+        assert their_totals == totals
         assert stats.get("accepted_tokens", 0) > 9 or stats["preemptions"] > 2
 
 
@@ -319,7 +319,7 @@ def test_mixed_batch_equals_each_alone(checkpoint) -> None:
         for a, b in zip(out.outputs, want.outputs, strict=True):
             assert (a.finish_reason, a.stop_reason) == (b.finish_reason, b.stop_reason)
             if p.logprobs is not None:
-                assert a.cumulative_logprob == pytest.approx(b.cumulative_logprob, abs=1e-2)
+                assert a.cumulative_logprob == b.cumulative_logprob
         assert (out.prompt_logprobs is None) == (p.prompt_logprobs is None)
 
 

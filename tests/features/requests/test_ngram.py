@@ -1,12 +1,18 @@
 """Speculation by n-grams: results equal those without it, in histories and in whole engines."""
 
+import json
 import random
+import shutil
 import tracemalloc
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 from engines import is_idle
 from oracle_engine import Engine, right, sequence
+from safetensors.torch import load_file, save_file
 
 from lessons.oracle.drafts import MUTANTS, DraftHistory
 from lessons.oracle.mutants import Mutant, apply
@@ -17,6 +23,7 @@ from nanovllm.engine import sampling
 from nanovllm.features.requests import ngram
 from nanovllm.features.requests.logit_rules import row_rules, sampling_with_rules
 from nanovllm.features.requests.ngram import FIRST_PAUSE, LONGEST_PAUSE, Lookup, NgramSpeculation
+from nanovllm.loading.checkpoint import find_checkpoint
 from nanovllm.runner import rows
 
 SLOW = pytest.mark.slow
@@ -198,14 +205,27 @@ TIGHT: dict[str, dict[str, Any]] = {
 }
 
 
+FOLDER = TemporaryDirectory()
+
+
+@cache
+def one_layer() -> str:
+    """A checkpoint of the embedded model with its first layer only, which repeats itself."""
+    source, target = find_checkpoint("qwen3-nano"), Path(FOLDER.name, "model")
+    shutil.copytree(source, target)
+    weights = load_file(source / "model.safetensors")
+    kept = {n: w for n, w in weights.items() if ".layers." not in n or ".layers.0." in n}
+    save_file(kept, target / "model.safetensors")
+    config = json.loads((source / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (target / "config.json").write_text(json.dumps(config))
+    return str(target)
+
+
 def engine_of(speculative: bool = True, **options: Any) -> LLM:
-    """The embedded model with one layer, which repeats itself."""
-    settings = dict(dtype="float32", device="cpu", attention_backend="sdpa", block_size=4)
+    settings = dict(dtype="float32", device="cpu", attention_backend="numba", block_size=4)
     settings |= dict(max_model_len=96, max_num_seqs=6)
     drafts = {"method": "ngram", "prompt_lookup_min": 1} if speculative else None
-    llm = LLM(**(settings | options), speculative_config=drafts)
-    del llm.engine.runner.model.layers[1:]
-    return llm
+    return LLM(one_layer(), **(settings | options), speculative_config=drafts)
 
 
 def random_params(rng: random.Random) -> SamplingParams:
@@ -276,9 +296,9 @@ def whole_texts(llm: LLM) -> list[str]:
 
 
 def entries(logprobs: Any) -> list[Any]:
-    """(token, rank, log-probability) of each position. Numbers depend a little on the batch."""
+    """(token, rank, log-probability) of each position."""
     return [
-        [(token, x.rank, pytest.approx(x.logprob, abs=1e-3)) for token, x in (entry or {}).items()]
+        [(token, x.rank, x.logprob) for token, x in (entry or {}).items()]
         for entry in logprobs or ()
     ]
 
@@ -367,13 +387,12 @@ def test_streams_get_several_tokens_at_once(without: LLM) -> None:
             assert parts[-1].finish_reason == out.finish_reason
 
 
-# Options, and how much log-probabilities may differ. Activations in bfloat16 have 8 bits.
-LOW_PRECISION: dict[str, tuple[dict[str, Any], float]] = {
-    "fp8 cache": (dict(dtype="bfloat16", kv_cache_dtype="fp8"), 0.1),
-    "bfloat16": (dict(dtype="bfloat16"), 0.1),
-    "int8": (dict(dtype="bfloat16", quantization="int8"), 0.1),
-    "int4": (dict(dtype="bfloat16", quantization="int4"), 0.1),
-    "int8 in float32": (dict(quantization="int8"), 1e-4),
+LOW_PRECISION: dict[str, dict[str, Any]] = {
+    "fp8 cache": dict(dtype="bfloat16", kv_cache_dtype="fp8"),
+    "bfloat16": dict(dtype="bfloat16"),
+    "int8": dict(dtype="bfloat16", quantization="int8"),
+    "int4": dict(dtype="bfloat16", quantization="int4"),
+    "int8 in float32": dict(quantization="int8"),
 }
 
 
@@ -381,30 +400,12 @@ LOW_PRECISION: dict[str, tuple[dict[str, Any], float]] = {
     "name", [pytest.param(name, marks=[SLOW] * (i > 0)) for i, name in enumerate(LOW_PRECISION)]
 )
 def test_low_precision(name: str) -> None:
-    """Up to the first token that differs, log-probabilities are equal to rounding."""
-    options, tolerance = LOW_PRECISION[name]
-    params = [
-        SamplingParams(**GREEDY | dict(temperature=temperature, seed=1, logprobs=0))
-        for temperature in (0, 0.7)
-        for _ in TEXTS
+    llms = [
+        engine_of(speculative, **PLENTY, **LOW_PRECISION[name]) for speculative in (True, False)
     ]
-    llms = [engine_of(speculative, **PLENTY, **options) for speculative in (False, True)]
-    pairs = zip(*(llm.generate([*TEXTS] * 2, params, use_tqdm=False) for llm in llms), strict=True)
-    num_compared = num_different = 0
-    for outputs in pairs:
-        a, b = (output.outputs[0] for output in outputs)
-        for token, other, *entries in zip(
-            a.token_ids, b.token_ids, a.logprobs, b.logprobs, strict=True
-        ):
-            num_compared += 1
-            if token != other:  # what follows has another context
-                num_different += 1
-                break
-            first, second = (entry[token].logprob for entry in entries)
-            assert first == pytest.approx(second, abs=tolerance)
-    assert num_compared > 200
-    assert num_different <= (num_compared // 200 if tolerance > 0.01 else 0)
-    assert llms[1].stats()["accepted_tokens"] > 50
+    found, wanted = (results(llm, seed=1) for llm in llms)
+    assert found == wanted
+    assert llms[0].stats()["accepted_tokens"] > 50
 
 
 FAULTS = {

@@ -50,13 +50,16 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
     """Compute models.sampler.token_logprobs, reading each row once."""
-    if k > MAX_LOGPROBS:
-        return sampler.token_logprobs(logits, tokens, k)
     logits = logits.contiguous()
-    packed = np.empty((len(logits), 2 + 2 * k))
+    packed = np.empty((len(logits), 2 + 2 * k if k <= MAX_LOGPROBS else 3))
     source = logits.data_ptr(), logits.dtype is torch.bfloat16, logits.shape[1]
     run(_logprobs_of_rows, (*source, tokens.numpy(), packed), len(logits), logits.numel())
-    return torch.from_numpy(packed)
+    result = torch.from_numpy(packed)
+    if k <= MAX_LOGPROBS:
+        return result
+    # A row that asks for few has the same bits beside one that asks for many.
+    values, ids = sampler.most_likely(logits.float(), k)
+    return torch.cat((result[:, :2], (values - result[:, 2:].float()).double(), ids), dim=1)
 
 
 @compiled()
@@ -235,7 +238,10 @@ def draw_rows(address, is_bf16, size, temperatures, seeds, positions, filters, t
 
 @compiled()
 def _logprobs_of_rows(address, is_bf16, size, tokens, packed, start, stop):
-    """Fill packed [R, 2 + 2k] as `token_logprobs` in models/sampler.py."""
+    """Fill packed [R, 2 + 2k] as `token_logprobs` in models/sampler.py.
+
+    If it is [R, 3], the last column is the logarithm of the sum of e^logit.
+    """
     k, values, weights = (packed.shape[1] - 2) // 2, np.empty(size, f32), np.empty(size, f32)
     maxima = np.empty((size + GROUP - 1) // GROUP, f32)
     for row in range(start, stop):
@@ -245,6 +251,8 @@ def _logprobs_of_rows(address, is_bf16, size, tokens, packed, start, stop):
         for i in range(size):
             rank += np.int64(values[i] > logit)
         packed[row, 0], packed[row, 1] = logit - log_sum, rank
+        if packed.shape[1] == 3:
+            packed[row, 2] = log_sum
         for i in range(k):
             group = np.argmax(maxima)
             rest = values[group * GROUP : (group + 1) * GROUP]
