@@ -48,7 +48,7 @@ KERNELS = "import nanovllm.backends.cpu.kernel_files\n"
 IMPORTS = """
 import importlib, pkgutil
 # These need Triton, or a file of a learner.
-OTHER = ("nanovllm.backends.gpu", "lessons.puzzles", "lessons.tasks.engine")
+OTHER = ("nanovllm.backends.gpu", "tools.benchmarks.next", "lessons.puzzles", "lessons.tasks.engine")
 import bench, example, lessons, nanovllm, tools.benchmarks
 for package in (lessons, nanovllm, tools.benchmarks):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):

@@ -128,6 +128,6 @@ def most_likely(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return logits.topk(k)
     bits = logits.view(torch.int32).long()
     in_order = bits ^ (bits >> 31 & 0x7FFFFFFF)  # as integers, in the order of the numbers
-    keys = (in_order << 32) - torch.arange(logits.shape[1])
+    keys = (in_order << 32) - torch.arange(logits.shape[1], device="cpu")
     ids = -keys.topk(k).values & 0xFFFFFFFF
     return logits.gather(1, ids), ids

@@ -50,7 +50,7 @@ class FusedStep:
         )
         head = model.lm_head
         weight, scale, bias = pointers(head)
-        self.logits = torch.empty(FEW_TOKENS, config.vocab_size, dtype=dtype)
+        self.logits = model.norm.new_empty(FEW_TOKENS, config.vocab_size, dtype=dtype)
         self.head = Head(
             product=head.weight.product(),
             weight=weight,
@@ -67,7 +67,7 @@ class FusedStep:
         self.tables = np.zeros_like(rows.block_tables[:1].repeat(FEW_TOKENS, 0))
         self.first, self.slots = np.zeros((2, FEW_TOKENS), np.int64)
         sizes = *[config.hidden_size] * 2, *[config.head_dim] * 2
-        self.inputs = tuple(torch.empty(FEW_TOKENS, size, dtype=dtype) for size in sizes)
+        self.inputs = tuple(self.logits.new_empty(FEW_TOKENS, size) for size in sizes)
         none = np.empty((0, 1), np.int64)
         self.no_groups = QueryGroups(none, none, none.ravel(), self.tables[:0])
         self.partial = np.empty((0, 0, 0), np.float32)

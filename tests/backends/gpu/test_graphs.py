@@ -125,7 +125,9 @@ def test_rows_come_and_go(path: Path, asynchronous: bool) -> None:
 
 def test_a_replay_writes_one_slot_a_row_and_the_null_block(path: Path) -> None:
     """Padding must not write through the stale table of a row that is free."""
-    llm = make_llm(path, graphs=True, max_num_seqs=4, async_scheduling=False, attention_backend="sdpa")
+    llm = make_llm(
+        path, graphs=True, max_num_seqs=4, async_scheduling=False, attention_backend="sdpa"
+    )
     runner = llm.engine.runner
     rows, graphs, cache = runner.rows, runner.graphs, runner.attention.cache
     cache.zero_()

@@ -39,6 +39,10 @@ class HybridLayers(FusedLayers):
         before = *(weight.data_ptr() for weight in norms), *[0] * 4, *products
         return [*before, attn.layer, *(weight.data_ptr() for weight in heads)]
 
+    def layer_scales(self, layer: Any, attention: NumbaAttention) -> tuple[float, float]:
+        is_linear = hasattr(layer.self_attn, "conv1d")
+        return (1.0, 1.0) if is_linear else super().layer_scales(layer, attention)
+
     def forward(self, batch: ForwardBatch, attention: NumbaAttention) -> Tensor:
         """Compute Qwen3_5.forward. Steps with chunks are left to it."""
         if batch.states is None or batch.states.rounds:

@@ -227,8 +227,7 @@ class FusedLayers:
         )
         layers = [self.layer_addresses(layer, attention) for layer in model.layers]
         self.addresses = np.array(layers, np.int64)
-        numbers = [layer.self_attn.layer for layer in model.layers]
-        self.scales = np.array([attention.scales[i % len(attention.scales)] for i in numbers])
+        self.scales = np.array([self.layer_scales(layer, attention) for layer in model.layers])
         self.buffers: list[Tensor] = []
 
     @property
@@ -248,6 +247,10 @@ class FusedLayers:
         for module in layer.linears():
             addresses += pointers(module)
         return addresses + [0] * 5
+
+    def layer_scales(self, layer: Any, attention: NumbaAttention) -> tuple[float, float]:
+        """Return the scales of K and V of a layer."""
+        return attention.scales[layer.self_attn.layer]
 
     def forward(self, batch: ForwardBatch, attention: NumbaAttention) -> Tensor:
         """Compute Qwen3.forward."""

@@ -197,7 +197,7 @@ def multiply(product: Product, x: Tensor, pointers: tuple[int, int, int], output
     x = x.contiguous()
     rows, inputs = x.shape
     out = x.new_empty((rows, outputs))
-    work = torch.empty(rows * product.work_bytes(inputs), dtype=torch.uint8)
+    work = torch.empty(rows * product.work_bytes(inputs), dtype=torch.uint8, device="cpu")
     sizes = rows, inputs, outputs, work.data_ptr()
     compute(product, x.data_ptr(), *pointers, out.data_ptr(), *sizes, DTYPE_EXAMPLE[x.dtype],
             get_num_threads())
