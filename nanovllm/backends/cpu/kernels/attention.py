@@ -17,7 +17,7 @@ from nanovllm.backends.cpu.kernels.parallel import in_parts
 from nanovllm.backends.cpu.kernels.primitives import array, bytes_of, f32, from_float32
 from nanovllm.backends.cpu.kernels.words import TILE, is_tiled, operand, operands, per_word
 
-KEYS = SEGMENT
+KEYS = SEGMENT  # keys of a segment: every context is split at multiples of it
 # The largest number of rows of a group of several queries.
 MAX_ROWS = 64
 # Up to so many rows of a group read the cache where it is.

@@ -2,8 +2,8 @@
 
 These are Python functions that Numba compiles, as Triton compiles the kernels of a GPU. Between two
 products PyTorch makes about twelve calls. Each takes 10 to 15 us however little it computes,
-because the product has just filled the caches with its weights. Here they are three kernels, each
-of which reads its input once.
+because the product has just filled the caches with its weights. Here each is one kernel, which
+reads its input once.
 
 The rules for all kernels of a CPU:
 - A kernel changes only the memory that its docstring names. It takes the addresses of contiguous
