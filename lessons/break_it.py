@@ -20,7 +20,7 @@ from lessons.show import Question, fill, say, show_answers, show_command, show_q
 from nanovllm.cli.trace.trace import Trace
 from nanovllm.engine import block_manager, scheduler
 from nanovllm.features.models.hybrid import state_blocks
-from nanovllm.features.requests import ngram
+from nanovllm.features.sampling import ngram
 
 SEEDS = 300  # histories to try
 FAILURES = 3  # failing histories that are shortened; the shortest is shown

@@ -50,8 +50,8 @@ def run() -> None:
     factor = math.exp(outputs[1][2] - outputs[0][2])
     say(f"The best beam is {factor:.2f} times as likely as the greedy output.")
     show_source(
-        link("features.requests.beam_search.BeamSearch._choose", "ranked = sorted"),
-        link("features.requests.beam_search.BeamSearch._continue", "result_kinds.fork"),
+        link("features.tasks.beam_search.BeamSearch._choose", "ranked = sorted"),
+        link("features.tasks.beam_search.BeamSearch._continue", "result_kinds.fork"),
     )
 
 

@@ -23,7 +23,7 @@ from lessons.lesson04_roofline import decode_costs
 from lessons.pictures import show_lanes
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM, Trace
-from nanovllm.features.requests.ngram import FIRST_PAUSE, LONGEST_PAUSE
+from nanovllm.features.sampling.ngram import FIRST_PAUSE, LONGEST_PAUSE
 
 RIDGE = 20  # FLOPs that a processor computes while it reads a byte, for the calculation
 DRAFTS, CONTEXT = 5, 100
@@ -83,8 +83,8 @@ def run() -> None:
         Where the known tokens end, it repeats the drafts. The task does neither.""")
     QUESTIONS.show(2)
     show_source(
-        link("features.requests.ngram.Lookup.find", "self.before[end]"),
-        link("features.requests.ngram.NgramSpeculation.accept", "index(False)"),
+        link("features.sampling.ngram.Lookup.find", "self.before[end]"),
+        link("features.sampling.ngram.NgramSpeculation.accept", "index(False)"),
     )
     say("Build it: `python -m lessons build ngram`.")
 

@@ -56,7 +56,7 @@ def run() -> None:
     say("""For the small model a load is slower than computing, unless the link to the host is
         faster. The engine does not compare the two: with swap_space it loads each block that the
         host has.""")
-    where = "features.memory.host_cache.blocks.HostCacheBlockManager"
+    where = "features.kv.host_cache.host_blocks.HostCacheBlockManager"
     show_source(link(f"{where}._save"), link(f"{where}._load"))
 
 

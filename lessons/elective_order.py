@@ -19,7 +19,7 @@ import numpy as np
 
 from lessons.lesson import ask, make_llm, optional
 from lessons.show import Questions, link, say, show_source, show_table
-from nanovllm.features.memory.tensor_parallel.ranks import Ranks
+from nanovllm.features.parallel.ranks import Ranks
 
 NUMBERS, KEYS, SIZE, SEGMENT, PROGRAMS = 4096, 1024, 64, 64, 8
 OTHERS = [f"What is {i} + {i + 9}?\n" for i in range(20)]

@@ -19,7 +19,7 @@ token do not depend on the mask. So the host computes the mask while the device 
 
 from lessons.lesson import ask, make_llm, optional, timed
 from lessons.show import Questions, link, say, show_source, show_table
-from nanovllm.features.requests.structured import GrammarCompiler, Matcher
+from nanovllm.features.sampling.structured import GrammarCompiler, Matcher
 from nanovllm.sampling_params import StructuredOutputsParams
 
 PROMPT = "What is 12 + 30?\n"
@@ -58,7 +58,7 @@ def run() -> None:
         the layers do. On a CPU both take turns.""")
     show_source(
         link(Matcher.mask, "compute_bitmask"),
-        link("features.requests.logit_rules.row_rules.RulesBatch.sample", "self.apply"),
+        link("features.sampling.logit_rules.row_rules.RulesBatch.sample", "self.apply"),
     )
 
 

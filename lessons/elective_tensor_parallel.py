@@ -30,7 +30,7 @@ import torch
 
 from lessons.lesson import ask, make_llm, runner_of
 from lessons.show import Questions, link, say, show_source, show_table
-from nanovllm.features.memory.tensor_parallel.ranks import Ranks
+from nanovllm.features.parallel.ranks import Ranks
 from nanovllm.loading.memory import num_weights
 from nanovllm.models.layers import silu_and_mul
 from nanovllm.models.qwen3 import Qwen3
@@ -88,8 +88,8 @@ def run() -> None:
         vocabulary. The ranks exchange these and sample the same tokens as one device. What is
         gained: each rank stores and reads one half of the weights and of the KV.""")
     show_source(
-        link("features.memory.tensor_parallel.shards.config_of_rank", "num_heads=heads // size"),
-        link("features.memory.tensor_parallel.shards.tensors_of_rank", "BY_COLUMNS"),
+        link("features.parallel.shards.config_of_rank", "num_heads=heads // size"),
+        link("features.parallel.shards.tensors_of_rank", "BY_COLUMNS"),
         link("models.layers.Linear.__call__", "self.reduce"),
     )
 

@@ -9,16 +9,16 @@ Importing it loads no torch, which `LLM()` needs and the control plane does not.
 __version__ = "0.1.0"
 
 from nanovllm.cli.trace.trace import Trace
-from nanovllm.features.requests.beam_search import BeamSearchOutput, BeamSearchSequence
-from nanovllm.features.requests.embeddings.pooling import (
+from nanovllm.features.sampling.repetition import RepetitionDetectionParams
+from nanovllm.features.sampling.tool_calls import parse_tool_calls
+from nanovllm.features.tasks.beam_search import BeamSearchOutput, BeamSearchSequence
+from nanovllm.features.tasks.embeddings.pooling import (
     EmbeddingOutput,
     EmbeddingRequestOutput,
     PoolingParams,
 )
-from nanovllm.features.requests.loglikelihood import LoglikelihoodOutput
-from nanovllm.features.requests.repetition import RepetitionDetectionParams
-from nanovllm.features.requests.rerank import ScoringOutput, ScoringRequestOutput
-from nanovllm.features.requests.tool_calls import parse_tool_calls
+from nanovllm.features.tasks.loglikelihood import LoglikelihoodOutput
+from nanovllm.features.tasks.rerank import ScoringOutput, ScoringRequestOutput
 from nanovllm.inputs import TextPrompt, TokensPrompt
 from nanovllm.llm import LLM
 from nanovllm.outputs import (

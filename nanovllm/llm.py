@@ -14,7 +14,7 @@ from tqdm import tqdm
 from nanovllm.config import EMBEDDED, EngineConfig, engine_config, with_parameters_of
 from nanovllm.engine.chat_template import Message, as_conversations
 from nanovllm.engine.request import Progress, Request
-from nanovllm.features.requests.calls import OptionalCalls, show_progress
+from nanovllm.features.tasks.calls import OptionalCalls, show_progress
 from nanovllm.inputs import Prompt, ShowProgress, pair_up
 from nanovllm.outputs import RequestOutput, StreamOutput
 from nanovllm.sampling_params import SamplingParams

@@ -68,7 +68,7 @@ class Chunk:
     logprobs_from: int = 0
     num_logprobs: int = 0  # how many of the most likely tokens to report with each target
     num_candidates: int = 0  # number of candidates, if `result_kind` is CANDIDATES
-    num_drafts: int = 0  # the last tokens that are drafts; see features/requests/ngram.py
+    num_drafts: int = 0  # the last tokens that are drafts; see features/sampling/ngram.py
     # The known output of a row with rules, if it has drafts or had some in its last step.
     output: list[int] | None = None
 
@@ -181,5 +181,5 @@ class LogitRules:
     logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()  # reported too
     logits_processors: tuple[Callable[..., Any], ...] = ()
-    grammar: Any = None  # nanovllm.features.requests.structured.Grammar
-    thinking: Any = None  # nanovllm.features.requests.thinking.Thinking
+    grammar: Any = None  # nanovllm.features.sampling.structured.Grammar
+    thinking: Any = None  # nanovllm.features.sampling.thinking.Thinking

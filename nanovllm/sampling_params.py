@@ -82,7 +82,7 @@ class SamplingParams:
         -> logits, called for each token with lists of ids and float32 logits [V].
     structured_outputs: a grammar that the output follows; see StructuredOutputsParams.
     logprob_token_ids: report the log-probabilities of these tokens at each position.
-    repetition_detection: end an output that repeats itself; see features/requests/repetition.py.
+    repetition_detection: end an output that repeats itself; see features/sampling/repetition.py.
     thinking_token_budget: end the thinking after so many tokens; -1: no limit.
 
     Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value. Fields may

@@ -41,7 +41,7 @@ GROUPS = {
     "dry runs": r"/test_dry_run\.py::",
     "parity": r"/test_qwen3\.py::",
     "real model": r"/test_real_model\.py::",
-    "ranks": r"/test_tensor_parallel\.py::",
+    "ranks": r"/test_parallel\.py::",
     "grades": r"::test_(grades|accuracy_in_bf16)",
     "options": r"::test_options_change",
 }

@@ -14,9 +14,9 @@ from nanovllm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsPar
 from nanovllm.__main__ import COMMANDS
 from nanovllm.config import RENAMED, WITHOUT_EFFECT, EngineConfig
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.features.requests import beam_search
-from nanovllm.features.requests import loglikelihood as scoring
-from nanovllm.features.requests.embeddings import pooling
+from nanovllm.features.tasks import beam_search
+from nanovllm.features.tasks import loglikelihood as scoring
+from nanovllm.features.tasks.embeddings import pooling
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "nanovllm"

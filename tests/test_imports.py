@@ -25,7 +25,6 @@ IMPORTING = {
     "loading.make_runner": "load_model make_backend make_cache make_eager_runner make_fast_steps make_runner",
     "loading.memory": "plan_memory",
     "loading.select_backend": "pick_backend",
-    "loading.tokenizer": "load_tokenizer",
 }
 
 

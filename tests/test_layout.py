@@ -32,7 +32,7 @@ SEVERAL = {
     "engine/test_any_line.py": "an error or Ctrl-C at any line of a step",
     "engine/test_failures.py": "errors in one request's own data",
     "engine/test_large_batches.py": "the work of a step with many requests",
-    "features/requests/test_beam_histories.py": "beams with the scheduler and the host cache",
+    "features/tasks/test_beam_histories.py": "beams with the scheduler and the host cache",
     "lessons/test_lesson_pages.py": "the pages of the lessons",
     "lessons/test_lessons.py": "the command, and what lessons share",
     "lessons/test_lessons_course.py": "lessons 2 and 11c and electives",
@@ -91,3 +91,11 @@ def test_reading_order(folder: str) -> None:
                 prefix = f"nanovllm.backends.{folder}."
                 found = {f"{m.removeprefix(prefix).replace('.', '/')}.py" for m in modules if m}
                 assert not found & set(order[place:]), name
+
+
+def test_rooms_name_their_files() -> None:
+    """The docstring of each folder below features/ names what is in it, and nothing else."""
+    for init in (ROOTS[0] / "features").rglob("__init__.py"):
+        named = re.findall(r"^(\w+) {2,}\S", init.read_text(), re.MULTILINE)
+        there = [path.stem for path in init.parent.iterdir() if not path.name.startswith("__")]
+        assert sorted(named) == sorted(there), init

@@ -1,4 +1,4 @@
-"""Histories with speculation, and its faults; tests/features/requests/test_ngram.py has more."""
+"""Histories with speculation, and its faults; tests/features/sampling/test_ngram.py has more."""
 
 from types import ModuleType
 
@@ -7,7 +7,7 @@ from lessons.oracle.oracle import History, answer
 from nanovllm.config import SpeculativeConfig
 from nanovllm.engine import scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.features.requests import ngram
+from nanovllm.features.sampling import ngram
 
 MUTANTS = read(
     """

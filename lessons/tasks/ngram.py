@@ -19,7 +19,7 @@ What must stay true:
   - The next chunk begins after the last token that is right and computed: in the example with 7, at
     position 9.
 
-In the engine: NgramSpeculation in nanovllm/features/requests/ngram.py.
+In the engine: NgramSpeculation in nanovllm/features/sampling/ngram.py.
 """
 
 from collections.abc import Callable

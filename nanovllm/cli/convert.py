@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     show_log()  # with a progress bar
     try:
         # This import comes after --help, because torch takes seconds.
-        from nanovllm.features.formats.gguf.convert import convert
+        from nanovllm.features.formats.gguf.convert_gguf import convert
 
         convert(args.source, args.target, args.dtype)
     except (OSError, ValueError) as error:

@@ -22,7 +22,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import located
 
 if TYPE_CHECKING:
-    from nanovllm.features.requests.structured import GrammarCompiler
+    from nanovllm.features.sampling.structured import GrammarCompiler
 
 
 @dataclass(eq=False)

@@ -49,7 +49,7 @@ class LLMEngine(SharedEngine):
         overlaps = config.async_scheduling
         self.async_scheduling = runner.async_scheduling if overlaps is None else overlaps
         self.observer = NO_OBSERVER  # see nanovllm/cli/trace/trace.py
-        self.checkpoint: Any = None  # for features/memory/disk_cache.py
+        self.checkpoint: Any = None  # for features/kv/disk_cache.py
         self.requests = {}
         self.finished: dict[str, Any] = {}  # outputs that `step` has not returned yet, by id
         self.progress = Progress()  # of all requests

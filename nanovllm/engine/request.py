@@ -1,9 +1,9 @@
 """Request: one prompt of a caller, with its state and its results. Task: what is done with it.
 
     Sampling    engine/sampling.py                     new tokens
-    Embedding   features/requests/embeddings/          the hidden state of the prompt's last token
-    Scoring     features/requests/loglikelihood.py     log-probabilities of the prompt's last tokens
-    BeamSearch  features/requests/beam_search.py       the most likely outputs
+    Embedding   features/tasks/embeddings/          the hidden state of the prompt's last token
+    Scoring     features/tasks/loglikelihood.py     log-probabilities of the prompt's last tokens
+    BeamSearch  features/tasks/beam_search.py       the most likely outputs
 
 A task holds checked parameters. Requests with the same parameters object share a task. The data of
 one request is in its Request.

@@ -1,6 +1,6 @@
 """Sampling: the task that generates tokens, and their text.
 
-The class that runs is SamplingWithRules of features/requests/logit_rules/. It adds logit rules and
+The class that runs is SamplingWithRules of features/sampling/logit_rules/. It adds logit rules and
 log-probabilities, and without them does the same as Sampling.
 """
 

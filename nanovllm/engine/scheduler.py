@@ -33,7 +33,7 @@ from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.plan import COMPLETE, Chunk, NewRow, ResultKind, StepOutput, StepPlan
 
 if TYPE_CHECKING:
-    from nanovllm.features.requests.ngram import NgramSpeculation
+    from nanovllm.features.sampling.ngram import NgramSpeculation
 
 
 @dataclass(slots=True)

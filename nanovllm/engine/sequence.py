@@ -67,7 +67,7 @@ class Sequence:
     # Whether its next token may be written to a shared or cached block.
     needs_copy_on_write: bool = False
 
-    lookup: Any = None  # its n-grams, from which features/requests/ngram.py makes drafts
+    lookup: Any = None  # its n-grams, from which features/sampling/ngram.py makes drafts
 
     # Beams.
     num_candidates: int = 0  # number of candidates, if `result_kind` is CANDIDATES

@@ -22,8 +22,8 @@ from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.utils.checks import located
 
 if TYPE_CHECKING:
-    from nanovllm.features.memory.tensor_parallel.ranks import Ranks
-    from nanovllm.features.requests.embeddings.pooling import PoolingSettings
+    from nanovllm.features.parallel.ranks import Ranks
+    from nanovllm.features.tasks.embeddings.pooling import PoolingSettings
 
 # With a hidden size of 1024, the largest activations of so many tokens take less than 32 MiB. glibc
 # returns larger ones to Linux, which clears each page again: 6 to 10 % of the CPU time of a prompt.
@@ -34,7 +34,7 @@ def make_engine(config: EngineConfig) -> LLMEngine:
     """Find and load the checkpoint and its tokenizer, and build the engine."""
     if config.tensor_parallel_size == 1:
         return load_engine(config, *find_files(config))
-    from nanovllm.features.memory.tensor_parallel.ranks import Ranks
+    from nanovllm.features.parallel.ranks import Ranks
 
     ranks = Ranks(config)
     with ranks.leave_if_it_fails():
@@ -67,10 +67,10 @@ def load_engine(
     config: EngineConfig, checkpoint: Checkpoint, tokenizer_dir: Path, ranks: Ranks | None = None
 ) -> LLMEngine:
     """Load the weights and the tokenizer in `tokenizer_dir`, and build the engine."""
-    from nanovllm.features.requests.embeddings.pooling import PoolingParams
-    from nanovllm.features.requests.embeddings.sentence_transformers import read_pooling_settings
-    from nanovllm.features.requests.logit_rules.sampling_with_rules import with_parser
-    from nanovllm.features.requests.structured import GrammarCompiler
+    from nanovllm.features.sampling.logit_rules.sampling_with_rules import with_parser
+    from nanovllm.features.sampling.structured import GrammarCompiler
+    from nanovllm.features.tasks.embeddings.pooling import PoolingParams
+    from nanovllm.features.tasks.embeddings.sentence_transformers import read_pooling_settings
 
     if config.quantization in FORMATS:
         check_format(config.quantization, checkpoint)
@@ -100,7 +100,7 @@ def load_engine(
     )
     block_manager: BlockManager | None = None
     if runner.host_pool is not None:
-        from nanovllm.features.memory.host_cache.blocks import HostCacheBlockManager
+        from nanovllm.features.kv.host_cache.host_blocks import HostCacheBlockManager
 
         sizes = runner.num_blocks, config.block_size, runner.host_pool.num_blocks
         block_manager = HostCacheBlockManager(*sizes)
@@ -116,7 +116,7 @@ def load_engine(
     engine = LLMEngine(config, agreeing, input_processor, block_manager)
     engine.checkpoint = checkpoint
     if isinstance(config.speculative_config, SpeculativeConfig):
-        from nanovllm.features.requests.ngram import NgramSpeculation
+        from nanovllm.features.sampling.ngram import NgramSpeculation
 
         max_tokens = MAX_DRAFT_STEP[pick_device(config.device).type]
         speculation = NgramSpeculation(config.speculative_config, max_tokens)
@@ -144,10 +144,10 @@ def check_format(quantization: str, checkpoint: Checkpoint) -> None:
 
 def all_tasks(scheduler: Scheduler, pooling: PoolingSettings) -> dict[type, TaskFactory]:
     """Return the functions that make the task of a request, by the class of its parameters."""
-    from nanovllm.features.requests.beam_search import BeamSearch
-    from nanovllm.features.requests.embeddings.pooling import Embedding, PoolingParams
-    from nanovllm.features.requests.logit_rules.sampling_with_rules import SamplingWithRules
-    from nanovllm.features.requests.loglikelihood import Scoring, ScoringParams
+    from nanovllm.features.sampling.logit_rules.sampling_with_rules import SamplingWithRules
+    from nanovllm.features.tasks.beam_search import BeamSearch
+    from nanovllm.features.tasks.embeddings.pooling import Embedding, PoolingParams
+    from nanovllm.features.tasks.loglikelihood import Scoring, ScoringParams
 
     return {
         SamplingParams: SamplingWithRules,

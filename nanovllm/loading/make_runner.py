@@ -33,7 +33,7 @@ from nanovllm.utils.host import check_fork, explain_out_of_memory
 from nanovllm.utils.log import logger
 
 if TYPE_CHECKING:
-    from nanovllm.features.memory.tensor_parallel.ranks import Ranks
+    from nanovllm.features.parallel.ranks import Ranks
 
 
 def make_runner(
@@ -136,7 +136,7 @@ def load_model(
     if files:
         load_weights(tensors, files, model.backend.before_layer)
     else:
-        from nanovllm.features.formats.dummy_weights import random_weights
+        from nanovllm.features.weights.dummy_weights import random_weights
 
         random_weights(tensors, config.seed, model.norm.device)
     for linear in model.linears():  # one at a time, to save memory
@@ -149,8 +149,8 @@ def make_eager_runner(
     config: EngineConfig, model: Qwen3, vocab_size: int, max_model_len: int
 ) -> ModelRunner:
     """Return a runner without a KV cache, and without captured or fused steps."""
-    from nanovllm.features.requests.chunk_results import add_chunk_results
-    from nanovllm.features.requests.logit_rules.row_rules import RulesState
+    from nanovllm.features.sampling.logit_rules.row_rules import RulesState
+    from nanovllm.runner.chunk_results import add_chunk_results
 
     block_size, device = config.block_size, model.backend.device
     max_blocks = -(-max_model_len // block_size)
@@ -185,7 +185,7 @@ def make_cache(
         return backend.attention_class(model_config, *sizes, backend.dtype, backend.device, scales)
 
     if budget.num_host_blocks:  # staging buffers come before the KV cache
-        from nanovllm.features.memory.host_cache.pool import make_pool
+        from nanovllm.features.kv.host_cache.pool import make_pool
 
         runner.host_pool = make_pool(budget.num_host_blocks, make_attention(1).cache)
     scratch = 0

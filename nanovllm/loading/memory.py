@@ -139,7 +139,7 @@ def plan_memory(
         )
     budget = MemoryBudget(config, device, free, weights, block_bytes)
     if config.swap_space:
-        from nanovllm.features.memory.host_cache.pool import num_host_blocks
+        from nanovllm.features.kv.host_cache.pool import num_host_blocks
 
         left = free - weights - max(requested, 2 * block_bytes)
         num = num_host_blocks(config, block_bytes, left if device.type == "cpu" else None)

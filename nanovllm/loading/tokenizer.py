@@ -18,7 +18,7 @@ LOCK = threading.Lock()
 def load_tokenizer(directory: Path) -> Tokenizer:
     """Load the tokenizer in `directory`. Raises ValueError if it cannot be used."""
     if directory == Path(__file__).with_name(EMBEDDED):
-        from nanovllm.features.formats.embedded_tokenizer import EmbeddedTokenizer
+        from nanovllm.loading.embedded_tokenizer import EmbeddedTokenizer
 
         return cast("Tokenizer", EmbeddedTokenizer(directory, load_full))
     names = ("tokenizer.json", "merges.txt", "tokenizer.model")  # merges.txt is with vocab.json

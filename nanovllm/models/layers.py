@@ -62,7 +62,7 @@ class Linear:
         self.projections, self.backend = projections, backend
         self.weight = backend.make_weight(outputs, inputs, [*projections])  # [O, I]
         self.bias = backend.empty(outputs) if bias else None
-        # Adds the results of all ranks; see features/memory/tensor_parallel/ranks.py.
+        # Adds the results of all ranks; see features/parallel/ranks.py.
         self.reduce: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:

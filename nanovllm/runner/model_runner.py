@@ -25,9 +25,9 @@ from nanovllm.plan import ResultKind, StepOutput, StepPlan
 from nanovllm.runner.rows import Rows
 
 if TYPE_CHECKING:
-    from nanovllm.features.memory.host_cache.pool import HostPool
+    from nanovllm.features.kv.host_cache.pool import HostPool
     from nanovllm.features.models.hybrid.states import States
-    from nanovllm.features.requests.logit_rules.row_rules import RulesBatch
+    from nanovllm.features.sampling.logit_rules.row_rules import RulesBatch
 
 TOKEN_KINDS = (None, ResultKind.TOKEN)  # the results of chunks without optional features
 
@@ -54,7 +54,7 @@ class ModelRunner:
 
     # ---- optional features, set by loading/make_runner.py ----
 
-    add_chunk_results: Callable[..., None]  # of features/requests/chunk_results.py
+    add_chunk_results: Callable[..., None]  # of runner/chunk_results.py
     host_pool: HostPool | None = None
     states: States | None = None
     make_fast_steps: Callable[[ModelRunner], None]  # for new_weights.py, sleep.py

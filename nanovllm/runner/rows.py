@@ -23,7 +23,7 @@ from nanovllm.models.transfers import send
 from nanovllm.plan import FILTERS, ResultKind, StepPlan
 
 if TYPE_CHECKING:
-    from nanovllm.features.requests.logit_rules.row_rules import RulesBatch, RulesState
+    from nanovllm.features.sampling.logit_rules.row_rules import RulesBatch, RulesState
 
 
 @dataclass(slots=True)

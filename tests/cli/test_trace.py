@@ -23,7 +23,7 @@ from nanovllm.config import SpeculativeConfig
 from nanovllm.engine.block_manager import Block
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.observer import NO_OBSERVER
-from nanovllm.features.requests.ngram import NgramSpeculation
+from nanovllm.features.sampling.ngram import NgramSpeculation
 from nanovllm.plan import StepOutput
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

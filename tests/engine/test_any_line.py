@@ -22,7 +22,7 @@ from nanovllm import (
     StructuredOutputsParams,
 )
 from nanovllm.engine.request import Request
-from nanovllm.features.requests.loglikelihood import tokenize_pairs
+from nanovllm.features.tasks.loglikelihood import tokenize_pairs
 
 PLAIN = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 PROMPT = "What is 12 + 30?\n"
@@ -40,19 +40,19 @@ FILES = (
         "engine/llm_engine.py",
         "engine/result_kinds.py",
         "engine/detokenizer.py",
-        "features/memory/host_cache/blocks.py",
+        "features/kv/host_cache/host_blocks.py",
     ),
     *(
-        "features/requests/beam_search.py",
-        "features/requests/loglikelihood.py",
-        "features/requests/embeddings/pooling.py",
+        "features/tasks/beam_search.py",
+        "features/tasks/loglikelihood.py",
+        "features/tasks/embeddings/pooling.py",
     ),
     *(
-        "features/requests/structured.py",
-        "features/requests/logit_rules/sampling_with_rules.py",
+        "features/sampling/structured.py",
+        "features/sampling/logit_rules/sampling_with_rules.py",
         "outputs.py",
     ),
-    "features/requests/ngram.py",
+    "features/sampling/ngram.py",
 )
 
 
@@ -258,7 +258,7 @@ CALLS: dict[str, Callable[[LLM], Any]] = {
     ],
     "loop": loop,
 }
-STEP = ("engine/", "llm.py", "features/requests/beam_search.py", "runner/")
+STEP = ("engine/", "llm.py", "features/tasks/beam_search.py", "runner/")
 # Without backends/cpu/thread_limit.py, whose lines depend on the time.
 CPU = (
     "attention",

@@ -15,9 +15,9 @@ from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.recovery import revert_in_flight
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.features.requests.logit_rules.penalties import PenaltyState
-from nanovllm.features.requests.logit_rules.row_rules import RowRules
-from nanovllm.features.requests.logit_rules.sampling_with_rules import SamplingWithRules
+from nanovllm.features.sampling.logit_rules.penalties import PenaltyState
+from nanovllm.features.sampling.logit_rules.row_rules import RowRules
+from nanovllm.features.sampling.logit_rules.sampling_with_rules import SamplingWithRules
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

@@ -16,7 +16,7 @@ from nanovllm.engine.policies import AGING, POLICIES
 from nanovllm.engine.recovery import revert_in_flight
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.features.memory.host_cache.blocks import HostCacheBlockManager
+from nanovllm.features.kv.host_cache.host_blocks import HostCacheBlockManager
 
 
 def test_one_prefix_is_computed_once() -> None:

@@ -12,7 +12,7 @@ from lessons.oracle.oracle import ALPHABET, History, require
 from nanovllm.engine import scheduler
 from nanovllm.engine.request import Progress, Request, Sample
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.features.requests.beam_search import BeamSearch, BeamSearchParams
+from nanovllm.features.tasks.beam_search import BeamSearch, BeamSearchParams
 from nanovllm.plan import ResultKind, RowResult, StepPlan
 
 Candidates = list[tuple[int, float]]

@@ -6,7 +6,7 @@ from typing import Any
 from lessons.oracle.oracle import History
 from nanovllm.engine import scheduler
 from nanovllm.engine.block_manager import Block
-from nanovllm.features.memory import disk_cache
+from nanovllm.features.kv import disk_cache
 
 
 class DiskHistory(History):

@@ -48,11 +48,11 @@ import nanovllm.backends.int8
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.gpu import graphs, profile
 from nanovllm.backends.gpu.kernels import attention, pointwise
-from nanovllm.features.memory.host_cache import pool as host_pool
-from nanovllm.features.memory.tensor_parallel import ranks as tensor_parallel
+from nanovllm.features.kv.host_cache import pool as host_pool
 from nanovllm.features.models.hybrid import delta_rule
 from nanovllm.features.models.moe import experts
-from nanovllm.features.requests.logit_rules import penalties
+from nanovllm.features.parallel import ranks as tensor_parallel
+from nanovllm.features.sampling.logit_rules import penalties
 from nanovllm.loading import memory as runner_memory
 from nanovllm.models import layers, sampler
 from nanovllm.models.backend import Backend

@@ -5,8 +5,8 @@ from types import ModuleType
 
 from lessons.oracle.oracle import History, require
 from nanovllm.engine import scheduler
-from nanovllm.features.memory.host_cache import blocks as host_cache
-from nanovllm.features.memory.host_cache.blocks import HostCacheBlockManager
+from nanovllm.features.kv.host_cache import host_blocks as host_cache
+from nanovllm.features.kv.host_cache.host_blocks import HostCacheBlockManager
 
 
 class HostCacheHistory(History):

@@ -1,4 +1,4 @@
-"""Runs jobs on several ranks; test_tensor_parallel.py asks for them.
+"""Runs jobs on several ranks; test_parallel.py asks for them.
 
     python tests/helpers/ranks.py    reads (job, ranks, arguments) from stdin, writes to stdout
 
@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast  # noqa: F401 (imported once)
 
 from nanovllm import LLM, SamplingParams, Trace
-from nanovllm.features.requests.beam_search import BeamSearchParams
+from nanovllm.features.tasks.beam_search import BeamSearchParams
 from nanovllm.loading.memory import MemoryBudget
 
 with suppress(ImportError):  # without Numba

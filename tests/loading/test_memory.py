@@ -11,10 +11,10 @@ from checkpoints import make_checkpoint, random_llm
 
 from nanovllm import SamplingParams, plan
 from nanovllm.config import EngineConfig
-from nanovllm.features.requests.logit_rules import penalties
-from nanovllm.features.requests.logit_rules import row_rules as logit_rules
-from nanovllm.features.requests.logit_rules.penalties import PenaltyState
-from nanovllm.features.requests.logit_rules.row_rules import RulesState
+from nanovllm.features.sampling.logit_rules import penalties
+from nanovllm.features.sampling.logit_rules import row_rules as logit_rules
+from nanovllm.features.sampling.logit_rules.penalties import PenaltyState
+from nanovllm.features.sampling.logit_rules.row_rules import RulesState
 from nanovllm.loading import memory
 
 POSITIONS = 512

@@ -12,7 +12,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from nanovllm.features.formats.gguf import reader
-from nanovllm.features.formats.gguf.tokenizer import read_tokenizer
+from nanovllm.features.formats.gguf.gguf_tokenizer import read_tokenizer
 
 SEPARATOR = "\n__ggml_vocab_test__\n"
 for path in map(Path, sys.argv[1:]):

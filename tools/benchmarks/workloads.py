@@ -201,7 +201,7 @@ def write_weights(directory: Path, dtype: torch.dtype) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from nanovllm.features.formats.dummy_weights import random_weights
+    from nanovllm.features.weights.dummy_weights import random_weights
     from nanovllm.loading.checkpoint import Checkpoint
     from nanovllm.models.weights import CheckpointTensor
 

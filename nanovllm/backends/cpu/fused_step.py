@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class FusedStep:
     """Computes steps of at most FEW_TOKENS tokens, all of which are sampled, of rows without rules.
 
-    They are decodes, and verifications of drafts (features/requests/ngram.py).
+    They are decodes, and verifications of drafts (features/sampling/ngram.py).
     """
 
     def __init__(self, layers: FusedLayers, attention: NumbaAttention, rows: Rows) -> None:

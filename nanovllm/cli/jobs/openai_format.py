@@ -19,9 +19,9 @@ import numpy as np
 
 from nanovllm.engine.chat_template import as_conversations
 from nanovllm.engine.request import Progress, Request
-from nanovllm.features.requests.embeddings.pooling import PoolingParams
-from nanovllm.features.requests.rerank import Scorer
-from nanovllm.features.requests.tool_calls import ToolUse
+from nanovllm.features.sampling.tool_calls import ToolUse
+from nanovllm.features.tasks.embeddings.pooling import PoolingParams
+from nanovllm.features.tasks.rerank import Scorer
 from nanovllm.inputs import Prompt, as_list
 from nanovllm.outputs import CompletionOutput, Logprob
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams

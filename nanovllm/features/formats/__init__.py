@@ -1,1 +1,9 @@
-"""Formats of checkpoints: GGUF, quantized safetensors, and overrides of config.json."""
+"""Files of models, beside safetensors with a config.json.
+
+gguf                  files of llama.cpp, and the models that LLM() knows by name
+quantized_checkpoint  FP8, compressed-tensors, AWQ and GPTQ, decoded at load
+adapter               a LoRA adapter, merged into the weights at load
+hf_overrides          values that replace fields of config.json
+hub                   downloads from the Hugging Face hub
+fp8_scales            the scales of an fp8 KV cache
+"""

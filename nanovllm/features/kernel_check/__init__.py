@@ -1,1 +1,5 @@
-"""Compares kernels with plain torch: at the start of an engine, and in `nanovllm check`."""
+"""Compares kernels with plain torch.
+
+comparisons  one kernel, on small random inputs
+at_start     the kernels and graphs of an engine, when it is made
+"""

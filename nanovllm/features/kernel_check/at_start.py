@@ -26,7 +26,7 @@ from nanovllm.utils.log import logger, progress_bar
 
 if TYPE_CHECKING:
     from nanovllm.backends.gpu.graphs import DecodeGraphs
-    from nanovllm.features.memory.tensor_parallel.ranks import Ranks
+    from nanovllm.features.parallel.ranks import Ranks
     from nanovllm.runner.device_runner import DeviceRunner
 
 

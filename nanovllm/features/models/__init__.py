@@ -1,1 +1,5 @@
-"""Models besides Qwen3 and Llama: mixture of experts, and linear attention (Qwen3.5)."""
+"""Models besides Qwen3 and Llama.
+
+hybrid  layers of linear attention, with a state for each sequence: Qwen3.5
+moe     mixtures of experts: Qwen3-MoE, and Qwen3.5-MoE of hybrid
+"""

@@ -14,7 +14,7 @@ from hybrid_checkpoints import make_hybrid_checkpoint
 from moe_checkpoints import make_moe_checkpoint
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.features.memory.host_cache import pool as host_pool
+from nanovllm.features.kv.host_cache import pool as host_pool
 from nanovllm.loading import memory
 from nanovllm.models.fp8 import FP8
 from nanovllm.plan import BlockCopy

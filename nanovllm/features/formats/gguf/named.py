@@ -53,7 +53,7 @@ def convert_once(source: Path, target: Path) -> None:
     """Convert `source`, unless another process has done it. The model runs in float32."""
     from filelock import FileLock
 
-    from nanovllm.features.formats.gguf.convert import convert
+    from nanovllm.features.formats.gguf.convert_gguf import convert
 
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ START = """
 import os, resource, signal, sys
 from pathlib import Path
 from types import SimpleNamespace
-from nanovllm.features.formats.gguf import convert, named
+from nanovllm.features.formats.gguf import convert_gguf as convert, named
 file = Path(sys.path[0]) / "model.gguf"
 named.distribution = lambda name: SimpleNamespace(version="0.1.2", locate_file=lambda _: file)
 """

@@ -1,1 +1,0 @@
-"""Memory and devices: KV blocks in host memory, and several ranks."""

@@ -1,1 +1,0 @@
-"""Several processes share one model; each holds a part of every large weight."""

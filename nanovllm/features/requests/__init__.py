@@ -1,1 +1,0 @@
-"""Kinds of requests besides sampling, and options of sampling: grammars and logit rules."""

@@ -1,1 +1,0 @@
-"""Embeddings: the hidden state of a prompt's last token."""

@@ -1,1 +1,0 @@
-"""Logit rules: penalties, bias, masks, log-probabilities and logits processors of a request."""

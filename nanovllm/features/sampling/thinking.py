@@ -1,0 +1,237 @@
+"""Thinking: the part of an output between <think> and </think>, its budget and its separation.
+
+A prompt can open the block, as the chat templates of DeepSeek-R1 and Qwen3.5 do, or the output
+begins with <think>. Only this block is thinking: a marker anywhere else is part of the answer. A
+tool call ends a block that has no </think>: Qwen3.5 writes such calls.
+Markers are found in the text, because a marker can consist of several tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nanovllm.engine.detokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nanovllm.engine.input_processor import InputProcessor
+    from nanovllm.features.sampling.structured import Matcher
+    from nanovllm.sampling_params import SamplingParams
+
+START, END = "<think>", "</think>"
+CALL, END_CALL = "<tool_call>", "</tool_call>"
+BEGUN_CALL = re.compile(CALL + r"\s*(?:[\[{<]|\Z)")  # and not the marker in a sentence
+# Tokens with other texts that a tokenizer has added separate the turns of a prompt.
+TAG = re.compile(r"</?(?:think|tool_call|tool_response)>")
+TURN = re.compile(r"\s*\w*\s*<think>(.*)", re.DOTALL)  # with the role
+LAST = re.compile(r".*<think>(.*)", re.DOTALL)
+
+
+def check_markers(input_processor: InputProcessor, what: str) -> Tokenizer:
+    """Return the tokenizer. Raises ValueError, naming the option `what`, if it has no markers."""
+    if (tokenizer := input_processor.tokenizer) is None:
+        raise ValueError(f"{what} needs a tokenizer (skip_tokenizer_init is set)")
+    template = str(getattr(tokenizer, "chat_template", None))
+    for marker in (START, END):
+        token = tokenizer.backend_tokenizer.token_to_id(marker)
+        is_known = token is not None and token < input_processor.vocab_size
+        if not is_known and marker not in template:
+            raise ValueError(
+                f"{what} needs a model that thinks between {START} and {END}, and neither the "
+                f"vocabulary nor the chat template of this model has {marker}; leave it out"
+            )
+    return tokenizer
+
+
+def special_markers(tokenizer: Tokenizer) -> dict[int, str]:
+    """Return the markers that are special tokens, which a text usually lacks."""
+    rules = tokenizer.backend_tokenizer
+    ids = {rules.token_to_id(marker): marker for marker in (START, END, CALL, END_CALL)}
+    return {i: marker for i, marker in ids.items() if i is not None and not rules.decode([i])}
+
+
+def opened(tokenizer: Tokenizer, prompt: list[int]) -> str | None:
+    """Return the text after <think> in a prompt that leaves the block open, or None.
+
+    In a prompt with several turns, only a <think> with which the last turn begins counts. Others
+    may be quotations in a message.
+    """
+    rules = tokenizer.backend_tokenizer
+    added = rules.get_added_tokens_decoder()
+    turns = (i for i in range(len(prompt) - 1, 0, -1) if prompt[i] in added)
+    start = next((i for i in turns if not TAG.fullmatch(added[prompt[i]].content)), 0)
+    text: str = rules.decode(prompt[start + 1 if start else 0 :], skip_special_tokens=False)
+    found = (TURN if start else LAST).match(text)
+    return found[1] if found and not (END in found[1] or BEGUN_CALL.search(found[1])) else None
+
+
+def split_end(text: str, markers: Sequence[str]) -> tuple[str, str]:
+    """Split a text before its end that may be the beginning of a marker, which may be empty."""
+    for size in range(min(len(text), max(map(len, markers), default=0)), 0, -1):
+        if any(marker.startswith(text[-size:]) for marker in markers):
+            return text[:-size], text[-size:]
+    return text, ""
+
+
+class Splitter:
+    """Separates the thinking and the answer in the text of one output, while the text grows."""
+
+    def __init__(self, is_open: bool, call_ends: bool = True, removed: Sequence[str] = ()) -> None:
+        """is_open: whether the prompt opens the block.
+
+        call_ends: whether a tool call ends a block that has no </think>.
+        removed: markers that are not returned, neither in the thinking nor in the answer.
+        """
+        self.is_open = self.is_thinking = self.has_thought = is_open
+        self.call_ends, self.removed = call_ends, removed
+        self.has_begun = False  # else the output may still begin with <think>
+        # Text that may be the beginning of a marker, or a call in the thinking: until </think> or
+        # the end of the output, it is not known whether the call ends the thinking.
+        self.held = ""
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether the thinking has come to a call, or to more than one character of its marker."""
+        held = self.held
+        is_begun = held.startswith(CALL) or (len(held) > 1 and CALL.startswith(held))
+        return self.is_thinking and self.call_ends and is_begun
+
+    def add(self, text: str, is_last: bool = False) -> tuple[str, str]:
+        """Add text. Returns what is new in the thinking and in the answer, without the markers."""
+        text, self.held = self.held + text, ""
+        if not self.has_begun:
+            begun = text.lstrip()
+            if len(begun) < len(START) and START.startswith(begun) and not is_last:
+                self.held = text
+                return "", ""
+            self.has_begun = True
+            if begun.startswith(START):
+                text = begun.removeprefix(START)
+                self.is_thinking = self.has_thought = True
+        thought, answer = "", text
+        if self.is_thinking:
+            thought, end, answer = text.partition(END)
+            call = BEGUN_CALL.search(thought) if self.call_ends and not end else None
+            if call:
+                thought, answer = thought[: call.start()], thought[call.start() :]
+            self.is_thinking = not end and not (call and is_last)
+            if self.is_thinking:
+                self.held, answer = answer, ""
+        if not is_last and not self.held:
+            if self.is_thinking:
+                thought, self.held = split_end(thought, (END, CALL, *self.removed))
+            else:
+                answer, self.held = split_end(answer, self.removed)
+        for marker in self.removed:
+            thought, answer = thought.replace(marker, ""), answer.replace(marker, "")
+        return thought, answer
+
+
+@dataclass(frozen=True, eq=False)
+class Thinking:
+    """The rules of thinking: a budget, and a grammar that only the answer follows."""
+
+    tokenizer: Tokenizer
+    end_ids: list[int]  # the tokens of </think>
+    limit: float  # tokens of thinking, including those in the prompt
+    call_ends: bool  # as in Splitter
+    ends: list[tuple[int, str]]  # `ends_with_more`, if there is a grammar
+
+
+def make_thinking(
+    input_processor: InputProcessor, params: SamplingParams, separates: bool
+) -> Thinking | None:
+    """Return the rules of thinking that the parameters request, if there are any."""
+    separates = separates and params.structured_outputs is not None
+    budget = params.thinking_token_budget
+    limit = math.inf if budget is None or budget < 0 else budget
+    if limit == math.inf and not separates:
+        return None
+    if params.structured_outputs is not None and not separates:
+        raise ValueError(
+            f"thinking_token_budget={budget} would break the grammar of structured_outputs, which "
+            "is of the whole output; give LLM() a reasoning_parser, so that it is of the text alone"
+        )
+    tokenizer = check_markers(input_processor, "thinking_token_budget")
+    end_ids = input_processor.encode(END, add_special_tokens=False)
+    grammars, ends = input_processor.grammars, []
+    if separates:
+        assert grammars is not None, "make_engine sets it"
+        if grammars.thinking_ends is None:
+            grammars.thinking_ends = ends_with_more(tokenizer, input_processor.vocab_size)
+        ends = grammars.thinking_ends
+    return Thinking(tokenizer, end_ids, limit, params.structured_outputs is None, ends)
+
+
+class ThinkingOfRow:
+    """Follows the thinking of one row."""
+
+    def __init__(self, rules: Thinking, prompt: list[int]) -> None:
+        self.rules = rules
+        thought = opened(rules.tokenizer, prompt)
+        self.splitter = Splitter(thought is not None, rules.call_ends)
+        last = rules.tokenizer.backend_tokenizer.decode(prompt[-32:], skip_special_tokens=False)
+        self.is_closed = last.rstrip().endswith(END)  # the template has turned thinking off
+        ids = rules.tokenizer.encode(thought, add_special_tokens=False) if thought else []
+        self.num_thought = min(len(ids), rules.limit)
+        self.num_read = self.answer_start = 0  # output tokens
+        self.answer: list[int] = []  # tokens of the text after </think> in the token that ends it
+
+    def read(self, output: list[int]) -> int | None:
+        """Return the token that the budget forces after `output`, which extends the last one."""
+        decode = self.rules.tokenizer.backend_tokenizer.decode
+        for token in output[self.num_read :]:
+            self.num_read += 1
+            if token >= 0:  # else the output has ended
+                was_thinking = self.splitter.is_thinking
+                self.num_thought += was_thinking and not self.splitter.is_in_call
+                _, answer = self.splitter.add(decode([token], skip_special_tokens=False))
+                if was_thinking:
+                    self.answer_start = self.num_read
+                if answer and was_thinking:
+                    self.answer = self.rules.tokenizer.encode(answer, add_special_tokens=False)
+        place = self.num_thought - self.rules.limit  # among the tokens of </think>
+        is_thinking = self.splitter.is_thinking and not self.splitter.is_in_call
+        is_over = is_thinking and 0 <= place < len(self.rules.end_ids)
+        return self.rules.end_ids[int(place)] if is_over else None
+
+    def mask(self, matcher: Matcher, output: list[int]) -> bytes | None:
+        """Return the mask of the grammar, which does not apply to the thinking."""
+        if self.splitter.is_thinking:  # which may not end the output: the text would be missing
+            allowed = bytearray(b"\xff" * len(matcher.mask([]) or b""))
+            for token in (*matcher.grammar.end_tokens, *self.wrong_ends(matcher)):
+                allowed[token >> 3] &= ~(1 << (token & 7))
+            return bytes(allowed)
+        mask = matcher.mask([*self.answer, *output[self.answer_start :]])
+        start = self.rules.tokenizer.backend_tokenizer.token_to_id(START)
+        if mask is None or output or start is None or self.is_closed:
+            return mask
+        allowed = bytearray(mask)  # the output may begin with <think>
+        allowed[start >> 3] |= 1 << (start & 7)
+        return bytes(allowed)
+
+    def wrong_ends(self, matcher: Matcher) -> list[int]:
+        """Return the tokens that end the thinking with a text that the grammar does not allow."""
+        found = []
+        for token, text in self.rules.ends:
+            _, end, answer = (self.splitter.held + text).partition(END)
+            if end and answer:
+                ids = self.rules.tokenizer.encode(answer, add_special_tokens=False)
+                if matcher.state.validate_tokens(ids) < len(ids):
+                    found.append(token)
+        return found
+
+
+def ends_with_more(tokenizer: Tokenizer, vocab_size: int) -> list[tuple[int, str]]:
+    """Return the tokens, with their texts, that may end with </think> and continue."""
+    rules, found = tokenizer.backend_tokenizer, []
+    for piece, token in rules.get_vocab(with_added_tokens=True).items():
+        if END[-1] in piece[:-1] and token < vocab_size:
+            text = rules.decode([token], skip_special_tokens=False)
+            heads = (text[: i + 1] for i, letter in enumerate(text[:-1]) if letter == END[-1])
+            if any(head.endswith(END) or END.endswith(head) for head in heads):
+                found.append((token, text))
+    return found
