@@ -34,7 +34,8 @@ from nanovllm.features.kernel_check.comparisons import attention_step
 from nanovllm.loading.select_backend import pick_backend, pick_device
 from nanovllm.models.backend import Backend
 
-DEVICE, DTYPE = pick_device("auto"), torch.bfloat16 if ON_GPU else torch.float32
+DEVICE = pick_device("auto")
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 # (outputs, inputs) of the products of Qwen3-0.6B, and the numbers of rows.
 SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151_936, 1024)]
 SHAPES, ROWS = (SHAPES, (1, 16, 64)) if ON_GPU else ([(64, 64)], (1,))

@@ -125,7 +125,8 @@ def load(job: Result) -> tuple[Result, Callable[..., Result]]:
 
     Returns the times of both, and a function that runs the workload again.
     """
-    work, dtype = Workload(**job["work"]), getattr(torch, job["dtype"])
+    work = Workload(**job["work"])
+    dtype = getattr(torch, job["dtype"])
     if job["engine"] == "nanovllm" and job["device"] == "cpu" and find_spec("numba"):
         # Otherwise the first run of a small model would use plain torch.
         importlib.import_module("nanovllm.backends.cpu.compile").compile_now(dtype)

@@ -43,8 +43,14 @@ def _draw(test: bool, make: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
 
 
 BEFORE = (
-    *("please ", "can you ", "could you ", "can you please ", "now ", "hey, "),
-    *("I want you to ", "I need you to "),
+    "please ",
+    "can you ",
+    "could you ",
+    "can you please ",
+    "now ",
+    "hey, ",
+    "I want you to ",
+    "I need you to ",
 )
 
 

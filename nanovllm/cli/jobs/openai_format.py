@@ -155,7 +155,8 @@ def parse(llm: LLM, url: Any, body: Any, model: str, trust_chat_templates: bool 
             raise ValueError(
                 "chat_template is a program; leave it out, or use --trust-chat-templates"
             )
-        tools, parallel = given.pop("tools", []), given.pop("parallel_tool_calls", True)
+        tools = given.pop("tools", [])
+        parallel = given.pop("parallel_tool_calls", True)
         tool_use = ToolUse(tools, given.pop("tool_choice", "auto" if tools else "none"), parallel)
         prompts = [chat_prompt(llm, given, tools)]
     else:
@@ -194,7 +195,8 @@ def sampling_params(given: Fields, defaults: SamplingParams, chat: bool) -> Samp
     given = Fields(max_tokens=None if chat else 16, logprobs=None) | given
     if chat:
         given["max_tokens"] = given.pop("max_completion_tokens", given["max_tokens"])
-        top, with_logprobs = given.pop("top_logprobs", 0), given["logprobs"] or False
+        top = given.pop("top_logprobs", 0)
+        with_logprobs = given["logprobs"] or False
         check_scalar("logprobs", with_logprobs, bool)
         check_scalar("top_logprobs", top, int, (-1, math.inf))
         if top and not with_logprobs:
@@ -209,7 +211,8 @@ def structured_outputs(fields: Fields, form: Fields) -> StructuredOutputsParams 
     """Return the grammar that `structured_outputs` and `response_format` of a body ask for."""
     check_scalar("structured_outputs", fields, dict)
     check_scalar("response_format", form, dict)
-    kind, schema = form.get("type", "text"), form.get("json_schema")
+    kind = form.get("type", "text")
+    schema = form.get("json_schema")
     check_scalar("the type of response_format", kind, str, ("text", "json_object", "json_schema"))
     if kind == "json_object":
         fields = fields | {"json_object": True}
@@ -246,10 +249,12 @@ def choice(sample: CompletionOutput, index: int, tool_use: ToolUse | None, num_t
         message: Fields = {"role": "assistant", "content": content, "refusal": None}
         message |= {} if sample.reasoning is None else {"reasoning": sample.reasoning}
         if calls:
-            message["tool_calls"], reason = calls, "tool_calls"
+            message["tool_calls"] = calls
+            reason = "tool_calls"
         shown |= {"message": message, "logprobs": chat_logprobs(sample, num_top)}
     else:
-        shown["text"], shown["logprobs"] = sample.text, completion_logprobs(sample)
+        shown["text"] = sample.text
+        shown["logprobs"] = completion_logprobs(sample)
     return shown | {"finish_reason": reason}
 
 

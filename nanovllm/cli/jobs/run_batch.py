@@ -34,7 +34,8 @@ from nanovllm.llm import LLM
 from nanovllm.utils.checks import check_scalar, located
 
 # What each result begins with, and what a result without an error ends with.
-START, SUCCESS = b'{"id": "batch-', b'"error": null}\n'
+START = b'{"id": "batch-'
+SUCCESS = b'"error": null}\n'
 
 
 class BatchFiles:
@@ -49,7 +50,8 @@ class BatchFiles:
     """
 
     def __init__(self, source: Path, target: Path, retry_errors: bool = False) -> None:
-        self.source, self.target = source, target
+        self.source = source
+        self.target = target
         # Number of a line, from 1 -> its custom_id, and the message of its error or None.
         self.done: dict[int, tuple[str | None, str | None]] = {}
         custom_ids = {number: custom_id for number, custom_id, _ in self.requests()}
@@ -79,7 +81,8 @@ class BatchFiles:
 
     def _read_results(self) -> int:
         """Read which lines are done. Returns the size of the complete lines in bytes."""
-        size, twice = 0, []
+        size = 0
+        twice = []
         with self.target.open("rb") as results:
             for line in results:
                 if not START.startswith(line[: len(START)]):
@@ -101,7 +104,8 @@ class BatchFiles:
     def mark_done(self, result: dict[str, Any]) -> bool:
         """Note that a result is in the output. Returns whether it is the first of its line."""
         error = result["error"] and result["error"]["error"]["message"]
-        number, num_done = int(result["id"].removeprefix("batch-")), len(self.done)
+        number = int(result["id"].removeprefix("batch-"))
+        num_done = len(self.done)
         self.done[number] = result["custom_id"], error
         return len(self.done) > num_done
 
@@ -116,7 +120,8 @@ class BatchFiles:
         """
         with self.source.open("rb") as lines:
             for number, line in enumerate(lines, 1):
-                custom_id, request = None, None
+                custom_id = None
+                request = None
                 try:
                     with located("the line is not JSON: "):
                         request = json.loads(line)
@@ -148,7 +153,8 @@ def run_batch(
                         raise request
                     if (method := request.get("method")) is not None:
                         check_scalar("method", method, str, ("POST",))
-                    url, body = request.get("url"), request.get("body")
+                    url = request.get("url")
+                    body = request.get("body")
                     job = parse(llm, url, body, model, trust_chat_templates)
                     in_flight[number] = custom_id, job, job.submit(llm)
                 except Exception as error:
@@ -169,7 +175,9 @@ def make_result(
     number: int, custom_id: str | None, job: Job | Exception, requests: list[Request]
 ) -> dict[str, Any]:
     """Return the result of a job whose requests have ended, or of an error."""
-    name, body, error = f"batch-{number}", None, None
+    name = f"batch-{number}"
+    body = None
+    error = None
     try:
         if isinstance(job, Exception):
             raise job

@@ -86,7 +86,8 @@ class QuantizedWeight:
         """Return rows, and columns if there are two slices, of a weight with rows = 1."""
         rows, columns = (*index, slice(None))[:2] if isinstance(index, tuple) else (index, ...)
         zeros = self.zeros if isinstance(self.zeros, int) else self.zeros[rows]
-        values, groups = self.values[rows, columns], self.groups[columns]
+        values = self.values[rows, columns]
+        groups = self.groups[columns]
         return QuantizedWeight(values, self.scales[rows], zeros, self.rows, groups)
 
     def int4_groups(self) -> tuple[Tensor, Tensor] | None:
@@ -232,7 +233,9 @@ class DecodedFile:
 
     def __init__(self, weight_format: WeightFormat, file: Any, where: Mapping[str, Any]) -> None:
         """`where` maps the names of all tensors of the checkpoint to their files."""
-        self.format, self.file, self.where = weight_format, file, where
+        self.format = weight_format
+        self.file = file
+        self.where = where
         self.quantized: dict[str, str] = {}  # name of a decoded weight -> suffix of its values
         self.others: list[str] = []  # names of tensors that stay as they are
         for name in file.keys():  # noqa: SIM118 (not a dict)

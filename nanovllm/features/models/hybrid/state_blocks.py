@@ -122,7 +122,8 @@ class StateBlockManager(BlockManager):
 
     def cache_blocks(self, seq: Sequence, start: int) -> None:
         super().cache_blocks(seq, start)
-        end, fork_at = seq.num_computed, seq.num_prompt - 1
+        end = seq.num_computed
+        fork_at = seq.num_prompt - 1
         if seq.forks and start <= fork_at < end and fork_at and seq not in self.fork_slots:
             slot = self._save(seq, fork_at)
             if slot is not None:
@@ -249,5 +250,8 @@ class StateBlockManager(BlockManager):
         for parent in [parent for parent in self.fork_slots if not parent.forks]:
             self._return_slot(self.fork_slots.pop(parent))
         self.free_slots += self._returned
-        self._sources, self._saves, self._fresh, self._returned = {}, [], set(), []
+        self._sources = {}
+        self._saves = []
+        self._fresh = set()
+        self._returned = []
         return super().fill_copies(plan)

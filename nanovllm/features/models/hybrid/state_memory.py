@@ -20,7 +20,8 @@ def num_states(config: EngineConfig, state_bytes: int, max_bytes: int) -> tuple[
         rows = max(1, min(config.max_num_seqs, fit // (1 + SLOTS_PER_ROW)))
         slots = max(0, min(rows * SLOTS_PER_ROW, fit - rows))
     else:
-        rows, slots = max(1, min(config.max_num_seqs, fit - wanted)), wanted
+        rows = max(1, min(config.max_num_seqs, fit - wanted))
+        slots = wanted
     size = (rows + 1 + slots) * state_bytes
     if size > max_bytes:
         raise ValueError(
