@@ -15,7 +15,17 @@ from nanovllm.cli.trace.events import Event, State
 
 WIDTH = 100  # characters of a line of the table
 ROW = "{:>4} {:>4} {:>6} {:>6} {:<8.8} {:<17} {:<14} {:<17} {}"
-HEAD = ("step", "free", "cached", "shared", "request", "computes", "slots", "block table", "token")
+COLUMNS = (
+    "step",
+    "free",
+    "cached",
+    "shared",
+    "request",
+    "computes",
+    "slots",
+    "block table",
+    "token",
+)
 # Why the first waiting sequence is not admitted, by the scheduler's word for the reason. {} is
 # replaced by the name of the sequence.
 WHY_WAITING = {
@@ -68,7 +78,7 @@ def table(options: dict[str, Any], events: list[Event], texts: dict[int, str]) -
         f"{plural(options['max_num_seqs'], 'sequence')} in a step",
         f"slot of a position = block_table[position // {size}] * {size} + position % {size}",
         "",
-        table_row(HEAD),
+        table_row(COLUMNS),
     ]
     any_late = False
     for group in steps(events):

@@ -87,13 +87,6 @@ def heads(layer: LinearAttention, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor
     return q, k, v.unflatten(-1, (value_heads, value_dim))
 
 
-def convolve_chunk(layer: LinearAttention, x: Tensor, conv: Tensor) -> Tensor:
-    """Return q, k and v [Q, C] of consecutive tokens, and advance the state conv [3, C]."""
-    window = torch.cat((conv, x[:, : conv.shape[1]]))
-    conv.copy_(window[-3:])
-    return convolve(layer, window)
-
-
 def gated_norm(layer: LinearAttention, o: Tensor, x: Tensor) -> Tensor:
     """Return RMSNorm(o) * silu(z) [Q, Hv Dv] in the dtype of x, of o [Hv, Q or more, Dv]."""
     o = o[:, : len(x)].transpose(0, 1)
@@ -138,8 +131,10 @@ def chunk(
         if start == end:  # a fork begins where the chunk begins
             continue
         tokens = x[start:end]
-        mixed = convolve_chunk(layer, tokens, conv[row])
-        solved = solve(layer, mixed, *gates(layer, *split(layer, tokens)[2:]))
+        mixed, _, b, a = split(layer, tokens)
+        window = torch.cat((conv[row], mixed))
+        conv[row] = window[-3:]
+        solved = solve(layer, convolve(layer, window), *gates(layer, b, a))
         out[start:end] = gated_norm(layer, advance(solved, rule[row]), tokens)
 
 
