@@ -187,7 +187,7 @@ class NanoVLLM(TemplateLM):  # type: ignore[misc]
 
 
 def main(argv: list[str]) -> None:
-    """Run the program of lm_eval, which now knows the model "nanovllm"."""
+    """Run the program of lm_eval, with the model "nanovllm"."""
     from lm_eval.__main__ import cli_evaluate
 
     sys.argv = ["nanovllm lm-eval", *argv]

@@ -8,7 +8,7 @@ written as soon as it is known. The order of the output therefore differs from t
 
 The result of an invalid line is an error. If the run is stopped at any point, even with kill -9,
 run the same command again to resume it. The exit status is 1 if any line has an error. docs/jobs.md
-says more.
+has the details.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from nanovllm.cli.jobs.openai_format import Job, error_body, parse
+from nanovllm.cli.jobs.openai_format import Job, parse
+from nanovllm.cli.jobs.openai_responses import error_body
 from nanovllm.cli.options import add_model_options
 from nanovllm.config import EMBEDDED
 from nanovllm.engine.request import Request
@@ -45,8 +46,8 @@ class BatchFiles:
     are done. A kill or a full disk can leave a last line without a newline. This line is cut off,
     and its request is computed again.
 
-    Raises OSError if a file cannot be opened, and ValueError if the output has lines of something
-    else than this input, or two results of one line. The output is then unchanged.
+    Raises OSError if a file cannot be opened, and ValueError if the output has lines that do not
+    belong to this input, or two results of one line. The output is then unchanged.
     """
 
     def __init__(self, source: Path, target: Path, retry_errors: bool = False) -> None:
@@ -72,7 +73,7 @@ class BatchFiles:
             os.truncate(target, size)
 
     def _remove_errors(self) -> None:
-        """Replace the output by a file without its errors. A kill leaves one or the other."""
+        """Replace the output by a file without its errors, which is complete before that."""
         rest = self.target.with_name(self.target.name + ".rest")
         with self.target.open("rb") as old, rest.open("wb") as new:
             new.writelines(line for line in old if line.endswith(SUCCESS))
@@ -184,8 +185,8 @@ def make_result(
         body = job.response(name, requests)
     except Exception as failure:
         error = error_body(failure)
-    code = error["error"]["code"] if error else 200
-    response = {"status_code": code, "request_id": name, "body": body}
+    status = error["error"]["code"] if error else 200
+    response = {"status_code": status, "request_id": name, "body": body}
     return {"id": name, "custom_id": custom_id, "response": response, "error": error}
 
 
@@ -215,7 +216,7 @@ def only_writer(target: Path) -> Iterator[None]:
         else:
             # A soft lock, which filelock takes where the system has none, has the id already.
             if holder_of(path) != f"process {os.getpid()}":
-                with suppress(OSError):  # on Windows, nobody may write to what is locked
+                with suppress(OSError):  # on Windows, no process can write to a locked file
                     path.write_text(f"{os.getpid()}\n")
         yield
 
