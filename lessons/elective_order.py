@@ -75,7 +75,7 @@ def run() -> None:
         rows.append((batch, KEYS // sizes[0], *equal))
     show_table(("batch", "splits", "equal with splits", "equal with segments"), rows)
     say("""The kernels of this engine for a CPU have segments, wherever a chunk or a shared prefix
-        ends. Are the log-probabilities of all tokens in an answer the same bits in any company?""")
+        ends. Are the log-probabilities of all tokens in an answer the same bits in any batch?""")
     llm = make_llm(attention_backend="numba", num_kv_cache_blocks=256)
     rows = []
     alone = []

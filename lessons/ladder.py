@@ -161,7 +161,7 @@ def rungs_of(lesson: str | None) -> list[Rung]:
 def run(which: str | None = None) -> None:
     """Run the rungs of the lesson `which`, or all. Raises ValueError if the lesson has none."""
     rungs = rungs_of(which)
-    say(f"""{NUM_REQUESTS} requests, whose prompts begin alike, have {min(LENGTHS)} to
+    say(f"""{NUM_REQUESTS} requests, whose prompts have a common prefix, have {min(LENGTHS)} to
         {max(LENGTHS)} output tokens, in float32. Each row of the table, a rung of the ladder, adds
         one idea to the row above; the defaults change several options. Times are of the fastest of
         three runs.

@@ -51,7 +51,7 @@ def run() -> None:
     QUESTIONS.show(2)
     say(f"""Stop strings: the answer to {PROMPT!r} is streamed with stop={STOPS}. The longest
         has {max(map(len, STOPS))} characters, so at most the last {max(map(len, STOPS)) - 1} can be
-        the beginning of one. The engine does not compare them: it always holds back so many. When
+        the beginning of one. The engine does not compare them: it always holds back that many. When
         the request ends, the rest is shown, or a stop string is cut off:""")
     show_table(("token", "shown so far", "held back"), stream(llm, STOPS))
     say("""The end: the scheduler sees token ids, so it finds stop tokens and counts tokens. It has

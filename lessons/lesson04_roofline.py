@@ -115,7 +115,7 @@ def run() -> None:
     one = decode_costs(shape_of("qwen3-0.6b"), 1, 4000)
     say(f"""What to do: look up how many FLOPs (bfloat16, dense) a GPU computes in a second, and how
         many bytes it reads. From how many rows on is its decode compute-bound? How much memory does
-        the KV of so many rows take, each with 4,000 tokens of Qwen3-0.6B? An example: an H100 has
+        the KV of this many rows take, each with 4,000 tokens of Qwen3-0.6B? An example: an H100 has
         989 TFLOPs and 3.35 TB a second, so it is {rows:.0f} rows without attention. Their KV takes
         {rows * one["kv_bytes"] / 1e9:.0f} GB, more than its 80 GB. With attention, a row computes
         {one["decode_flops"] / 1e9:.1f} GFLOPs and reads {one["kv_bytes"] / 1e9:.2f} GB of KV that

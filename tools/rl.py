@@ -21,7 +21,7 @@ Sample = tuple[list[int], list[int], list[float], float]  # prompt, output, log-
 
 
 def questions(rng: random.Random, number: int, test: bool = False) -> tuple[list[Any], list[str]]:
-    """Return chats and their answers. Training sees none of the questions of the test."""
+    """Return chats and their answers. No question of the test is used for training."""
     chats, answers = list[Any](), list[str]()
     while len(chats) < number:
         items = [rng.randint(0, 99) for _ in range(rng.randint(9, 12))]

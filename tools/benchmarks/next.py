@@ -2,9 +2,9 @@
 
     python -m tools.benchmarks.next
 
-products  of 1 to 64 rows with weights in bfloat16: the kernel of quantized weights beside cuBLAS
-decodes   attention over an fp8 cache: the tile of the table beside four others
-prompts   attention of a whole prompt: the kernel beside cuDNN, by torch's SDPA
+products  of 1 to 64 rows with weights in bfloat16: the kernel of quantized weights, and cuBLAS
+decodes   attention over an fp8 cache: the tile of the table, and four others
+prompts   attention of a whole prompt: the kernel, and cuDNN through torch's SDPA
 
 Each is timed by replays of a CUDA graph. Without a GPU the kernels run in Triton's interpreter at
 small sizes, to try the script.

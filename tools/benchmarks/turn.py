@@ -113,7 +113,7 @@ class Process:
 
 def main() -> None:
     with os.fdopen(os.dup(1), "w", buffering=1) as answers:
-        os.dup2(2, 1)  # what libraries print is no answer
+        os.dup2(2, 1)  # the output of libraries is not an answer
         loaded, measured = load(json.loads(sys.stdin.readline()))
         print(json.dumps(loaded), file=answers)
         for line in sys.stdin:
