@@ -35,7 +35,7 @@ from nanovllm import __version__
 from nanovllm.utils.child import python
 from nanovllm.utils.host import available_cores
 
-START_SECONDS = 60  # to import torch, before the first row
+START_SECONDS = 60  # the limit of the time before the first row, in which torch is imported
 HEADER = f"{'kernel':16} {'format':17} {'result':7} {'error':>7} {'time':>10} {'rate':>14} of peak"
 SCALES = {"GB/s": 1e9, "TFLOP/s": 1e12}
 

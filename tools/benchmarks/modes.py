@@ -73,7 +73,7 @@ def host_only(args: argparse.Namespace, options: dict[str, Any], steps: int = 20
     print("\nhost time of a decode step without a model, in us, after prompts of 1,000 tokens")
     print(f"{'sequences':>9}{'schedule':>12}{'build batch':>13}{'commit':>10}{'sum':>10}")
     rng = random.Random(0)
-    blocks = -(-(1000 + steps) // 16) + 1  # of a sequence
+    blocks = -(-(1000 + steps) // 16) + 1  # the blocks of a sequence
     for n in (1, 64, 256, 1024):
         scheduler = Scheduler(BlockManager(n * blocks, 16), n, n * 1000)
         rows = Rows(n, blocks, 16, torch.device("cpu"))

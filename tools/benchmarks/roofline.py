@@ -57,7 +57,7 @@ def costs(
     def bytes_for(num_tokens: int) -> float:
         return layers_for(num_tokens) * layer_size + head * head_size
 
-    layers = layers_for(1)  # what one token uses
+    layers = layers_for(1)  # the weights that one token uses
     weight_bytes = round(sum(linears) * layer_size + head * head_size)
     kv_token = config.block_bytes(1, kv_itemsize or itemsize)
     flops_per_attended = 4 * len(config.kv_layers) * config.num_heads * config.head_dim

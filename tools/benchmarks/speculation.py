@@ -30,7 +30,7 @@ def copies(rows: int, is_embedded: bool) -> tuple[list[str], list[SamplingParams
     """Return prompts that begin to repeat what they contain."""
     prompts = []
     for i in range(1, rows + 1):
-        if is_embedded:  # it answers such questions
+        if is_embedded:  # The embedded model was trained on such questions.
             question = f"Count from 1 to {40 + i}\n"
             numbers = map(str, range(1, 41 + i))
             prompts.append(f"{question}{', '.join(numbers)}\n\n{question}")

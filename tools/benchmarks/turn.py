@@ -59,7 +59,7 @@ class Process:
         self.directory = tempfile.TemporaryDirectory(
             prefix="nanovllm-bench-", ignore_cleanup_errors=True
         )
-        self.printed = Path(self.directory.name) / "printed"  # for an error
+        self.printed = Path(self.directory.name) / "printed"  # errors show the end of it
         with self.printed.open("w") as printed:
             self.process = subprocess.Popen(
                 command,
@@ -206,7 +206,7 @@ def profile_run(llm: LLM, work: Workload) -> Result:
     runner: Any = llm.engine.runner
     cuda = torch.cuda.is_initialized()
     work = replace(work, outputs=[min(n, 100) for n in work.outputs], rounds=work.rounds[:1])
-    llm.reset_prefix_cache()  # which can take longer than a small run
+    llm.reset_prefix_cache()  # not measured, because it can take longer than a small run
     kernels = profile(activities=[ProfilerActivity.CUDA])
     # Without entries for built-in functions, their time counts for the functions that call them.
     calls = cProfile.Profile(builtins=False)

@@ -84,7 +84,7 @@ def _pair(rng: random.Random, test: bool) -> tuple[int, int]:
     Equal operands are never held out, because `compare` draws them more often than chance.
     """
     while True:
-        small = not test and rng.random() < 0.15  # what people ask first
+        small = not test and rng.random() < 0.15  # users begin with small numbers
         top = 12 if small else MAX_NUMBER
         a, b = rng.randint(0, top), rng.randint(0, top)
         if (a != b and held_out(sorted((a, b)))) == test:

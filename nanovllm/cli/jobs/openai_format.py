@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 SCORE, RERANK = "/v1/score", "/v1/rerank"
-PAIRS = ("data_1", "data_2"), ("queries", "documents"), ("text_1", "text_2")  # of scores
+# The names that the two lists of texts of a score can have.
+PAIRS = ("data_1", "data_2"), ("queries", "documents"), ("text_1", "text_2")
 TEMPLATE = ("add_generation_prompt", "continue_final_message", "chat_template")
 CHAT_FIELDS = {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
 CHAT_FIELDS |= {*TEMPLATE, "tools", "tool_choice", "parallel_tool_calls"}
@@ -76,7 +77,7 @@ class Job:
         pairs = [(prompt, self.params) for prompt in self.prompts]
         names = [] if self.scorer is None else self.scorer.names
         requests = llm.engine.input_processor.check(pairs, Progress(), names=names)
-        task: Any = requests[0].task  # of all
+        task: Any = requests[0].task  # all requests have the same one
         if self.url == COMPLETIONS:
             task.separates = False  # as in vLLM, the text includes the thinking
         if self.tool_use is not None:
@@ -105,7 +106,7 @@ class Job:
             return body | {"results": ranked[: self.top_n or None]}
         if isinstance(self.params, PoolingParams):
             vectors: list[Any] = [out.outputs.embedding for out in outputs]
-            if self.encoding == "base64":  # of little-endian float32 numbers
+            if self.encoding == "base64":  # the bytes of little-endian float32 numbers
                 vectors = [b64encode(np.asarray(v, "<f4").tobytes()).decode() for v in vectors]
             data = [Fields(object="embedding", index=i, embedding=v) for i, v in enumerate(vectors)]
             return body | {"object": "list", "data": data}

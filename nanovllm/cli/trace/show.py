@@ -36,7 +36,7 @@ WHY_WAITING = {
     "in flight": "a token of {} is in flight",
     "blocks": "{} needs more blocks than remain after reserving one for each running sequence",
 }
-INDENT = " " * 24  # of sentences below the rows of a step: they begin in the column "request"
+INDENT = " " * 24  # Sentences below the rows of a step begin in the column "request".
 
 
 def steps(events: list[Event]) -> Iterator[list[Event]]:

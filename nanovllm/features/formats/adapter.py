@@ -54,7 +54,7 @@ UNUSED = """
 # With other values of init_lora_weights, PEFT also changes the weights of the base model.
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(\.weight)?")
-DOWN = "down_proj.weight"  # of each expert
+DOWN = "down_proj.weight"  # the end of the name of this weight of an expert
 Part = tuple[int, int, slice]  # an expert, the number of experts, and rows of its product
 WHOLE: Part = (0, 1, slice(None))
 Products = dict[str, Callable[[], Tensor]]  # name in the base model -> what is added

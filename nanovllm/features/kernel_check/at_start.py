@@ -248,7 +248,8 @@ def replay(
     runner.rows.positions[rows] = 0
     runner.device_rows.positions[sent[0]] = 0
     (found_states, found, tokens), (wanted_states, wanted, _) = results
-    logits = runner.model.logits(found)  # of all ranks, before one of them can find a difference
+    # All ranks compute this, before one of them can find a difference.
+    logits = runner.model.logits(found)
     yield Comparison("chunks in CUDA graphs", found_states, wanted_states, factor=3)
     yield Comparison(f"{len(rows)} decodes in a CUDA graph", found, wanted, factor=3)
     chosen = logits.gather(1, tokens[:, None])

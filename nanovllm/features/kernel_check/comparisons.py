@@ -28,7 +28,8 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 # Tokens of the contexts of a chunk, which has the last 40 of them, and of three decodes.
 CONTEXTS = (300, 5, 17, 700)
 CHUNK = 40
-ROWS = 1, 17, 33, 65, 200  # of a product: one for each tile of a GPU, and the first two on a CPU
+# Numbers of rows of products: one for each tile of a GPU. A CPU has the first two.
+ROWS = 1, 17, 33, 65, 200
 
 Backends: TypeAlias = tuple[Backend, Backend]  # with kernels, and in plain torch
 

@@ -62,7 +62,7 @@ class StateBlockManager(BlockManager):
         ] = {}  # -> the block of the snapshot that its next one replaces
         # A snapshot whose block is not cached yet, because its last token is in flight.
         self.uncached_snapshots: dict[Sequence, tuple[int, int]] = {}  # -> (number of tokens, slot)
-        self.fork_slots: dict[Sequence, int] = {}  # of parents
+        self.fork_slots: dict[Sequence, int] = {}  # parent -> the slot that its forks begin with
         self.resumable_at: dict[
             Sequence, int
         ] = {}  # -> number of tokens where its match lacked a snapshot
