@@ -9,16 +9,16 @@ Importing it loads no torch, which `LLM()` needs and the control plane does not.
 __version__ = "0.1.0"
 
 from nanovllm.cli.trace.trace import Trace
-from nanovllm.features.sampling.repetition import RepetitionDetectionParams
 from nanovllm.features.sampling.tool_calls import parse_tool_calls
-from nanovllm.features.tasks.beam_search import BeamSearchOutput, BeamSearchSequence
-from nanovllm.features.tasks.embeddings.pooling import (
+from nanovllm.features.tasks.results import (
+    BeamSearchOutput,
+    BeamSearchSequence,
     EmbeddingOutput,
     EmbeddingRequestOutput,
-    PoolingParams,
+    LoglikelihoodOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
 )
-from nanovllm.features.tasks.loglikelihood import LoglikelihoodOutput
-from nanovllm.features.tasks.rerank import ScoringOutput, ScoringRequestOutput
 from nanovllm.inputs import TextPrompt, TokensPrompt
 from nanovllm.llm import LLM
 from nanovllm.outputs import (
@@ -28,7 +28,13 @@ from nanovllm.outputs import (
     RequestOutput,
     StreamOutput,
 )
-from nanovllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from nanovllm.sampling_params import (
+    BeamSearchParams,
+    PoolingParams,
+    RepetitionDetectionParams,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from nanovllm.utils.errors import GenerationError
 
 __all__ = [

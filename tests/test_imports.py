@@ -19,9 +19,9 @@ RULE = (
 GROUPS = [[set(group.split(", ")) for group in rank.split(" | ")] for rank in RULE.split(" < ")]
 # The functions of the core that import backends, features or commands, by module.
 IMPORTING = {
-    "llm": "",  # at its head
+    "llm": " load_prefix_cache load_weights loglikelihood save_prefix_cache score sleep wake_up",
     "loading.checkpoint": "__init__ as_listed config_class find_checkpoint read_config",
-    "loading.make_engine": "all_tasks find_files load_engine make_engine",
+    "loading.make_engine": "all_tasks beam_search embedding find_files grammar_compiler load_engine make_engine pooling scoring",
     "loading.make_runner": "load_model make_backend make_cache make_eager_runner make_fast_steps make_runner",
     "loading.memory": "plan_memory",
     "loading.select_backend": "pick_backend",

@@ -49,7 +49,7 @@ FILES = (
     ),
     *(
         "features/sampling/structured.py",
-        "features/sampling/logit_rules/sampling_with_rules.py",
+        "engine/token_logprobs.py",
         "outputs.py",
     ),
     "features/sampling/ngram.py",

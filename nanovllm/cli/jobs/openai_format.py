@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanovllm.engine.chat_template import as_conversations
-from nanovllm.engine.request import Progress, Request
+from nanovllm.engine.progress import Progress
+from nanovllm.engine.request import Request
 from nanovllm.features.sampling.tool_calls import ToolUse
-from nanovllm.features.tasks.embeddings.pooling import PoolingParams
 from nanovllm.features.tasks.rerank import Scorer
 from nanovllm.inputs import Prompt, as_list
 from nanovllm.outputs import CompletionOutput, Logprob
-from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+from nanovllm.sampling_params import PoolingParams, SamplingParams, StructuredOutputsParams
 from nanovllm.utils.checks import check_scalar, unknown_name
 from nanovllm.utils.errors import why_no_token
 
