@@ -8,8 +8,8 @@ Importing it loads no torch, which `LLM()` needs and the control plane does not.
 
 __version__ = "0.1.0"
 
-from nanovllm.cli.trace.trace import Trace
-from nanovllm.features.sampling.tool_calls import parse_tool_calls
+from typing import TYPE_CHECKING, Any
+
 from nanovllm.features.tasks.results import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -37,6 +37,24 @@ from nanovllm.sampling_params import (
 )
 from nanovllm.utils.errors import GenerationError
 
+if TYPE_CHECKING:
+    from nanovllm.cli.trace.trace import Trace
+    from nanovllm.features.sampling.tool_calls import parse_tool_calls
+else:  # with a `__getattr__`, a type checker would accept every name
+
+    def __getattr__(name: str) -> Any:
+        """Import a name that few programs use, when it is first used (PEP 562)."""
+        if name == "Trace":
+            from nanovllm.cli.trace.trace import Trace
+
+            return Trace
+        if name == "parse_tool_calls":
+            from nanovllm.features.sampling.tool_calls import parse_tool_calls
+
+            return parse_tool_calls
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "LLM",
     "BeamSearchOutput",
@@ -62,3 +80,7 @@ __all__ = [
     "Trace",
     "parse_tool_calls",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
