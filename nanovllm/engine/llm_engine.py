@@ -15,8 +15,9 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.observer import NO_OBSERVER
+from nanovllm.engine.progress import Progress
 from nanovllm.engine.recovery import revert_in_flight
-from nanovllm.engine.request import Progress, Request
+from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import InFlightStep, Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.threads import SharedEngine, hold_interrupt, run_by_one_thread

@@ -48,9 +48,6 @@ def find_checkpoint(
 
     Raises ValueError with a remedy. Weights are fetched from the hub only if `weights` is true.
     """
-    from nanovllm.features.formats.gguf.named import convert_command, find_named
-    from nanovllm.features.formats.hub import download
-
     if not isinstance(model, str | os.PathLike):
         raise TypeError(f"model must be a directory or a name, not {model!r}")
     name = os.fspath(model)
@@ -60,8 +57,12 @@ def find_checkpoint(
     # os.path returns False if a parent directory is not accessible; Path can raise an error.
     if os.path.isdir(path):
         if weights and not list(path.glob("*.safetensors")) and (gguf := list(path.glob("*.gguf"))):
+            from nanovllm.features.formats.gguf.named import convert_command
+
             raise ValueError(f"{name} has no *.safetensors; {convert_command(gguf[0])}")
         return path
+    from nanovllm.features.formats.gguf.named import convert_command, find_named
+
     if os.path.exists(path):
         with path.open("rb") as file:
             is_gguf = path.suffix == ".gguf" or file.read(4) == b"GGUF"  # as a blob of Ollama
@@ -75,6 +76,8 @@ def find_checkpoint(
         remedy = f"give a directory, a hub id like Qwen/Qwen3-0.6B, {EMBEDDED!r}, or 'smollm2-135m'"
         near = similar(name, [EMBEDDED, "smollm2-135m"])
         raise ValueError(f"there is no directory {name!r}; {near or remedy}")
+    from nanovllm.features.formats.hub import download
+
     directory = download(name, revision, WANTED, SKIPPED)
     if weights:
         commit, files = directory.name, sorted(set(read_index(directory).values()))
@@ -279,13 +282,13 @@ def weight_files(directory: Path) -> tuple[list[Path], dict[str, Path]]:
 
 def as_listed(files: dict[Path, Any], listed: Mapping[str, Path]) -> dict[Path, Any]:
     """Return the open files, each without the tensors that the index reads from another file."""
-    from nanovllm.features.formats.adapter import MergedFile
-
     names = {path: dict.fromkeys(file.keys()) for path, file in files.items()}
     for path, file in files.items():
         kept = {
             x: x for x in names[path] if path == (of := listed.get(x, path)) or x not in names[of]
         }
         if len(kept) < len(names[path]):
+            from nanovllm.features.formats.adapter import MergedFile
+
             files[path] = MergedFile(file, kept, {})
     return files

@@ -7,8 +7,8 @@ come last, because they read the KV cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from nanovllm.models.fp8 import Scales
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.weights import load_weights
+from nanovllm.runner.chunk_results import add_chunk_results
 from nanovllm.runner.device_runner import DeviceRunner
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.rows import Rows
@@ -34,6 +35,7 @@ from nanovllm.utils.log import logger
 
 if TYPE_CHECKING:
     from nanovllm.features.parallel.ranks import Ranks
+    from nanovllm.features.sampling.logit_rules.row_rules import RulesState
 
 
 def make_runner(
@@ -49,18 +51,16 @@ def make_runner(
     `full_config` describes the model. `files` are its open safetensors files, or empty for random
     weights. Requests have at most `max_model_len` tokens, or fewer if memory limits them.
     """
-    from nanovllm.features.kernel_check.at_start import explain_lost_device
-
     # This comes before the division among ranks, whose errors name only sizes that do not fit.
     full_config.check_options(config)
     check_fork()
     device = pick_device(config.device)
-    on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    on_device = on_gpu(device) if device.type == "cuda" else nullcontext()
     remedy = (
         "out of memory; lower max_num_seqs, max_model_len or max_num_batched_tokens, or, if they "
         "are set, num_kv_cache_blocks, kv_cache_memory_bytes and swap_space"
     )
-    with on_device, explain_lost_device(device), explain_out_of_memory(remedy):
+    with on_device, explain_out_of_memory(remedy):
         free = memory.free_memory(device, config.tensor_parallel_size)
         model_config = full_config if ranks is None else ranks.config_of_rank(full_config)
         on_meta = model_config.model_class().on_meta(model_config)
@@ -88,13 +88,19 @@ def make_runner(
     return runner
 
 
+@contextmanager
+def on_gpu(device: torch.device) -> Iterator[None]:
+    """Make `device` the current GPU, and explain an error that leaves it unusable."""
+    from nanovllm.features.kernel_check.at_start import explain_lost_device
+
+    with torch.cuda.device(device), explain_lost_device(device):
+        yield
+
+
 def make_backend(
     config: EngineConfig, on_meta: Qwen3, device: torch.device, vocab_size: int
 ) -> Backend:
     """Make and check the backend for the model that `on_meta` describes."""
-    from nanovllm.backends.cpu.thread_limit import ThreadLimit
-    from nanovllm.features.kernel_check.at_start import checked
-
     if config.batch_invariant and config.attention_backend == "auto":
         # The engine waits for the kernels, and plain torch replaces none of them.
         kernels = "triton" if device.type == "cuda" else "numba"
@@ -115,8 +121,13 @@ def make_backend(
 
         quantized = (int8 if config.quantization == "int8" else int4).quantized
         backend, plain = quantized(backend), quantized(plain)
-    backend = checked(backend, plain, config, on_meta, vocab_size)
+    if not backend.is_checked():
+        from nanovllm.features.kernel_check.at_start import checked
+
+        backend = checked(backend, plain, config, on_meta, vocab_size)
     if device.type == "cpu":
+        from nanovllm.backends.cpu.thread_limit import ThreadLimit
+
         backend.thread_limit = limit = ThreadLimit()
         backend.before_layer = limit.adjust
     return backend
@@ -149,18 +160,26 @@ def make_eager_runner(
     config: EngineConfig, model: Qwen3, vocab_size: int, max_model_len: int
 ) -> ModelRunner:
     """Return a runner without a KV cache, and without captured or fused steps."""
-    from nanovllm.features.sampling.logit_rules.row_rules import RulesState
-    from nanovllm.runner.chunk_results import add_chunk_results
-
     block_size, device = config.block_size, model.backend.device
     max_blocks = -(-max_model_len // block_size)
     rows = Rows(config.max_num_seqs, max_blocks, block_size, device)
-    rows.rules = RulesState(config.max_num_seqs, max_blocks * block_size, vocab_size, device)
-    rows.rules.processed_logprobs = config.logprobs_mode == "processed_logprobs"
+    length = max_blocks * block_size
+    rows.make_rules = partial(make_rules, config, length, vocab_size, device)
     captures = model.backend.captures  # eager decodes then compute the same as captured decodes
     runner = (DeviceRunner if captures else ModelRunner)(model, model.backend, rows)
     runner.add_chunk_results = add_chunk_results
     return runner
+
+
+def make_rules(
+    config: EngineConfig, length: int, vocab_size: int, device: torch.device
+) -> RulesState:
+    """Return the state of rules for rows of at most `length` tokens."""
+    from nanovllm.features.sampling.logit_rules.row_rules import RulesState
+
+    state = RulesState(config.max_num_seqs, length, vocab_size, device)
+    state.processed_logprobs = config.logprobs_mode == "processed_logprobs"
+    return state
 
 
 def make_cache(

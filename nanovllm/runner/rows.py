@@ -11,6 +11,7 @@ sampled tokens. On a GPU, runner/device_runner.py has the same arrays and builds
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -48,7 +49,8 @@ class StepBatch:
 
 
 class Rows:
-    rules: RulesState | None = None  # set by loading/make_runner.py
+    rules: RulesState | None = None  # from the first row with rules on
+    make_rules: Callable[[], RulesState]  # set by loading/make_runner.py
 
     def __init__(
         self, num_rows: int, max_blocks: int, block_size: int, device: torch.device
@@ -74,6 +76,8 @@ class Rows:
             self.block_tables[row, len(table) :] = 0
             self.params[:, row] = (sampling.temperature, *sampling.filters)
             self.seeds[row] = sampling.seed
+            if self.rules is None and sampling.rules is not None:
+                self.rules = self.make_rules()
             if self.rules is not None:
                 self.rules.replace_row(new_row)
         for row, index, block in plan.new_blocks:

@@ -10,6 +10,7 @@ from engines import is_idle
 
 from lessons.oracle.oracle import OracleRunner, make_samples
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine import sampling
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.recovery import revert_in_flight
@@ -17,7 +18,6 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.sampling.logit_rules.penalties import PenaltyState
 from nanovllm.features.sampling.logit_rules.row_rules import RowRules
-from nanovllm.features.sampling.logit_rules.sampling_with_rules import SamplingWithRules
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -65,8 +65,8 @@ FAULTS = [
     (PenaltyState, "add_row", PENALIZED),
     (Detokenizer, "add", dict(stop=["never"])),
     (Detokenizer, "add", {}),
-    (SamplingWithRules, "decode_logprobs", dict(logprobs=2)),
-    (SamplingWithRules, "decode_logprobs", dict(prompt_logprobs=2)),
+    (sampling, "decode_logprobs", dict(logprobs=2)),
+    (sampling, "decode_logprobs", dict(prompt_logprobs=2)),
 ]
 
 
@@ -260,7 +260,7 @@ def test_a_request_that_failed_ends_although_its_step_fails_too(
     def fails(*args):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(SamplingWithRules, "decode_logprobs", fails)
+    monkeypatch.setattr(sampling, "decode_logprobs", fails)
     monkeypatch.setattr(llm.engine, "_end", fails_once)
     params = SamplingParams(n=3, prompt_logprobs=1)
     request = llm.engine.submit([1, 2, 3, 4, 5, 6, 7, 8], params)

@@ -26,8 +26,8 @@ from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast  # noqa: F401 (imported once)
 
 from nanovllm import LLM, SamplingParams, Trace
-from nanovllm.features.tasks.beam_search import BeamSearchParams
 from nanovllm.loading.memory import MemoryBudget
+from nanovllm.sampling_params import BeamSearchParams
 
 with suppress(ImportError):  # without Numba
     import nanovllm.backends.cpu.backend  # noqa: F401

@@ -55,8 +55,6 @@ def checked(
     Returns `plain` if there are several, or if no single one can be replaced. Raises ValueError
     instead if attention_backend is not "auto". `model` is on the meta device.
     """
-    if backend.is_checked():
-        return backend
     if not config.check_kernels:
         logger.info("check_kernels=False: no kernel is compared with plain torch")
         return backend
