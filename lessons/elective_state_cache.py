@@ -91,7 +91,7 @@ def run() -> None:
     QUESTIONS.show(2)
     show_source(
         link(StateBlockManager.match, "not in self.snapshots"),
-        link(StateBlockManager.attach_cached, "self.wanted[seq] ="),
+        link(StateBlockManager.attach_cached, "self.resumable_at[seq] ="),
         link(StateBlockManager.cache_blocks, "_snapshot_at_boundary"),
         link(StateBlockManager._take_slot),
     )

@@ -93,7 +93,7 @@ class HybridHistory(History):
         super().check()
         manager: state_blocks.StateBlockManager = self.block_manager
         used = [*manager.snapshots.values(), *manager.fork_slots.values()]
-        used += [slot for _, slot in manager.unknown.values()]
+        used += [slot for _, slot in manager.uncached_snapshots.values()]
         slots = sorted([*manager.free_slots, *manager._returned, *used])
         require(slots == [*manager.all_slots], "state_slots", f"the slots with a use are {slots}")
         for block_id, slot in manager.snapshots.items():
@@ -107,8 +107,13 @@ class HybridHistory(History):
                 parent_block_hash = manager.hash_block(parent_block_hash, tokens[i : i + self.size])
             detail = f"{name}, which is another prefix than that of the block"
             require(parent_block_hash == block.block_hash, "snapshots", detail)
-        require(set(manager.rolling.values()) <= manager.snapshots.keys(), "snapshots")
-        for seq in (*manager.rolling, *manager.unknown, *manager._sources, *manager.wanted):
+        require(set(manager.latest_snapshot.values()) <= manager.snapshots.keys(), "snapshots")
+        for seq in (
+            *manager.latest_snapshot,
+            *manager.uncached_snapshots,
+            *manager._sources,
+            *manager.resumable_at,
+        ):
             is_running = seq.status is Status.RUNNING
             require(is_running, "state_slots", "a sequence that does not run has one")
 

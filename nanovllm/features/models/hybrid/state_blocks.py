@@ -57,11 +57,11 @@ class StateBlockManager(BlockManager):
         self.free_slots = list(reversed(self.all_slots))  # taken from the end
         # Block -> its slot, the least recently used first.
         self.snapshots: OrderedDict[int, int] = OrderedDict()
-        self.rolling: dict[Sequence, int] = {}  # -> the block of its rolling snapshot
+        self.latest_snapshot: dict[Sequence, int] = {}  # -> the block of its rolling snapshot
         # A snapshot whose block is not cached yet, because its last token is in flight.
-        self.unknown: dict[Sequence, tuple[int, int]] = {}  # -> (number of tokens, slot)
+        self.uncached_snapshots: dict[Sequence, tuple[int, int]] = {}  # -> (number of tokens, slot)
         self.fork_slots: dict[Sequence, int] = {}  # of parents
-        self.wanted: dict[Sequence, int] = {}  # -> number of tokens where its match ran out
+        self.resumable_at: dict[Sequence, int] = {}  # -> number of tokens where its match ran out
         # These belong to the plan that is being made; see `fill_copies`.
         self._sources: dict[Sequence, int] = {}  # the state with which it begins
         self._saves: list[StateSave] = []
@@ -92,7 +92,7 @@ class StateBlockManager(BlockManager):
         with_kv = super().match(seq)
         super().attach_cached(seq, matched)
         if len(with_kv) > len(matched):
-            self.wanted[seq] = len(with_kv) * self.block_size
+            self.resumable_at[seq] = len(with_kv) * self.block_size
         if matched:
             self.state_hits += 1
             last = matched[-1].block_id
@@ -102,8 +102,8 @@ class StateBlockManager(BlockManager):
 
     def _keep(self, block_id: int) -> None:
         """Keep the snapshot of a block when the sequence that made it continues."""
-        for seq in [seq for seq, rolling in self.rolling.items() if rolling == block_id]:
-            del self.rolling[seq]
+        for seq in [seq for seq, rolling in self.latest_snapshot.items() if rolling == block_id]:
+            del self.latest_snapshot[seq]
 
     # ---- forks ----
 
@@ -129,8 +129,8 @@ class StateBlockManager(BlockManager):
                 self.fork_slots[seq] = slot
         if not self.enable_prefix_caching:
             return
-        if seq in self.wanted and start < self.wanted[seq] <= end:
-            position = self.wanted.pop(seq)
+        if seq in self.resumable_at and start < self.resumable_at[seq] <= end:
+            position = self.resumable_at.pop(seq)
             block = self._cached_block(seq, position)
             if block is not None:
                 self._snapshot(seq, position, block)
@@ -153,15 +153,15 @@ class StateBlockManager(BlockManager):
         """Make a snapshot after the last full block that the plan computes."""
         if seq.num_cached_blocks * self.block_size < boundary:
             if (slot := self._save(seq, boundary)) is not None:
-                self._return_unknown(seq)
-                self.unknown[seq] = boundary, slot
+                self._return_uncached(seq)
+                self.uncached_snapshots[seq] = boundary, slot
             return
         block = self.hash_to_block[seq.block_hashes[seq.num_cached_blocks - 1]]
         rolls = boundary != seq.num_prompt // self.block_size * self.block_size
         if block.block_id not in self.snapshots:
             self._roll(seq)
         if self._snapshot(seq, boundary, block) and rolls:
-            self.rolling[seq] = block.block_id
+            self.latest_snapshot[seq] = block.block_id
 
     def _snapshot(self, seq: Sequence, position: int, block: Block) -> bool:
         """Save the state after `position` tokens as the snapshot of a block. Returns success."""
@@ -180,21 +180,21 @@ class StateBlockManager(BlockManager):
 
     def cache_full_blocks(self, seq: Sequence) -> None:
         super().cache_full_blocks(seq)
-        boundary, slot = self.unknown.get(seq, (0, 0))
+        boundary, slot = self.uncached_snapshots.get(seq, (0, 0))
         if slot and seq.num_cached_blocks * self.block_size == boundary:
-            del self.unknown[seq]
+            del self.uncached_snapshots[seq]
             block = self.hash_to_block[seq.block_hashes[seq.num_cached_blocks - 1]]
             self._roll(seq)
             if block.block_id in self.snapshots:
                 self._return_slot(slot)
             else:
                 self._attach(block, slot)
-                self.rolling[seq] = block.block_id
+                self.latest_snapshot[seq] = block.block_id
 
     def _roll(self, seq: Sequence) -> None:
         """Drop the rolling snapshot of `seq`, if it has one."""
-        if seq in self.rolling:
-            self._drop(self.rolling[seq])
+        if seq in self.latest_snapshot:
+            self._drop(self.latest_snapshot[seq])
 
     def _save(self, seq: Sequence, position: int) -> int | None:
         """Plan to save the state after `position` tokens. Returns the slot, or None."""
@@ -207,7 +207,7 @@ class StateBlockManager(BlockManager):
     def _take_slot(self) -> int | None:
         """Return a slot that the plan may write. The least recently used snapshot may be lost."""
         if not self.free_slots:
-            rolling = set(self.rolling.values())
+            rolling = set(self.latest_snapshot.values())
             for block_id, slot in self.snapshots.items():
                 if slot not in self._fresh and block_id not in rolling:
                     self._drop(block_id)
@@ -224,9 +224,9 @@ class StateBlockManager(BlockManager):
         """Free a slot. If the plan that is being made writes it, the next plan may use it."""
         (self._returned if slot in self._fresh else self.free_slots).append(slot)
 
-    def _return_unknown(self, seq: Sequence) -> None:
-        if seq in self.unknown:
-            self._return_slot(self.unknown.pop(seq)[1])
+    def _return_uncached(self, seq: Sequence) -> None:
+        if seq in self.uncached_snapshots:
+            self._return_slot(self.uncached_snapshots.pop(seq)[1])
 
     # ---- blocks ----
 
@@ -237,9 +237,9 @@ class StateBlockManager(BlockManager):
 
     def _forget_blocks(self, seq: Sequence) -> None:
         super()._forget_blocks(seq)
-        for per_sequence in (self._sources, self.wanted, self.rolling):
+        for per_sequence in (self._sources, self.resumable_at, self.latest_snapshot):
             per_sequence.pop(seq, None)
-        self._return_unknown(seq)
+        self._return_uncached(seq)
         if seq in self.fork_slots:
             self._return_slot(self.fork_slots.pop(seq))
 
