@@ -42,7 +42,7 @@ FAULTS = MUTANTS | {
     ),
     "a snapshot where a match ran out is one block early": Mutant(
         state_blocks,
-        "cache_blocks",
+        "_snapshot_of_cached",
         "self._snapshot(seq, position, block)",
         "self._snapshot(seq, position - self.block_size, block)",
     ),
