@@ -198,13 +198,21 @@ class Checkpoint:
         """
         config = self.model_config
         if any(LM_HEAD in file.keys() for file in files.values()):  # noqa: SIM118
-            is_tied = config.tie_word_embeddings and head_equals_embeddings(files)
+            is_tied = config.tie_word_embeddings and self.head_equals_embeddings(files)
             has_head = True
         else:
             is_whole = not files and not config.architecture.endswith("Model")
             has_head = config.tie_word_embeddings or is_whole
             is_tied = config.tie_word_embeddings or not has_head
         return replace(config, tie_word_embeddings=is_tied), has_head
+
+    @staticmethod
+    def head_equals_embeddings(files: Mapping[Path, Any]) -> bool:
+        """Compare the head in the files with the embeddings, which they may lack."""
+        names = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118
+        head = names[LM_HEAD].get_tensor(LM_HEAD)
+        tables = (names[name].get_tensor(name) for name in EMBEDDINGS if name in names)
+        return any(are_equal(head, table) for table in tables)
 
 
 def read_config(directory: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,14 +236,6 @@ def read_config(directory: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
 
         raw = override(raw, overrides)
     return raw | {"architectures": name_architectures(raw)}
-
-
-def head_equals_embeddings(files: Mapping[Path, Any]) -> bool:
-    """Compare the head in the files with the embeddings, which they may lack."""
-    names = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118
-    head = names[LM_HEAD].get_tensor(LM_HEAD)
-    tables = (names[name].get_tensor(name) for name in EMBEDDINGS if name in names)
-    return any(are_equal(head, table) for table in tables)
 
 
 def are_equal(a: Tensor, b: Tensor) -> bool:

@@ -35,7 +35,6 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.threads import hold_interrupt
 from nanovllm.features.formats.quantized_weight import DTYPES
-from nanovllm.loading.checkpoint import head_equals_embeddings
 from nanovllm.models.layers import Linear
 from nanovllm.models.weights import LM_HEAD, PREFIX, CheckpointTensor, check_headers
 from nanovllm.models.weights import load_weights as load_files
@@ -207,11 +206,11 @@ def load_weights(engine: LLMEngine, config: EngineConfig, weights: Any, is_parti
         def recorded(tensor: CheckpointTensor) -> CheckpointTensor:
             def store(weight: Any) -> None:
                 if not stored:  # this is the first change
-                    if was_complete:
-                        missing.weights = {tensor.name for tensor in tensors}
                     if not engine.blocked:
                         missing.level = 0
-                    engine.blocked = missing.reason()
+                        engine.blocked = INCOMPLETE
+                    if was_complete:
+                        missing.weights = {tensor.name for tensor in tensors}
                     engine.scheduler.block_manager.reset_prefix_cache()
                     engine.checkpoint.is_replaced = True
                 # Else, a model that was made in inference mode is read-only. The iterable of the
@@ -231,7 +230,7 @@ def load_weights(engine: LLMEngine, config: EngineConfig, weights: Any, is_parti
             for files in batches:
                 names = {name for file in files.values() for name in file.keys()}  # noqa: SIM118
                 head_is_used = is_tied and LM_HEAD in names
-                if head_is_used and not head_equals_embeddings(files):
+                if head_is_used and not checkpoint.head_equals_embeddings(files):
                     raise ValueError(
                         f"{LM_HEAD} differs from the embeddings, and this engine has one tensor "
                         "for both, because they were equal when it was made; make another LLM"

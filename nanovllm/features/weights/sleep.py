@@ -48,7 +48,8 @@ def sleep(engine: LLMEngine, level: int) -> None:
         if frees_weights and runner.model is not None:
             if level == 1:
                 missing.saved = [tensor.cpu() for tensor in runner.model.tensors()]
-            names = {tensor.name for tensor in runner.model.checkpoint_tensors()}
+            on_meta = runner.model.on_meta(runner.model.config)
+            names = {tensor.name for tensor in on_meta.checkpoint_tensors()}
         with hold_interrupt():
             engine.scheduler.block_manager.reset_prefix_cache()
             missing.level = level
@@ -56,7 +57,8 @@ def sleep(engine: LLMEngine, level: int) -> None:
             missing.asleep = set(TAGS)
             engine.blocked = missing.reason()
             if frees_weights and runner.model is not None:
-                missing.weights = names if level == 2 else set()
+                if level == 2:
+                    missing.weights = names
                 runner.model = None
             runner.attention = runner.states = None
             runner.graphs = runner.fused_model = runner.fused_step = None
