@@ -51,6 +51,8 @@ DOWNLOAD_TIMEOUT = timedelta(days=1)  # for ranks that wait while rank 0 downloa
 class Ranks(OneRank):
     """The connections of this rank to the others: `host` between CPUs, `device` between devices."""
 
+    last_results = ""  # of the last step
+
     def __init__(self, config: EngineConfig) -> None:
         """Connect. Raises RuntimeError if options differ between ranks or a rank is missing."""
         check_options(config)
@@ -72,7 +74,6 @@ class Ranks(OneRank):
         self.host = dist.new_group(backend="gloo", timeout=TIMEOUT)
         self.device = dist.new_group(backend="nccl", timeout=TIMEOUT) if on_gpu else self.host
         self.is_connected = True
-        self.last_results = ""  # of the last step
         self.agree("options", repr(config))
 
     def all_reduce(self, x: Tensor) -> Tensor:
