@@ -11,7 +11,7 @@ sampled tokens. On a GPU, runner/device_runner.py has the same arrays and builds
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,13 +28,24 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StepBatch:
-    """A plan as tensors. R tokens are sampled."""
+    """A plan as tensors. The step has S sequences, of which R sample a token.
 
-    forward_batch: ForwardBatch
+    Consecutive decode steps of the same rows share one StepBatch. Making it anew, 64 rows take 61
+    instead of 25 us (`python bench.py --host-only`, EPYC, 2026-11-28).
+    """
+
+    decode_rows: list[int]  # [] for a plan with chunks
+    rows: np.ndarray  # [S] int64
+    query_lens: np.ndarray  # [S] int64
+    sampled: np.ndarray  # [R] int64, the sequence of each token that is sampled
+    tokens_after: np.ndarray  # [R] int64, the number of drafts that follow in its sequence
+    query_start_loc: Tensor  # [S + 1] int32
     logits_indices: Tensor  # [R] int64, the tokens whose logits are sampled
     sampling_rows: Tensor  # [R] int64
     sampling_batch: SamplingBatch
-    rules: RulesBatch | None  # if a row that samples has rules
+    num_decodes: int  # number of consecutive one-token sequences at the end, chunks included
+    forward_batch: ForwardBatch = field(init=False)
+    rules: RulesBatch | None = None  # if a row that samples has rules
 
 
 class Rows:
@@ -53,9 +64,11 @@ class Rows:
         self.seeds = np.zeros(num_rows + 1, np.int64)
         # The last sampled tokens [N + 1], on the device only: the host may not have them yet.
         self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
+        self.step: StepBatch | None = None  # the last step built
 
     def apply(self, plan: StepPlan) -> None:
         """Apply the new rows and new blocks of a plan, and advance the positions of its rows."""
+        self.step = None if plan.new_rows else self.step  # it has the sampling of the old rows
         for new_row in plan.new_rows:
             row, table = new_row.row, new_row.block_table
             sampling = new_row.sampling
@@ -74,75 +87,42 @@ class Rows:
                 self.rules.replace_output(chunk)
 
     def build(self, plan: StepPlan) -> StepBatch:
-        """Build the batch of a plan of S sequences, decodes last. Call `apply` first."""
-        chunks = plan.chunks
-        num_chunks = len(chunks)
-        rows = np.array([*(c.row for c in chunks), *plan.decode_rows], np.int64)  # [S]
+        """Build the batch of a plan from the host arrays, decodes last. Call `apply` first."""
+        chunks, decode_rows = plan.chunks, plan.decode_rows
+        if chunks or self.step is None or self.step.decode_rows != decode_rows:
+            self.step = self._start_step(plan)
+        step = self.step
+        rows, num_chunks = step.rows, len(chunks)
         context_lens = self.positions[rows]
-        query_lens = np.ones(len(rows), np.int64)
-        # A decode computes only its last position.
-        positions, token_rows = context_lens - 1, rows  # [T]
-        counts = np.ones(len(rows), np.int64)  # tokens that each sequence samples
+        positions, token_rows = context_lens - 1, rows  # a decode computes only its last position
         if chunks:
-            query_lens[:num_chunks] = [len(c.token_ids) for c in chunks]
             spans = [np.arange(c.start, c.start + len(c.token_ids)) for c in chunks]
             positions = np.concatenate((*spans, positions[num_chunks:]))
-            token_rows = np.repeat(rows, query_lens)
-            counts[:num_chunks] = [
-                1 + c.num_drafts if c.result_kind is ResultKind.TOKEN else 0 for c in chunks
-            ]
-        starts = np.concatenate(([0], np.cumsum(query_lens)))
-        sampled = np.repeat(np.arange(len(rows)), counts)  # [R], the sequence of each sampled token
-        # [R], the number of drafts that follow each in its sequence
-        tokens_after = np.cumsum(counts)[sampled] - 1 - np.arange(len(sampled))
-        sampling_rows = rows[sampled]
-        params = self.params.take(sampling_rows, axis=1)  # kernels need contiguous values
-        (
-            query_start_loc,
-            chunk_tokens,
-            sent_positions,
-            slots,
-            lens,
-            tables,
-            logits_indices,
-            sent_rows,
-            seeds,
-            sampling_positions,
-            *sent_params,
-        ) = send(
+            token_rows = np.repeat(rows, step.query_lens)
+        chunk_tokens, sent_positions, slots, lens, tables, sampling_positions = send(
             self.device,
-            starts.astype(np.int32),
             np.array([token for c in chunks for token in c.token_ids], np.int64),
             positions,
             self.slots(token_rows, positions),
             context_lens,
             self.block_tables[:, : -(-int(context_lens.max()) // self.block_size)][rows],
-            starts[1:][sampled] - 1 - tokens_after,
-            sampling_rows,
-            self.seeds[sampling_rows],
-            context_lens[sampled] - tokens_after,
-            *params,
+            context_lens[step.sampled] - step.tokens_after,
         )
-        last = self.last_tokens[sent_rows[len(sent_rows) - len(plan.decode_rows) :]]
-        forward = ForwardBatch(
+        last = self.last_tokens[step.sampling_rows[len(step.sampling_rows) - len(decode_rows) :]]
+        step.forward_batch = ForwardBatch(
             input_ids=torch.cat((chunk_tokens, last)) if chunks else last,
             positions=sent_positions,
             slot_mapping=slots,
-            query_start_loc=query_start_loc,
+            query_start_loc=step.query_start_loc,
             context_lens=lens,
             block_tables=tables,
-            query_lens=query_lens,
+            query_lens=step.query_lens,
             host_lens=context_lens,
-            # Consecutive one-token sequences at the end, chunks included.
-            num_decodes=int((query_lens[::-1] == 1).cumprod().sum()),
+            num_decodes=step.num_decodes,
         )
-        sampling = sampling_batch(sent_params, seeds, sampling_positions)
-        is_random = params[0] > 0
-        sampling.all_greedy = not is_random.any()
-        for (name, off), values in zip(FILTERS.items(), params[1:], strict=True):
-            if not (is_random & (values != off)).any():
-                del sampling.filters[name]
-        return StepBatch(forward, logits_indices, sent_rows, sampling, self.rules_of(sampling_rows))
+        step.rules = self.rules_of(rows[step.sampled])
+        step.sampling_batch.positions = sampling_positions
+        return step
 
     def rules_of(self, rows: list[int] | np.ndarray) -> RulesBatch | None:
         """Return the rules of `rows` [R], or None if no row has rules."""
@@ -160,6 +140,49 @@ class Rows:
         """Return the cache slots [T] of the tokens at `positions` [T] of `rows` [T]."""
         blocks = self.block_tables[rows, positions // self.block_size]
         return blocks * self.block_size + positions % self.block_size
+
+    def _start_step(self, plan: StepPlan) -> StepBatch:
+        chunks = plan.chunks
+        rows = np.array([*(c.row for c in chunks), *plan.decode_rows], np.int64)
+        query_lens = np.ones(len(rows), np.int64)
+        query_lens[: len(chunks)] = [len(c.token_ids) for c in chunks]
+        starts = np.concatenate(([0], np.cumsum(query_lens)))
+        counts = np.ones(len(rows), np.int64)  # tokens that each sequence samples
+        counts[: len(chunks)] = [
+            1 + c.num_drafts if c.result_kind is ResultKind.TOKEN else 0 for c in chunks
+        ]
+        sampled = np.repeat(np.arange(len(rows)), counts)
+        tokens_after = np.cumsum(counts)[sampled] - 1 - np.arange(len(sampled))
+        sampling_rows = rows[sampled]
+        params = self.params.take(sampling_rows, axis=1)  # kernels need contiguous values
+        query_start_loc, logits_indices, sent_rows, seeds, *sent_params = send(
+            self.device,
+            starts.astype(np.int32),
+            starts[1:][sampled] - 1 - tokens_after,
+            sampling_rows,
+            self.seeds[sampling_rows],
+            *params,
+        )
+        # `build` sets the positions. The rows are passed because they have the same shape.
+        sampling = sampling_batch(sent_params, seeds, positions=sent_rows)
+        is_random = params[0] > 0
+        sampling.all_greedy = not is_random.any()
+        for (name, off), values in zip(FILTERS.items(), params[1:], strict=True):
+            if not (is_random & (values != off)).any():
+                del sampling.filters[name]
+        return StepBatch(
+            # [] prevents `build` from reusing a step with chunks: a decode plan has rows.
+            decode_rows=[] if chunks else plan.decode_rows,
+            rows=rows,
+            query_lens=query_lens,
+            sampled=sampled,
+            tokens_after=tokens_after,
+            query_start_loc=query_start_loc,
+            logits_indices=logits_indices,
+            sampling_rows=sent_rows,
+            sampling_batch=sampling,
+            num_decodes=int((query_lens[::-1] == 1).cumprod().sum()),
+        )
 
 
 def sampling_batch(

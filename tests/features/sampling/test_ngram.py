@@ -412,11 +412,11 @@ FAULTS = {
     "the random number is one position late": Mutant(
         rows,
         "build",
-        "context_lens[sampled] - tokens_after",
-        "context_lens[sampled]",
+        "context_lens[step.sampled] - step.tokens_after",
+        "context_lens[step.sampled]",
     ),
     "logits are of the last draft": Mutant(
-        rows, "build", "starts[1:][sampled] - 1 - tokens_after", "starts[1:][sampled] - 1"
+        rows, "_start_step", "starts[1:][sampled] - 1 - tokens_after", "starts[1:][sampled] - 1"
     ),
     "penalties do not count drafts": Mutant(
         row_rules, "at_each_position", "self.output + rules.drafts_before", "self.output"
