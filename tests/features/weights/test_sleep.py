@@ -190,7 +190,7 @@ def test_ctrl_c_at_any_line(path: Path, level: int) -> None:
         llm.load_weights(path)
         llm.wake_up()
 
-    calls()  # the first of a process runs more lines than the later ones
+    calls()  # imports the modules, whose lines run only once and would be counted
     lines = faults.run(
         calls, files := ("features/weights/sleep.py", "features/weights/new_weights")
     )
