@@ -90,7 +90,7 @@ def run() -> None:
         The price: a sequence that sampled a stop token is computed once more, and the token of this
         step is dropped.""")
     show_source(
-        link("engine.llm_engine.LLMEngine.run_step", "self.async_scheduling"),
+        link("engine.llm_engine.LLMEngine._run_step", "self.async_scheduling"),
         link("runner.rows.Rows.record", "self.last_tokens[rows]"),
     )
     say("""What to do: change HOST_MS in `lessons/lesson11a_overlap.py` to 5 and to 8, and say

@@ -31,7 +31,7 @@ from nanovllm.sampling_params import (
 from nanovllm.utils.checks import located
 
 if TYPE_CHECKING:
-    from nanovllm.features.parallel.ranks import Ranks
+    from nanovllm.features.parallel.one_rank import OneRank
     from nanovllm.features.sampling.structured import GrammarCompiler
     from nanovllm.features.tasks.embeddings.pooling import PoolingSettings
 
@@ -44,8 +44,10 @@ POOLING_FILES = ("modules.json", "config_sentence_transformers.json", "sentence_
 
 def make_engine(config: EngineConfig) -> LLMEngine:
     """Find and load the checkpoint and its tokenizer, and build the engine."""
+    from nanovllm.features.parallel.one_rank import OneRank
+
     if config.tensor_parallel_size == 1:
-        return load_engine(config, *find_files(config))
+        return load_engine(config, *find_files(config), OneRank())
     from nanovllm.features.parallel.ranks import Ranks
 
     ranks = Ranks(config)
@@ -76,7 +78,7 @@ def find_files(config: EngineConfig) -> tuple[Checkpoint, Path]:
 
 
 def load_engine(
-    config: EngineConfig, checkpoint: Checkpoint, tokenizer_dir: Path, ranks: Ranks | None = None
+    config: EngineConfig, checkpoint: Checkpoint, tokenizer_dir: Path, ranks: OneRank
 ) -> LLMEngine:
     """Load the weights and the tokenizer in `tokenizer_dir`, and build the engine."""
     if config.quantization in FORMATS:
@@ -119,8 +121,7 @@ def load_engine(
             *(runner.num_blocks, config.block_size, config.enable_prefix_caching),
             *(config.max_num_seqs, runner.states.num_states),
         )
-    agreeing = runner if ranks is None else ranks.agreeing(runner)
-    engine = LLMEngine(config, agreeing, input_processor, block_manager)
+    engine = LLMEngine(config, runner, input_processor, block_manager)
     engine.checkpoint = checkpoint
     if isinstance(config.speculative_config, SpeculativeConfig):
         from nanovllm.features.sampling.ngram import NgramSpeculation
