@@ -21,22 +21,22 @@ from nanovllm.backends.cpu.kernels.parallel import address_for, follow_torch, in
 from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE
 from nanovllm.backends.cpu.kernels.product import Product, compute, pointers
 from nanovllm.models.batch import ForwardBatch
-from nanovllm.models.qwen3 import MLP, DecoderLayer, Qwen3, SelfAttention
+from nanovllm.models.qwen3 import Qwen3
 
 if TYPE_CHECKING:
     from nanovllm.backends.cpu.attention import NumbaAttention
 
 # Steps of more tokens are computed layer by layer, between which the number of threads may change.
 FEW_TOKENS = 64
-# The columns of decode_layers' addresses; 0 means that the layer has no such weight. A product has
-# three columns: weight, scale and bias. The last five are of linear attention: LAYER counts only
-# its layers, and CONV1D is 0 in the others.
+# The columns of the addresses of compute_layers; 0 means that the layer has no such weight. A
+# product has three columns: weight, scale and bias. The last five are of linear attention: LAYER
+# counts only its layers, and CONV1D is 0 in the others.
 INPUT_NORM, POST_ATTENTION_NORM, Q_NORM, K_NORM, K_CACHE, V_CACHE = range(6)
 PROJECTION, OUTPUT, GATE_UP, DOWN = range(6, 18, 3)
 LAYER, CONV1D, A_LOG, DT_BIAS, NORM = range(18, 23)
 
 
-class Code(NamedTuple):
+class LayerKernels(NamedTuple):
     """The addresses of the kernels of a layer; see backends/cpu/kernels/parallel.py."""
 
     norm: int  # pointwise.add_rms_norm_rows
@@ -76,36 +76,22 @@ class Step(NamedTuple):
 class States(NamedTuple):
     """The states of linear attention of all layers, and its sizes; zeros for other models."""
 
-    conv: int  # the address of [layers, num_states, 3, C]
-    rule: int  # the address of [layers, num_states, Hv, Dk, Dv] in float32
-    segments: np.ndarray  # [rows, 3] int64, of delta_rule.of_rows
-    conv_bytes: int  # of a layer
-    rule_bytes: int
-    num_states: int
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    itemsize: int  # of the model's dtype
-    advance_heads: int  # the address of delta_rule.advance_heads
-    gate: int  # the address of delta_layers.gate_rows, or 0 if attention has no gate
+    conv: int = 0  # the address of [layers, num_states, 3, C]
+    rule: int = 0  # the address of [layers, num_states, Hv, Dk, Dv] in float32
+    segments: np.ndarray = np.empty((0, 3), np.int64)  # [rows, 3], of delta_rule.of_rows
+    conv_bytes: int = 0  # of a layer
+    rule_bytes: int = 0
+    num_states: int = 0
+    key_heads: int = 0
+    value_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    itemsize: int = 0  # of the model's dtype
+    advance_heads: int = 0  # the address of delta_rule.advance_heads
+    gate: int = 0  # the address of pointwise.gate_rows, or 0 if attention has no gate
 
 
-NO_STATES = States(
-    conv=0,
-    rule=0,
-    segments=np.empty((0, 3), np.int64),
-    conv_bytes=0,
-    rule_bytes=0,
-    num_states=0,
-    key_heads=0,
-    value_heads=0,
-    key_dim=0,
-    value_dim=0,
-    itemsize=0,
-    advance_heads=0,
-    gate=0,
-)
+NO_STATES = States()
 
 
 def example_step(example: Any, weight_example: Any, cache_example: Any) -> Step:
@@ -127,24 +113,24 @@ def example_step(example: Any, weight_example: Any, cache_example: Any) -> Step:
 
 
 @compiled()
-def linear(code, step, at, column, x_ptr, out_ptr, inputs, outputs):
-    compute(code.product, x_ptr, at[column], at[column + 1], at[column + 2], out_ptr, step.rows,
+def project(kernels, step, at, column, x_ptr, out_ptr, inputs, outputs):
+    compute(kernels.product, x_ptr, at[column], at[column + 1], at[column + 2], out_ptr, step.rows,
             inputs, outputs, step.work, step.example, step.parts)
 
 
 @compiled()
-def norm(code, step, weight_ptr):
+def norm(kernels, step, weight_ptr):
     arguments = (step.x, step.residual, weight_ptr, step.rows, step.size, step.eps, step.example,
                  step.weight_example)
-    in_parts(code.norm, arguments, step.rows, parts_for(step.rows * step.size, step.parts))
+    in_parts(kernels.norm, arguments, step.rows, parts_for(step.rows * step.size, step.parts))
 
 
 @compiled()
-def linear_attention(code, step, at, states):
+def linear_attention(kernels, step, at, states):
     """Compute `mixed` from the normed x, through `projected`. The states change in place."""
     key_heads, value_heads = states.key_heads, states.value_heads
     width = 2 * (key_heads * states.key_dim + value_heads * states.value_dim + value_heads)
-    linear(code, step, at, PROJECTION, step.x, step.projected, step.size, width)
+    project(kernels, step, at, PROJECTION, step.x, step.projected, step.size, width)
     arguments = (step.projected, at[CONV1D], at[A_LOG], at[DT_BIAS], at[NORM],
                  states.conv + at[LAYER] * states.conv_bytes,
                  states.rule + at[LAYER] * states.rule_bytes, states.segments, step.mixed,
@@ -154,19 +140,19 @@ def linear_attention(code, step, at, states):
 
 
 @compiled()
-def attention(code, step, at, k_scale, v_scale, states):
+def attention(kernels, step, at, k_scale, v_scale, states):
     """Compute the same for a layer of attention. A hybrid model's gate follows the values."""
     num_blocks, num_kv_heads, block_size, dim = step.shape
-    linear(code, step, at, PROJECTION, step.x, step.projected, step.size, step.row_heads * dim)
+    project(kernels, step, at, PROJECTION, step.x, step.projected, step.size, step.row_heads * dim)
     store = (step.projected, at[Q_NORM], at[K_NORM], step.cos, step.sin, at[K_CACHE], at[V_CACHE],
              step.slot_mapping, num_blocks, num_kv_heads, block_size, dim, step.num_heads,
              step.row_heads, step.eps, step.example, step.weight_example, step.cache_example,
              k_scale, v_scale)
     elements = step.rows * step.row_heads * dim
-    in_parts(code.store, store, step.rows, parts_for(elements, step.parts))
+    in_parts(kernels.store, store, step.rows, parts_for(elements, step.parts))
     attend(step.projected, step.rows, step.row_heads, step.mixed, step.num_heads, at[K_CACHE],
            at[V_CACHE], step.shape, step.attention, v_scale, step.example, step.cache_example,
-           code.attend_groups, step.parts)
+           kernels.attend_groups, step.parts)
     if states.gate != 0:
         size, stride = step.num_heads * dim, step.row_heads * dim
         gate = step.projected + (stride - size) * states.itemsize
@@ -175,18 +161,18 @@ def attention(code, step, at, k_scale, v_scale, states):
 
 
 @compiled()
-def feed_forward(code, step, at):
+def feed_forward(kernels, step, at):
     """Compute the second half of a layer."""
     size, wide = step.size, step.intermediate_size
-    norm(code, step, at[POST_ATTENTION_NORM])
-    linear(code, step, at, GATE_UP, step.x, step.gate_up, size, 2 * wide)
+    norm(kernels, step, at[POST_ATTENTION_NORM])
+    project(kernels, step, at, GATE_UP, step.x, step.gate_up, size, 2 * wide)
     activation = (step.gate_up, step.activated, step.rows, wide, step.example)
-    in_parts(code.activation, activation, step.rows, parts_for(step.rows * wide, step.parts))
-    linear(code, step, at, DOWN, step.activated, step.x, wide, size)
+    in_parts(kernels.activation, activation, step.rows, parts_for(step.rows * wide, step.parts))
+    project(kernels, step, at, DOWN, step.activated, step.x, wide, size)
 
 
 @compiled()
-def compute_layers(code, step, addresses, scales, states):
+def compute_layers(kernels, step, addresses, scales, states):
     """Compute layers of a step as the DecoderLayer of a model does.
 
     addresses [layers, 23], scales [layers, 2] float64 of K and V. x, residual and the states change
@@ -195,28 +181,28 @@ def compute_layers(code, step, addresses, scales, states):
     """
     for i in range(len(addresses)):
         at = addresses[i]
-        norm(code, step, at[INPUT_NORM])
+        norm(kernels, step, at[INPUT_NORM])
         if at[CONV1D] != 0:
             mixed_size = states.value_heads * states.value_dim
-            linear_attention(code, step, at, states)
+            linear_attention(kernels, step, at, states)
         else:
             mixed_size = step.num_heads * step.shape[3]
-            attention(code, step, at, scales[i, 0], scales[i, 1], states)
-        linear(code, step, at, OUTPUT, step.mixed, step.x, mixed_size, step.size)
-        feed_forward(code, step, at)
+            attention(kernels, step, at, scales[i, 0], scales[i, 1], states)
+        project(kernels, step, at, OUTPUT, step.mixed, step.x, mixed_size, step.size)
+        feed_forward(kernels, step, at)
 
 
 class FusedLayers:
     """Computes the layers of a model from the addresses of its weights."""
 
     def __init__(self, model: Qwen3, attention: NumbaAttention) -> None:
-        self.model, self.config = model, model.config
-        modules = [module for layer in model.layers for module in layer.linears()]
-        products = [module.weight.product() for module in modules]
+        self.model = model
+        self.config = model.config
+        products = [module.weight.product for layer in model.layers for module in layer.linears()]
         dtype, cache_dtype = model.backend.dtype, attention.cache.dtype
         self.shape = attention.shape
         self.examples = [DTYPE_EXAMPLE[d] for d in (dtype, model.norm.dtype, cache_dtype)]
-        self.code = Code(
+        self.kernels = LayerKernels(
             norm=address_for(pointwise.add_rms_norm_rows, dtype, dtype, model.norm.dtype),
             store=address_for(
                 pointwise.norm_rope_store_rows, dtype, cache_dtype, model.norm.dtype
@@ -254,20 +240,21 @@ class FusedLayers:
 
     def forward(self, batch: ForwardBatch, attention: NumbaAttention) -> Tensor:
         """Compute Qwen3.forward."""
-        plan, model = batch.attention_metadata, self.model
+        plan = batch.attention_metadata
+        model = self.model
         x = model.embed_tokens[batch.input_ids]
         inputs = x, torch.zeros_like(x), *model.rotary.at(batch.positions)
         step = self.make_step(inputs, plan.slot_mapping, plan.work)
         states = self.states(batch)
         if len(x) <= FEW_TOKENS:
-            compute_layers(self.code, step, self.addresses, self.scales, states)
+            compute_layers(self.kernels, step, self.addresses, self.scales, states)
         else:
             for i in range(len(self.addresses)):
                 model.backend.before_layer()
                 follow_torch()
                 step = step._replace(parts=numba.get_num_threads())
                 layer = self.addresses[i : i + 1], self.scales[i : i + 1]
-                compute_layers(self.code, step, *layer, states)
+                compute_layers(self.kernels, step, *layer, states)
         return pointwise.add_rms_norm(x, inputs[1], model.norm, self.config.rms_norm_eps)[0]
 
     def make_step(
@@ -277,13 +264,15 @@ class FusedLayers:
 
         inputs are x, residual [T, E], cos and sin [T, D].
         """
-        x, config = inputs[0], self.config
-        (rows, size), wide = x.shape, config.intermediate_size
+        x = inputs[0]
+        rows, size = x.shape
+        config = self.config
+        wide = config.intermediate_size
         if not self.buffers or len(self.buffers[0]) < rows:
             projected, mixed = self.buffer_sizes()
             widths = projected, mixed, 2 * wide, wide
             self.buffers = [x.new_empty(rows, width) for width in widths]
-            work_bytes = self.code.product.work_bytes(max(size, mixed, wide))
+            work_bytes = self.kernels.product.work_bytes(max(size, mixed, wide))
             self.buffers.append(x.new_empty(rows * work_bytes, dtype=torch.uint8))
         x_at, residual, cos, sin = (tensor.data_ptr() for tensor in inputs)
         projected, mixed, gate_up, activated, work_at = (b.data_ptr() for b in self.buffers)
@@ -320,21 +309,3 @@ class FusedLayers:
     def logits(self, hidden: Tensor) -> Tensor:
         """Map hidden [R, E] to logits [R, V]."""
         return self.model.logits(hidden)
-
-
-def fuse_layers(
-    model: Qwen3, attention: NumbaAttention, hybrid: type[FusedLayers]
-) -> FusedLayers | None:
-    """Return the layers of the model in one call, or None if it has other layers.
-
-    `hybrid` is for layers of linear attention and attention with a gate.
-    """
-    kinds = {(type(layer).__call__, type(layer.mlp).__call__) for layer in model.layers}
-    attns: list[Any] = [layer.self_attn for layer in model.layers]
-    is_plain = all(type(attn).__call__ is SelfAttention.__call__ for attn in attns)
-    is_hybrid = all(hasattr(attn, "conv1d") or hasattr(attn, "qkv_gate_proj") for attn in attns)
-    inherits = type(model).forward is Qwen3.forward
-    if not inherits or kinds != {(DecoderLayer.__call__, MLP.__call__)}:
-        return None
-    kind = FusedLayers if is_plain else hybrid if is_hybrid else None
-    return kind and kind(model, attention)
