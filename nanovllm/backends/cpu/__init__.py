@@ -20,6 +20,7 @@ kernels/int8.py           Linear layers with weights in int8.
 kernels/int4.py           Linear layers with weights in int4.
 kernels/experts.py        All that follows the routing of a mixture of experts, in one call.
 kernels/sampler.py        Filters, draws and log-probabilities of tokens.
+kernels/layer_tables.py   The arguments of the next: addresses of a layer, sizes of a step.
 kernels/fused_layers.py   All layers of a step in one call.
 kernels/decode_step.py    The kernels of a whole decode step, from rows to tokens.
 compile.py                Compiles the kernels above once.

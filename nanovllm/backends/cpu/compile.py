@@ -14,6 +14,7 @@ from nanovllm.backends.cpu.kernels import (
     fused_layers,
     int4,
     int8,
+    layer_tables,
     parallel,
     pointwise,
     product,
@@ -52,7 +53,7 @@ def calls(dtype: torch.dtype, cache_dtype: torch.dtype) -> list[tuple[Kernel, Ty
         (kernel, parallel.example_arguments(kernel, dtype, cache_dtype))
         for kernel in kernels_in_parts(dtype)
     ]
-    step = fused_layers.example_step(example, example, cached)
+    step = layer_tables.example_step(example, example, cached)
     none = product.Product(0, 0)
     callers = [
         *((parallel.in_parts, (0, arguments, 1, 1)) for _, arguments in in_parts),
@@ -60,10 +61,8 @@ def calls(dtype: torch.dtype, cache_dtype: torch.dtype) -> list[tuple[Kernel, Ty
         (product.compute, (none, *[0] * 9, example, 1)),
     ]
     if dtype is cache_dtype:
-        kernels = fused_layers.LayerKernels(0, 0, 0, 0, none)
-        addresses = np.empty((0, 0), np.int64)
-        scales = np.empty((0, 0), np.float64)
-        layers = kernels, step, addresses, scales, fused_layers.NO_STATES
+        kernels = layer_tables.LayerKernels(0, 0, 0, 0, none)
+        layers = kernels, step, np.empty(0, layer_tables.LAYER), layer_tables.NO_STATES
         host = decode_step.example_host()
         head = decode_step.OutputLayer._make((none, *[0] * 7, True))
         rows = np.empty(0, np.int64)

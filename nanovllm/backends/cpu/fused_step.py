@@ -13,8 +13,9 @@ from nanovllm.backends.cpu.attention import MIN_SAVED_TOKENS, NumbaAttention, ba
 from nanovllm.backends.cpu.kernels import sampler
 from nanovllm.backends.cpu.kernels.attention import AttentionWork, QueryGroups
 from nanovllm.backends.cpu.kernels.decode_step import Host, OutputLayer, sample_tokens
-from nanovllm.backends.cpu.kernels.fused_layers import FEW_TOKENS, NO_STATES, FusedLayers
+from nanovllm.backends.cpu.kernels.fused_layers import FEW_TOKENS, FusedLayers
 from nanovllm.backends.cpu.kernels.int8 import PackedWeight
+from nanovllm.backends.cpu.kernels.layer_tables import NO_STATES
 from nanovllm.backends.cpu.kernels.parallel import address_for, follow_torch
 from nanovllm.backends.cpu.kernels.product import pointers
 from nanovllm.plan import ResultKind, StepPlan
@@ -105,7 +106,7 @@ class FusedStep:
         work = AttentionWork(self.no_groups, rest, self.partial)
         inputs = tuple(tensor[:count] for tensor in self.inputs)
         step = self.layers.make_step(inputs, self.slots[:count], work)
-        layers = self.layers.kernels, step, self.layers.addresses, self.layers.scales, NO_STATES
+        layers = self.layers.kernels, step, self.layers.layers, NO_STATES
         is_done = sample_tokens(*layers, self.host, self.head, rows, places, tokens)
         return tokens if is_done else None
 

@@ -127,7 +127,7 @@ def shares_prefix(host, rows, block_size):
 
 
 @compiled()
-def sample_tokens(kernels, step, addresses, scales, states, host, head, rows, places, tokens):
+def sample_tokens(kernels, step, layers, states, host, head, rows, places, tokens):
     """Replace each of `tokens` [T], inputs of rows [T], by the token that is sampled after it.
 
     The tokens of a row are consecutive and its last ones. Without a token that can be sampled, the
@@ -142,7 +142,7 @@ def sample_tokens(kernels, step, addresses, scales, states, host, head, rows, pl
         if rows[t] == rows[t + 1]:
             positions[t] = positions[t + 1] - 1
     look_up(host, step, rows, places, positions, tokens)
-    compute_layers(kernels, step, addresses, scales, states)
+    compute_layers(kernels, step, layers, states)
     norm(kernels, step, head.norm)
     compute(head.product, step.x, head.weight, head.scale, head.bias, head.logits, step.rows,
             step.size, head.size, step.work, step.example, step.parts)

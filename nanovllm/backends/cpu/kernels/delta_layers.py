@@ -9,10 +9,10 @@ from torch import Tensor
 
 from nanovllm.backends.cpu.attention import NumbaAttention
 from nanovllm.backends.cpu.kernels import delta_rule
-from nanovllm.backends.cpu.kernels.fused_layers import FusedLayers, States
+from nanovllm.backends.cpu.kernels.fused_layers import FusedLayers
+from nanovllm.backends.cpu.kernels.layer_tables import LINEAR_ATTENTION, States
 from nanovllm.backends.cpu.kernels.parallel import address_for
 from nanovllm.backends.cpu.kernels.pointwise import gate_rows
-from nanovllm.backends.cpu.kernels.product import pointers
 from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.qwen3 import MLP, DecoderLayer, Qwen3, SelfAttention
 
@@ -33,19 +33,13 @@ class HybridLayers(FusedLayers):
         linear = self.config.conv_size + size + 2 * heads
         return max(projected, linear), max(mixed, size)
 
-    def layer_addresses(self, layer: Any, attention: NumbaAttention) -> list[int]:
-        attn = layer.self_attn
+    def describe_attention(self, attn: Any, attention: NumbaAttention, record: Any) -> None:
         if not hasattr(attn, "conv1d"):
-            return super().layer_addresses(layer, attention)
-        norms = layer.input_layernorm, layer.post_attention_layernorm
-        products = (address for module in layer.linears() for address in pointers(module))
-        heads = attn.conv1d, attn.a_log, attn.dt_bias, attn.norm
-        before = *(weight.data_ptr() for weight in norms), *[0] * 4, *products
-        return [*before, attn.layer, *(weight.data_ptr() for weight in heads)]
-
-    def layer_scales(self, layer: Any, attention: NumbaAttention) -> tuple[float, float]:
-        is_linear = hasattr(layer.self_attn, "conv1d")
-        return (1.0, 1.0) if is_linear else super().layer_scales(layer, attention)
+            super().describe_attention(attn, attention, record)
+            return
+        for name in LINEAR_ATTENTION:
+            record[name] = getattr(attn, name).data_ptr()
+        record["state"] = attn.layer
 
     def forward(self, batch: ForwardBatch, attention: NumbaAttention) -> Tensor:
         """Compute Qwen3_5.forward. Steps with chunks are left to it."""
