@@ -559,7 +559,7 @@ browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
 @browser
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "which", ["failed", "error", "hostile", "random", "drafts", "embedded", "resumed"]
+    "which", ["failed", "error", "hostile", "random", "drafts", "chunk", "embedded", "resumed"]
 )
 def test_the_browser_agrees_in_every_step(
     llm: LLM, which: str, embedded_run: Trace, resumed_run: Trace, tmp_path: Path
@@ -583,6 +583,11 @@ def test_the_browser_agrees_in_every_step(
             llm.generate(PROMPTS, greedy(max_tokens=9), use_tqdm=False)
     elif which == "hostile":
         trace = hostile_trace(llm)
+    elif which == "chunk":  # the first step yields no token
+        llm.engine.scheduler.token_budget = 4
+        with Trace(llm) as trace:
+            llm.generate(PROMPTS, greedy(max_tokens=9), use_tqdm=False)
+        assert "receivers" not in trace.events[2]
     else:
         if which == "drafts":
             config = SpeculativeConfig(prompt_lookup_min=1)
