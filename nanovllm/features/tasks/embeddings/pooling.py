@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from tokenizers.normalizers import Lowercase
-
 from nanovllm.engine.request import Request, Task
 from nanovllm.engine.sequence import Sequence
 from nanovllm.inputs import ParsedPrompt
@@ -141,6 +139,8 @@ class Embedding(Task):
         if text is not None and token_ids is None:
             text = self.prefix + text
             if self.settings.lower_case:
+                from tokenizers.normalizers import Lowercase
+
                 text = Lowercase().normalize_str(text)
             if not self.settings.add_eos_token:
                 return text, None
