@@ -27,7 +27,8 @@ WIDTH, LENGTH = 3, 5
 
 def run() -> None:
     llm = make_llm(attention_backend="sdpa", block_size=4, num_kv_cache_blocks=64)
-    prompt, decode = llm.get_tokenizer().encode(PROMPT), llm.get_tokenizer().decode
+    prompt = llm.get_tokenizer().encode(PROMPT)
+    decode = llm.get_tokenizer().decode
     params = BeamSearchParams(WIDTH, LENGTH, ignore_eos=True)
     with Trace(llm) as trace:
         [output] = llm.beam_search(PROMPT, params, use_tqdm=False)

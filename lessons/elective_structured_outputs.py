@@ -41,7 +41,8 @@ def run() -> None:
     output = ask(llm, [PROMPT], **options)[0].outputs[0]
     compiler = GrammarCompiler(llm.get_tokenizer(), inputs.vocab_size, inputs.eos_token_ids)
     matcher = Matcher(compiler.compile(PARAMS, sorted(inputs.eos_token_ids)))
-    decode, rows = llm.get_tokenizer().decode, []
+    decode = llm.get_tokenizer().decode
+    rows = []
     for i, (token, entry) in enumerate(zip(output.token_ids, output.logprobs or [], strict=True)):
         allowed = int.from_bytes(matcher.mask(output.token_ids[:i]) or b"").bit_count()
         best = min(entry, key=lambda candidate: entry[candidate].rank)

@@ -63,8 +63,10 @@ def run() -> None:
     QUESTIONS.show(1)
     mlp = runner_of(make_llm(**OPTIONS)).model.layers[0].mlp
     gate, up = mlp.gate_up_proj.weight.chunk(2)  # [F, E] each
-    down, half = mlp.down_proj.weight, len(gate) // 2  # [E, F]
-    x, y = torch.randn(1, gate.shape[1], generator=torch.Generator().manual_seed(0)), []
+    down = mlp.down_proj.weight  # [E, F]
+    half = len(gate) // 2
+    x = torch.randn(1, gate.shape[1], generator=torch.Generator().manual_seed(0))
+    y = []
     for part in (slice(0, half), slice(half, None)):
         inner = silu_and_mul(x @ torch.cat((gate[part], up[part])).T)
         y.append(inner @ down[:, part].T)

@@ -26,7 +26,9 @@ PROMPT = "What is 12 + 30?\n"
 
 def run() -> None:
     llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=64, enable_prefix_caching=False)
-    engine, runner, decode = llm.engine, runner_of(llm), llm.get_tokenizer().decode
+    engine = llm.engine
+    runner = runner_of(llm)
+    decode = llm.get_tokenizer().decode
     engine.observer = counters = Counters(llm)
     [completion] = ask(llm, [PROMPT])[0].outputs  # all steps; below, the first one by hand
     ids = llm.get_tokenizer().encode(PROMPT)
@@ -40,10 +42,13 @@ def run() -> None:
         block_table lists the blocks of the Sequence. It waits for its first step, so it has
         none:""")
     request = engine.submit(PROMPT, SamplingParams(temperature=0))
-    seq, names = request.samples[0].seq, ("token_ids", "num_computed", "block_table", "status")
+    seq = request.samples[0].seq
+    names = ("token_ids", "num_computed", "block_table", "status")
     show_table(("field", "value"), [(name, str(getattr(seq, name))) for name in names])
     step: Any = engine.scheduler.schedule()
-    plan, [new], [chunk] = step.plan, step.plan.new_rows, step.plan.chunks
+    plan = step.plan
+    [new] = step.plan.new_rows
+    [chunk] = step.plan.chunks
     say(f"""4. The StepPlan says what one step computes, in plain numbers. A row is a place in the
         batch. A chunk is a part of a prompt. decode_rows are rows that go on after their prompt.
         The plan of the first step:

@@ -29,7 +29,8 @@ def evict() -> list[tuple[object, ...]]:
     """Run prompts in a pool of 6 blocks. Returns how many tokens of each are cached after each."""
     llm = make_llm(block_size=4, num_kv_cache_blocks=6)
     ids = {name: llm.get_tokenizer().encode(text) for name, text in PROMPTS.items()}
-    blocks, rows = llm.engine.scheduler.block_manager, list[tuple[object, ...]]()
+    blocks = llm.engine.scheduler.block_manager
+    rows = list[tuple[object, ...]]()
     for name in "ACAD":
         run_prompts(llm, [ids[name]])
         seqs = (Sequence("", 0, ids[n], len(ids[n]), 1024) for n in "ACD")
@@ -58,11 +59,13 @@ def run() -> None:
         128 bits, and the parent is the block before it. The cache is a dictionary from hashes to
         blocks. A match compares the tokens too, as two hashes could be equal. Below are the first
         six digits of the hashes:""")
-    manager, rows = llm.engine.scheduler.block_manager, []
+    manager = llm.engine.scheduler.block_manager
+    rows = []
     for name, ids in (("A", a), ("B", b), ("A with another first token", [b[-1], *a[1:]])):
         parent = b""
         for i in (0, 4):
-            digest, texts = manager.hash_block(parent, ids[i : i + 4]), map(decode, ids[i : i + 4])
+            digest = manager.hash_block(parent, ids[i : i + 4])
+            texts = map(decode, ids[i : i + 4])
             rows.append((name, str([*texts]), parent.hex()[:6] or "none", digest.hex()[:6]))
             parent = digest
     show_table(("prompt", "tokens of a block", "parent_block_hash", "block_hash"), rows)

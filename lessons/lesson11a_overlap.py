@@ -53,7 +53,8 @@ class SlowDevice(NoModel):
 
 def serve(overlap: bool) -> tuple[SlowDevice, list[list[int]], float]:
     """Run two requests -> device, outputs, milliseconds a step."""
-    device, outputs = SlowDevice(), list[list[int]]()
+    device = SlowDevice()
+    outputs = list[list[int]]()
     inputs = InputProcessor(None, 100, 100, frozenset(), SamplingParams(), 0)
     engine = LLMEngine(EngineConfig(async_scheduling=overlap), device, inputs)
     for params in (SamplingParams(stop_token_ids=[18]), SamplingParams(max_tokens=40)):

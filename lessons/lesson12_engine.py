@@ -1,4 +1,4 @@
-"""Lesson 12: your engine, the ladder, and the door to vLLM.
+"""Lesson 12: your engine, the ladder, and the map to vLLM.
 
 You have seen every part of an engine, and have written most of them. Here they work together. There
 is no new idea: if you can explain each line of the trace below, you can join your parts to an
