@@ -62,6 +62,8 @@ class Play(History):
         lines = filter(None, map(str.strip, form["requests"].splitlines()))
         coming = [self.read(line, number) for number, line in enumerate(lines)]
         self.coming = sorted(coming, key=lambda pair: pair[0])
+        if not coming:
+            raise ValueError("there is no request; write one, such as 12 -> 8")
 
     def read(self, line: str, number: int) -> tuple[int, Sequence]:
         """Return the step at which a request arrives, and its sequence."""
