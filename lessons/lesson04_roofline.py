@@ -28,6 +28,7 @@ from nanovllm.loading.make_runner import make_runner
 from nanovllm.loading.select_backend import pick_dtype
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.plan import StepPlan
+from nanovllm.runner.one_rank import OneRank
 from tools.benchmarks import roofline
 from tools.benchmarks.workloads import Workload
 
@@ -52,7 +53,7 @@ def step_seconds(config: ModelConfig) -> list[float]:
     options = EngineConfig(
         device="cpu", load_format="dummy", max_num_seqs=rows, num_kv_cache_blocks=4 * rows
     )
-    runner = make_runner(options, config, {}, "a random model", PROMPT)
+    runner = make_runner(options, config, {}, "a random model", PROMPT, OneRank())
     tables = [[4 * row + i for i in (1, 2, 3, 4)] for row in range(rows)]  # blocks of 16 tokens
     runner.run(prompt_plan([[1] * (CONTEXT - 10)] * rows, tables))()
 

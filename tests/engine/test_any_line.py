@@ -45,7 +45,7 @@ FILES = tuple(
         "engine/sampling",
         "engine/scheduler",
         "features/kv/host_cache/host_blocks",
-        "features/sampling/logit_rules/sampling_with_rules",
+        "engine/token_logprobs",
         "features/sampling/ngram",
         "features/sampling/structured",
         "features/tasks/beam_search",
@@ -263,7 +263,7 @@ STEP = ("engine/", "llm.py", "features/tasks/beam_search.py", "runner/")
 CPU = (
     "attention",
     "backend",
-    "kernels/fused_decode",
+    "kernels/fused_layers",
     "kernels/parallel",
     "kernels/pointwise",
     "kernels/sampler",

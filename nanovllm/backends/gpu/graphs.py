@@ -69,7 +69,8 @@ class CudaCapture:
     @contextmanager
     def graph(self) -> Iterator[torch.cuda.CUDAGraph]:
         """Capture the launches of the `with` block."""
-        graph, place = torch.cuda.CUDAGraph(), (self.pool, self.stream)
+        graph = torch.cuda.CUDAGraph()
+        place = self.pool, self.stream
         # In thread-local mode other threads may use the device during a capture.
         with torch.cuda.graph(graph, *place, capture_error_mode="thread_local"):
             yield graph
@@ -99,14 +100,14 @@ def capture_sizes(
     what: str,
     sizes: list[int],
     device: torch.device,
-    smallest: Callable[[int], int],
+    min_over_ranks: Callable[[int], int],
     capture: Callable[[int], Graph],
 ) -> dict[int, Graph]:
     """Return `capture(size)` of each size, while captures succeed and memory lasts.
 
     The largest size comes first: its memory in the pool is enough for all others, and any step can
-    be padded to it. `smallest` returns the minimum of a number over all ranks. The steps of ranks
-    wait for each other, so all ranks capture the same sizes.
+    be padded to it. `min_over_ranks` returns the minimum of a number over all ranks. The steps of
+    ranks wait for each other, so all ranks capture the same sizes.
     """
     graphs: dict[int, Graph] = {}
     start = time.perf_counter()
@@ -121,7 +122,7 @@ def capture_sizes(
         for size in progress_bar(f"Capturing {what}", "size", sorted(sizes, reverse=True)):
             is_cuda = device.type == "cuda"  # not in tests
             is_full = is_cuda and torch.cuda.mem_get_info(device)[0] < MIN_FREE_BYTES
-            if not smallest(int(not is_full)):
+            if not min_over_ranks(int(not is_full)):
                 warn(f"the memory of {'the' if is_full else 'another'} GPU is nearly full")
                 return graphs
             try:
@@ -130,9 +131,9 @@ def capture_sizes(
                 if is_cuda:
                     torch.cuda.synchronize(device)  # raises an error that no later step survives
                 warn(f"{error!r:.300}")
-                smallest(0)
+                min_over_ranks(0)
                 return graphs
-            if not smallest(1):
+            if not min_over_ranks(1):
                 warn("the next size failed on another rank")
                 return graphs
             graphs[size] = graph
@@ -148,15 +149,16 @@ class DecodeGraphs:
         positions: np.ndarray,
         device: torch.device,
         capture: Callable[[], Capture],
-        smallest: Callable[[int], int] = int,
+        min_over_ranks: Callable[[int], int] = int,
     ) -> None:
         """Capture decode: (rows [S], order [S]) -> (hidden [S, E], tokens [S]).
 
-        `positions` [N + 1] of the rows are on the host. Row N is padding, at position 0. `smallest`
-        is the function of `capture_sizes`.
+        `positions` [N + 1] of the rows are on the host. Row N is padding, at position 0.
+        `min_over_ranks` is the function of `capture_sizes`.
         """
         num_rows = len(positions) - 1
-        self.padding_row, self.positions = num_rows, positions
+        self.padding_row = num_rows
+        self.positions = positions
         # [2, N] int64: the rows of a batch, and its indices in the order of `longest_first`.
         self.rows = torch.full((2, num_rows), num_rows, dtype=torch.int64, device=device)
         self.rows[1] = torch.arange(num_rows, device=device)
@@ -164,7 +166,7 @@ class DecodeGraphs:
         self.decode_rows: list[int] | None = None
         self.size = 0
         self.capture = capture()  # kept with the graphs, because it owns their stream
-        self.smallest = smallest
+        self.min_over_ranks = min_over_ranks
         # The results of each size are kept: other graphs of the pool must not use their memory.
         self.results: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -172,8 +174,10 @@ class DecodeGraphs:
             self.results[size] = decode(*self.rows[:, :size])
 
         # Empty if no size could be captured.
-        sizes, capture_size = batch_sizes(num_rows), lambda size: self.capture(partial(step, size))
-        self.replays = capture_sizes("decodes", sizes, device, smallest, capture_size)
+        sizes = batch_sizes(num_rows)
+        self.replays = capture_sizes(
+            "decodes", sizes, device, min_over_ranks, lambda size: self.capture(partial(step, size))
+        )
 
     def replay(self, decode_rows: list[int]) -> tuple[Tensor, Tensor]:
         """Decode rows. Returns hidden states [S, E], tokens [S], valid until the next replay."""
