@@ -69,8 +69,8 @@ def run() -> None:
         link("engine.sampling.Sampling._ends_with_stop", "sample.text.find"),
         link("engine.scheduler.Scheduler.finish_if_complete", "seq.stop_token_ids"),
     )
-    say("""Build it: `python -m lessons build stop` asks for a stream that holds back as little as
-        possible.""")
+    say("""In lesson 12, `python -m lessons build stop` asks for a stream that holds back as little
+        as possible.""")
 
 
 QUESTIONS = Questions("""

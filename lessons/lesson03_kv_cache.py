@@ -95,8 +95,9 @@ def run() -> None:
         link("models.attention.PlainAttention.store"),
         link("engine.scheduler.Scheduler.schedule", "decode_rows.append"),
     )
-    say("""Build it: `python -m lessons build cache`. The two ways are the first rungs of the
-        ladder: `python -m lessons ladder 3` measures them.""")
+    say("""Build it: `python -m lessons build cache`, and then `python -m lessons build m1`, the
+        first milestone of your engine. The two ways are the first rungs of the ladder: `python -m
+        lessons ladder 3` measures them.""")
 
 
 QUESTIONS = Questions("""

@@ -82,8 +82,9 @@ def run() -> None:
         link("runner.rows.Rows.slots"),
         link("engine.scheduler.Scheduler.reserve"),
     )
-    say("""Build it: `python -m lessons build slots`. The ladder still runs one request at a time
-        here, so blocks save only memory: `python -m lessons ladder 5`.""")
+    say("""Build it: `python -m lessons build slots`, and then m2, in your engine. The ladder
+        still runs one request at a time here, so blocks save only memory: `python -m lessons
+        ladder 5`.""")
 
 
 QUESTIONS = Questions("""

@@ -69,8 +69,8 @@ def run() -> None:
         link("engine.scheduler.Scheduler.plan_chunk", "tokens = min("),
         link("engine.scheduler.Scheduler.plan_chunk", "kind = seq.result_kind"),
     )
-    say("""Build it: `python -m lessons build step`. The budget is a rung of the ladder that makes
-        the longest step shorter: `python -m lessons ladder 6`.""")
+    say("""Build it: `python -m lessons build step`, and then m3, in your engine. The budget is a
+        rung of the ladder that makes the longest step shorter: `python -m lessons ladder 6`.""")
 
 
 QUESTIONS = Questions("""

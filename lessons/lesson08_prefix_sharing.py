@@ -91,8 +91,9 @@ def run() -> None:
         link("engine.block_manager.BlockManager.choose_victim"),
     )
     say("""Build it: `python -m lessons build prefix`, and then `python -m lessons build eviction`,
-        whose rule has to find more tokens than the engine's. On the ladder 631 of 1,831 tokens are
-        left to compute, with the token budget of lesson 6b: `python -m lessons ladder 8`.""")
+        whose rule has to find more tokens than the engine's; then m4, in your engine. On the ladder
+        631 of 1,831 tokens are left to compute, with the token budget of lesson 6b: `python -m
+        lessons ladder 8`.""")
 
 
 QUESTIONS = Questions("""

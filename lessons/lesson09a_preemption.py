@@ -57,7 +57,7 @@ def run() -> None:
     say("""One case of `preempt` is for beams (elective `beams`): a beam whose next token is not
         chosen yet (`awaits_token`) is not put into the queue.
 
-        Build it: `python -m lessons build preempt`. Then find a fault:
+        Build it: `python -m lessons build preempt`, and then m5, in your engine. Then find a fault:
         `python -m lessons break 16`.""")
 
 

@@ -53,9 +53,10 @@ def run() -> None:
         (docs/vllm-map.md has all names, and the files):""")
     show_table(("lesson and part", "build", "here, in nanovllm/", "in vLLM"), PARTS)
     show_source(link("engine.llm_engine.LLMEngine._run_step", "self.runner.run"))
-    say("""Build it: `python -m lessons build engine`. It imports your files of eight tasks: cache,
-        slots, step, filter, prefix, eviction, policy and softmax. Its loop has about 50 lines. The
-        check compares its answers with transformers', and its speed with transformers and nanovllm.
+    say("""Build it: `python -m lessons build stop`, and then m6, the last milestone of your engine:
+        it streams text. If you want more, sort its waiting list by your policy, sample through your
+        filter, attend through your softmax, or draft with your ngram: no check of m1 to m6 may
+        break.
 
         The ladder: `python -m lessons ladder` runs the same requests with one idea after another,
         from lesson 3 to the defaults of LLM(). It names the rungs first: say what each gains while
