@@ -56,10 +56,12 @@ def run() -> None:
 
 
 QUESTIONS = Questions("""
-    A beam is forked. Why is its last block copied, but none of its full blocks? (a) Full blocks are
-    in the prefix cache, which has a copy. (b) Full blocks are too large to copy in every step. (c)
-    Both beams will write different tokens into the last block, and nobody writes into the others.
-    Answer: c. Tokens that are computed do not change, so beams can read the same full blocks.
+    A beam is forked. Why is its last block copied, but none of its full blocks?
+    (a) The prefix cache has a copy of each full block.
+    (b) A full block is too large to copy in each step.
+    (c) The beams write their next tokens only into the last.
+    Answer: c. They will write different tokens into it. Tokens that are computed do not change, so
+    beams can read the same full blocks.
     Hint: Into which blocks do the two beams write their next tokens?
 
     Is the output of a search with beam_width=1 the greedy output: yes or no? And why?

@@ -96,11 +96,13 @@ QUESTIONS = Questions("""
     Hint: How many tokens has the chunk, and after which of them is a token drawn?
 
     Why does the engine draw with the position as a part of the random number, and not with the next
-    number of a generator? (a) The generator is too slow for several tokens in a step. (b) A
-    generator would have advanced for rejected tokens too, so later tokens would differ. (c) Drafts
-    have no position.
-    Answer: b. With (seed, position) a token gets the same number, however often its position is
-    drawn. For the same reason a request may be preempted and computed again.
+    number of a generator?
+    (a) A generator is too slow for several tokens in a step.
+    (b) A generator would also advance for rejected tokens.
+    (c) A generator would give all drafts the same number.
+    Answer: b. Later tokens would then differ. With (seed, position) a token gets the same number,
+    however often its position is drawn. For the same reason a request may be preempted and computed
+    again.
     Hint: A position whose draft was wrong is drawn again in the next step. Which number must it
     get?
 """)

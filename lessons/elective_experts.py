@@ -92,10 +92,11 @@ def run() -> None:
 
 QUESTIONS = Questions("""
     If a layer has one MLP, a step of 16 tokens reads as many weights as a step of one token. What
-    if it has a mixture of experts? (a) It reads as many too: the rows of an expert are consecutive.
-    (b) It reads more: the tokens use different experts. (c) Both read the weights of all experts,
-    because the router has to score them.
-    Answer: b. One MLP is read once for all tokens, and each expert once for its own tokens only.
+    if it has a mixture of experts?
+    (a) As many: each expert is read only once.
+    (b) Fewer: an expert is smaller than an MLP.
+    (c) More: the tokens use different experts.
+    Answer: c. One MLP is read once for all tokens, and each expert once for its own tokens only.
     Hint: How many experts does a step of one token read, and how many can a step of two?
 
     A layer has 128 experts, and a token uses 8. How many does a step of 2 tokens use on average, if

@@ -63,11 +63,12 @@ def run() -> None:
 
 
 QUESTIONS = Questions("""
-    At a position only one token is allowed. What does the temperature change there? (a) Nothing:
-    all other logits are -inf at any temperature. (b) A high temperature can draw a token that is
-    not allowed. (c) A low temperature makes the draw more certain.
-    Answer: a. An engine could even skip the model there, which is called jump-forward decoding;
-    this engine does not.
+    At a position only one token is allowed. What does the temperature change there?
+    (a) Nothing: the same token is drawn in any case.
+    (b) A high one can draw a token that is masked.
+    (c) A low one makes this token even more likely.
+    Answer: a. All other logits are -inf at any temperature. An engine could even skip the model
+    there, which is called jump-forward decoding; this engine does not.
     Hint: What is -inf divided by a temperature?
 
     The layers of a step take 10 milliseconds on a GPU, and the host needs 12 for the mask of the

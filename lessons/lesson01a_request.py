@@ -97,8 +97,10 @@ QUESTIONS = Questions("""
     Hint: Which tokens of the sequence have not been computed when the second step is planned?
 
     The model computes something for each of the 10 tokens of the prompt. Why do the logits have one
-    row, and not 10? (a) Logits are large, so only some of the rows are kept. (b) Only the last
-    token has a next token that is not known yet. (c) The other tokens are in the cache.
+    row, and not 10?
+    (a) Ten rows are too large, so nine are thrown away.
+    (b) Only after the last token is the next one unknown.
+    (c) The logits of the other tokens are in the cache.
     Answer: b. The prompt says what follows the other tokens.
     Hint: Which token of the prompt is followed by a token that the engine has to find?
 """)

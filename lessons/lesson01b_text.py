@@ -77,9 +77,10 @@ QUESTIONS = Questions("""
     Hint: How many characters begin with the bytes E2 82?
 
     The stop string is "END", and the text so far is "The E". Why may the stream not show the "E"?
-    (a) The next tokens may complete the stop string, and a stop string is not shown. (b) A single
-    letter is not a token. (c) The text of a token is only known with the next token.
-    Answer: a. What has been shown cannot be taken back. If the next token is "nd", the "E" is shown
-    one token late.
+    (a) It may be the beginning of the stop string.
+    (b) A stream shows a word when it is complete.
+    (c) The text of a token needs the token after it.
+    Answer: a. A stop string is not shown, and what has been shown cannot be taken back. If the next
+    token is "nd", the "E" is shown one token late.
     Hint: What should a user have seen if the next two tokens are "N" and "D"?
 """)

@@ -107,8 +107,10 @@ QUESTIONS = Questions("""
     Hint: How many runs are there, and how many tokens does the last one compute?
 
     The model runs over the first 3 tokens of a prompt, and then over the first 6. Does the key of
-    the third token change in the second run? (a) Yes, in all layers. (b) Yes, except in the first
-    layer, where nothing has been mixed. (c) No, in no layer.
+    the third token change in the second run?
+    (a) Yes: it now depends on all six tokens.
+    (b) Yes, in all layers except the first.
+    (c) No, it is the same in each of the layers.
     Answer: c. In each layer a token attends only to itself and to tokens before it. So nothing that
     is computed for it depends on what follows it.
     Hint: Which tokens does the third token attend to, in any layer?

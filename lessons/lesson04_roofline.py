@@ -129,9 +129,11 @@ QUESTIONS = Questions("""
 
     In bfloat16 Qwen3-0.6B has 1.2 GB of weights, and 115 kB of keys and values for each token. A
     GPU decodes 16 rows of 4,000 tokens. Numbers of 8 bits (int8 or fp8) can store the weights, or
-    the KV cache. Which of the two shortens this decode more? (a) The weights: all rows read them.
-    (b) The cache: each row reads other keys and values, together more bytes than the weights. (c)
-    Both equally: each halves the bytes of a number.
-    Answer: b. 64,000 tokens of KV take 7.3 GB, and the weights 1.2 GB.
+    the KV cache. Which of the two shortens this decode more?
+    (a) The cache, of which each row reads its own part.
+    (b) The weights, which each of the 16 rows has to read.
+    (c) Neither: both would have half of their bytes.
+    Answer: a. 64,000 tokens of KV take 7.3 GB. The weights take 1.2 GB, and one read of them serves
+    all rows.
     Hint: The rows share one read of the weights. How many tokens' keys and values do they read?
 """)

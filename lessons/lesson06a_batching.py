@@ -66,17 +66,21 @@ def run() -> None:
 
 
 QUESTIONS = Questions("""
-    Four requests with 2, 9, 3 and 2 output tokens run in four rows, and a fifth one waits. When
-    does it begin? (a) When the request with 9 tokens has ended, with both kinds of batching. (b)
-    With a static batch, when the request with 9 tokens has ended; with continuous batching, after
-    two steps. (c) After two steps, with both kinds of batching.
+    Four requests with 2, 9, 3 and 2 output tokens run in four rows, and a fifth one waits. After
+    how many steps does it begin with static batches, and with continuous batching?
+    (a) After 9 and after 9.
+    (b) After 9 and after 2.
+    (c) After 16 and after 2.
     Answer: b. A static batch runs until its longest request has ended, although two rows are idle
-    from the third step on.
+    from the third step on. With continuous batching the fifth request takes one of these two.
     Hint: Which rows are free after two steps, and who may take them?
 
     Eight requests have 5 output tokens each, and there are four rows. Why does continuous batching
-    save no step here? (a) The requests are too short. (b) There are more requests than rows. (c)
-    All rows become free in the same step, so no row is idle in static batches either.
-    Answer: c. Continuous batching gains if the lengths of outputs differ, as in real requests.
+    save no step here?
+    (a) All rows become free in the same step.
+    (b) There are more requests than rows.
+    (c) Five tokens are too few to save a step.
+    Answer: a. So no row is idle in static batches either. Continuous batching gains if the lengths
+    of outputs differ, as in real requests.
     Hint: In which steps is a row of a static batch idle, if all its requests are equally long?
 """)

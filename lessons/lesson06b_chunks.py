@@ -77,9 +77,11 @@ QUESTIONS = Questions("""
     Hint: How many tokens of the budget do the decodes take in each step?
 
     The scheduler does not look for decodes. Why do they get their tokens before the prompt that is
-    not finished? (a) They have fewer tokens to compute. (b) They were admitted before it: as long
-    as it is not finished, it takes all of the budget that is left, so nobody is admitted after it.
-    (c) A batch has to end with its chunks.
-    Answer: b. It is always the last of the running sequences, and those that decode come first.
+    not finished?
+    (a) They have fewer tokens to compute.
+    (b) They were admitted before the prompt.
+    (c) Chunks come last in the plan of a step.
+    Answer: b. As long as the prompt is not finished, it takes all of the budget that is left, so
+    nobody is admitted after it. It is always the last of the running sequences.
     Hint: When is a waiting sequence admitted, and what does the prompt leave of the budget?
 """)

@@ -94,9 +94,12 @@ def run() -> None:
 
 QUESTIONS = Questions("""
     Two prompts differ in their first token only. Why can they share none of the later blocks, whose
-    tokens are equal? (a) The cache compares whole prompts. (b) Their positions differ. (c) The keys
-    and values of a token depend on all tokens before it, so they differ.
-    Answer: c. Equal tokens after different beginnings are different blocks.
+    tokens are equal?
+    (a) The tokens are at other positions.
+    (b) The cache compares whole prompts.
+    (c) Their keys and values are different.
+    Answer: c. The keys and values of a token depend on all tokens before it. So equal tokens after
+    different beginnings are different blocks.
     Hint: The positions are equal, and blocks are compared one by one. Which tokens do the keys and
     values of the fifth token depend on, in the second layer?
 

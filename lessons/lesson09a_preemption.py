@@ -63,10 +63,13 @@ def run() -> None:
 
 QUESTIONS = Questions("""
     A running request needs a block and none is free. Why is the request preempted that was admitted
-    last? (a) It has the fewest tokens. (b) The oldest request then always continues, so requests
-    end and free their blocks. (c) Its tokens are not known yet.
-    Answer: b. If the oldest were preempted, two requests could take the blocks from each other
-    without end. A late request can have a long prompt, so it need not have the fewest tokens.
+    last?
+    (a) It has the fewest tokens to compute again.
+    (b) The oldest request can then always go on.
+    (c) Its blocks are not in the prefix cache yet.
+    Answer: b. So requests end and free their blocks. If the oldest were preempted, two requests
+    could take the blocks from each other without end. A late request can have a long prompt, so it
+    need not have the fewest tokens.
     Hint: Which rule guarantees that at least one request ends?
 
     A request with a prompt of 10 tokens is preempted when it has sampled 4 tokens. The prefix cache

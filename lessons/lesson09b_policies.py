@@ -56,10 +56,12 @@ def run() -> None:
 
 
 QUESTIONS = Questions("""
-    A long prompt arrives just before twelve short ones. With SJF, most of them are computed
-    first. Why is the mean time to the first token smaller than with FCFS, although the same tokens
-    are computed? (a) One request waits a little longer, and several wait less. (b) Short prompts
-    take less time for each token. (c) The long prompt is computed in fewer steps.
+    A long prompt arrives just before twelve short ones. With SJF, most of them are computed first.
+    Why is the mean time to the first token smaller than with FCFS, although the same tokens are
+    computed?
+    (a) One request waits longer, and several wait less.
+    (b) A short prompt takes less time for each of its tokens.
+    (c) The long prompt is then computed in fewer steps.
     Answer: a. The long prompt delays all that come after it with FCFS.
     Hint: Who waits for whom with FCFS, and who with SJF?
 

@@ -114,10 +114,12 @@ QUESTIONS = Questions("""
     Hint: The factor is exp(old m - new m). What is the new m of this tile?
 
     A GPU with 132 multiprocessors decodes one sequence with a long context and 8 KV heads. Why is
-    the context split among several programs? (a) A program can read a limited number of blocks. (b)
-    With a program for each KV head, most multiprocessors would be idle. (c) The sums would be too
-    large for float32.
-    Answer: b. The splits cost a merge, so they pay off if there are few sequences. With many
-    sequences all multiprocessors have work without them.
+    the context split among several programs?
+    (a) All of its scores do not fit into one program.
+    (b) Most of the GPU would be idle without splits.
+    (c) The sum would be too large for one float32.
+    Answer: b. There would be one program for each KV head, which is 8. The splits cost a merge, so
+    they pay off if there are few sequences. With many sequences all multiprocessors have work
+    without them.
     Hint: How many programs are there without splits, and how many can run at once?
 """)

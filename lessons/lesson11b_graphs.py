@@ -108,8 +108,10 @@ QUESTIONS = Questions(f"""
     Hint: Which of them is slower, and how often?
 
     A step of rows 3, 0 and 5 is recorded. The host makes a new tensor with the rows 1, 2 and 4, and
-    replays the recording. Which rows does it compute? (a) Rows 1, 2 and 4. (b) Rows 3, 0 and 5. (c)
-    All six.
+    replays the recording. Which rows does it compute?
+    (a) Rows 1, 2 and 4.
+    (b) Rows 3, 0 and 5.
+    (c) None: the replay raises an error.
     Answer: b. Where the kernels read and write is a part of the recording. What is there may
     change, so the host must write the new rows into the old tensor.
     Hint: How could the recorded kernels know the address of a tensor that did not exist yet?

@@ -7,6 +7,7 @@ import ast
 import inspect
 import re
 import xml.etree.ElementTree as ET
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -218,3 +219,17 @@ def test_answers_do_not_run_the_lesson(monkeypatch: pytest.MonkeyPatch, capsys: 
             assert question.why.endswith(".")
             assert question.hint.endswith(("?", "."))
     assert "Hint" not in capsys.readouterr().out
+
+
+def test_choices_do_not_give_the_answer_away() -> None:
+    """Neither the length of a choice nor its letter tells whether it is right."""
+    lessons = map(command.load, command.LESSONS)
+    questions = [question for lesson in lessons for question in lesson.QUESTIONS]
+    choices = [(q.answer, dict(re.findall(r"^\((\w)\) (.+)$", q.text, re.M))) for q in questions]
+    choices = [(answer, texts) for answer, texts in choices if texts]
+    for extreme in (max, min):
+        lengths = [(len(texts[right]), [*map(len, texts.values())]) for right, texts in choices]
+        assert sum(n == extreme(every) for n, every in lengths) <= 0.4 * len(choices)
+    letters = Counter(answer for answer, _ in choices)
+    assert sorted(letters) == ["a", "b", "c"]
+    assert all(0.25 <= number / len(choices) <= 0.42 for number in letters.values())

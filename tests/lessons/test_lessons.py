@@ -21,6 +21,7 @@ from lessons import (
 from lessons.lesson import make_llm
 from lessons.show import (
     Question,
+    compare,
     faster,
     link,
     say,
@@ -66,6 +67,29 @@ def test_answers_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Two?" not in capsys.readouterr().out
     with pytest.raises(ValueError, match="there are 2 questions, and 3 answers"):
         show_answers(questions, ["1", "2", "3"])
+
+
+@pytest.mark.parametrize(
+    ("answer", "given", "right"),
+    [
+        ("b", "b, since nobody is admitted", True),
+        ("b", "(b)", True),
+        ("b", "b.", True),
+        ("b", "B because of 2 rows", True),
+        ("b", "not b", False),
+        ("b", "both", False),
+        ("b", "a, because of b", False),
+        ("yes", "yes, because one candidate", True),
+        ("yes", "no, because of yes", False),
+        ("_make_room", "_make_room, before it preempts", True),
+        ("1.6", "1.6", True),
+        ("15.5", "-15.5", False),
+    ],
+)
+def test_the_first_word_of_an_answer_counts(answer: str, given: str, right: bool) -> None:
+    shown = compare(Question("Which?", answer, "Why.", "Look."), given)
+    assert (f"{given.partition(', ')[0].rstrip('.')} is right. Why." == shown) == right
+    assert shown.endswith("is not right. Hint: Look.") == (not right)
 
 
 def test_a_ratio_of_noise_is_no_gain() -> None:
