@@ -71,6 +71,8 @@ def run(number: str, page: Page) -> dict[str, str]:
     with contextlib.redirect_stdout(page):
         page.say(text)
         lesson.run()
+        if number in command.LESSONS:
+            page.say(command.in_vllm(lesson))
     page.add()
     others = machine.describe_load(machine.other_load(since))
     parts = [*head(number), *page.parts]

@@ -59,6 +59,11 @@ def title(name: str) -> str:
     return str(ast.get_docstring(ast.parse(source))).splitlines()[0]
 
 
+def in_vllm(lesson: ModuleType) -> str:
+    """Return where vLLM does what a lesson is about, and what differs there."""
+    return f"In vLLM 0.32: {inspect.cleandoc(lesson.IN_VLLM)}"
+
+
 def run_lesson(what: str, answers: list[str] | None = None) -> None:
     """Run a lesson. With `answers`, compare them to its answers, or show its answers."""
     lessons = [load(name) for name in parts(what)]
@@ -69,6 +74,7 @@ def run_lesson(what: str, answers: list[str] | None = None) -> None:
     for lesson in lessons:
         say(str(lesson.__doc__))
         lesson.run()
+        say(in_vllm(lesson))
     show_command(questions, f"python -m lessons {what} --answers")
 
 

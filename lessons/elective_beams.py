@@ -69,3 +69,9 @@ QUESTIONS = Questions("""
     larger width also keeps beginnings that are worse so far.
     Hint: Which candidate does the only beam keep in each step?
 """)
+
+IN_VLLM = """
+    `BeamSearchOfflineMixin.beam_search` in `entrypoints/generate/beam_search/offline.py` runs
+    outside of the engine: in each step every beam is a new request for one token, which finds the
+    blocks of the beam in the prefix cache. The scheduler knows no beams and no forks.
+"""

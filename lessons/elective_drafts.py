@@ -106,3 +106,10 @@ QUESTIONS = Questions("""
     Hint: A position whose draft was wrong is drawn again in the next step. Which number must it
     get?
 """)
+
+IN_VLLM = """
+    `NgramProposer.propose` in `v1/spec_decode/ngram_proposer.py`: draft and verify is called
+    speculative decoding, and this kind of it prompt lookup, or ngram. `RejectionSampler` in
+    `v1/sample/rejection_sampler.py` accepts a draft with the ratio of two probabilities (rejection
+    sampling), so a seed may give other tokens than without drafts. Async scheduling is off with it.
+"""

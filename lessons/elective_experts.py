@@ -104,3 +104,10 @@ QUESTIONS = Questions("""
     Answer: 15.5. The second token shares 8 * 8 / 128 = 0.5 of its experts with the first.
     Hint: The first token uses 8. How many of the 8 of the second did the first choose already?
 """)
+
+IN_VLLM = """
+    `fused_topk` in `model_executor/layers/fused_moe/router/fused_topk_router.py` chooses the
+    experts, and `moe_align_block_size` in `model_executor/layers/fused_moe/moe_align_block_size.py`
+    sorts the rows, so that each tile of a kernel has rows of one expert. Experts can also be
+    divided among GPUs (expert parallelism).
+"""

@@ -71,3 +71,9 @@ QUESTIONS = Questions("""
     scale of values multiplies the output, once for each token.
     Hint: How many multiplications by s does each way take, for 4,000 keys?
 """)
+
+IN_VLLM = """
+    `reshape_and_cache_kernel_flash` in `v1/attention/ops/triton_reshape_and_cache_flash.py` rounds,
+    and `BaseKVCacheMethod` in `model_executor/layers/quantization/kv_cache.py` has the scales of a
+    layer. There are other formats too, such as e5m2, and scales for each token and head.
+"""

@@ -76,3 +76,9 @@ QUESTIONS = Questions("""
     of a token grow more than its bytes of KV.
     Hint: By which factor do the weights grow, and by which factor the bytes of a token?
 """)
+
+IN_VLLM = """
+    `CPUOffloadingManager` in `v1/kv_offload/cpu/manager.py`. Blocks are stored when they are
+    computed, and not when they are evicted, by an `OffloadingConnector`, whose interface also moves
+    KV between machines. The option is called `kv_offloading_size`.
+"""

@@ -80,3 +80,10 @@ QUESTIONS = Questions("""
     costs 4 bytes a row.
     Hint: Which number of a weight decides a scale, and which numbers are rounded with it?
 """)
+
+IN_VLLM = """
+    `CompressedTensorsW8A8Int8` in
+    `model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_w8a8_int8.py`.
+    Most methods are for checkpoints whose weights were rounded before, with calibrated scales; here
+    they are rounded while they are loaded.
+"""

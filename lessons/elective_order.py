@@ -101,3 +101,9 @@ QUESTIONS = Questions("""
     tokens are computed from it.
     Hint: What does the sampler compare, and what does the next step compute from?
 """)
+
+IN_VLLM = """
+    `VLLM_BATCH_INVARIANT` replaces operators of torch by the kernels of
+    `model_executor/determinism/batch_invariant.py`, such as `matmul_batch_invariant`, whose tiles
+    do not depend on the batch. Here the kernels of a CPU always have one order.
+"""

@@ -126,3 +126,9 @@ QUESTIONS = Questions("""
     contexts: its size does not depend on their length.
     Hint: How does the size of each of them depend on the length of the context?
 """)
+
+IN_VLLM = """
+    `QwenGatedDeltaNetAttention` in `model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py`
+    computes the delta rule. On a GPU a prompt is computed in chunks of tokens and not token by
+    token, in vLLM as here.
+"""

@@ -77,3 +77,9 @@ QUESTIONS = Questions("""
     wait for both.
     Hint: What does the device do in the second picture while the host computes the mask?
 """)
+
+IN_VLLM = """
+    `StructuredOutputManager.grammar_bitmask` in `v1/structured_output/__init__.py` computes the
+    masks while the model runs, and `apply_grammar_bitmask` in `v1/structured_output/utils.py`
+    applies them. There are four libraries to choose from; here there is one.
+"""

@@ -109,6 +109,12 @@ QUESTIONS = Questions("""
     Hint: How many has a layer, and what else is divided?
 """)
 
+IN_VLLM = """
+    `ColumnParallelLinear` and `RowParallelLinear` in `model_executor/layers/linear.py`. One
+    scheduler plans for all ranks: an executor (`v1/executor/multiproc_executor.py`) sends each plan
+    to the workers, which it has started.
+"""
+
 
 if __name__ == "__main__":
     logging.getLogger("nanovllm").setLevel(logging.WARNING)

@@ -104,3 +104,11 @@ QUESTIONS = Questions("""
     Answer: b. The prompt says what follows the other tokens.
     Hint: Which token of the prompt is followed by a token that the engine has to find?
 """)
+
+IN_VLLM = """
+    `EngineCore.step` in `v1/engine/core.py` is the loop of objects 4 to 7. The plan is a
+    `SchedulerOutput`, which has the number of tokens of each request. A row is an index in the
+    persistent batch, `InputBatch` in `v1/worker/gpu_input_batch.py`, and
+    `GPUModelRunner._prepare_inputs` in `v1/worker/gpu_model_runner.py` makes the tensors. By
+    default texts and the loop are in two processes.
+"""

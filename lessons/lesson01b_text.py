@@ -84,3 +84,9 @@ QUESTIONS = Questions("""
     token is "nd", the "E" is shown one token late.
     Hint: What should a user have seen if the next two tokens are "N" and "D"?
 """)
+
+IN_VLLM = """
+    `BaseIncrementalDetokenizer.update` in `v1/engine/detokenizer.py` holds back as many characters
+    (`stop_buffer_length`). It runs in the front end, and `OutputProcessor.process_outputs` in
+    `v1/engine/output_processor.py` then asks the engine process to abort the request.
+"""

@@ -119,3 +119,9 @@ QUESTIONS = Questions("""
     cases. A cached key is rotated by its position: it can be shared only at the same position.
     Hint: Rotations by a and b differ by a rotation by a - b.
 """)
+
+IN_VLLM = """
+    `Qwen3ForCausalLM` in `model_executor/models/qwen3.py` has the same formulas, as torch modules.
+    Its attention is a layer that finds the batch in a global, the `ForwardContext`; here the batch
+    is an argument.
+"""

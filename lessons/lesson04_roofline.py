@@ -137,3 +137,9 @@ QUESTIONS = Questions("""
     all rows.
     Hint: The rows share one read of the weights. How many tokens' keys and values do they read?
 """)
+
+IN_VLLM = """
+    no file calculates a roofline. What follows from it is in `EngineArgs.get_batch_defaults` in
+    `engine/arg_utils.py`: GPUs with more memory get a larger max_num_batched_tokens and
+    max_num_seqs.
+"""

@@ -85,3 +85,9 @@ QUESTIONS = Questions("""
     nobody is admitted after it. It is always the last of the running sequences.
     Hint: When is a waiting sequence admitted, and what does the prompt leave of the budget?
 """)
+
+IN_VLLM = """
+    `Scheduler.schedule` in `v1/core/sched/scheduler.py` has the same rule, and its first comment
+    says so. `long_prefill_token_threshold` can limit a chunk to less than the budget that is left;
+    it is off by default.
+"""

@@ -99,3 +99,10 @@ QUESTIONS = Questions("""
     So u must depend on the request alone.
     Hint: Who advances the generator between two draws of the request?
 """)
+
+IN_VLLM = """
+    `Sampler.sample` in `v1/sample/sampler.py` applies min_p before top_k and top_p. Its random
+    numbers are noise for each token of the vocabulary, from a generator for each request with a
+    seed (`random_sample` in `v1/sample/ops/topk_topp_sampler.py`), and not a function of the
+    position.
+"""

@@ -45,11 +45,11 @@ def run() -> None:
     assert len({str(tokens) for _, tokens, _ in runs.values()}) == 1
     rows = [(*pool, trace.num_steps, again) for pool, (trace, _, again) in runs.items()]
     show_table(("blocks", "prefix caching", "steps", "tokens computed again"), rows)
-    say("""Preemption is the exception, because admission leaves a block available for each sequence
-        that runs (lesson 5): in step 9 only the 3 cached blocks have no owner, and request 1 wants
-        to use them again. It needs 2 more, and 1 has to stay available for request 0, so it waits.
-        A step that has preempted a sequence admits none, and preempted sequences come before new
-        ones.""")
+    say("""Preemption is the exception, because admission in nanovllm leaves a block available for
+        each sequence that runs, which is no rule of vLLM (lesson 5): in step 9 only the 3 cached
+        blocks have no owner, and request 1 wants to use them again. It needs 2 more, and 1 has to
+        stay available for request 0, so it waits. A step that has preempted a sequence admits none,
+        and preempted sequences come before new ones.""")
     show_source(
         link("engine.scheduler.Scheduler._make_room", "self.preempt("),
         link("engine.scheduler.Scheduler.preempt"),
@@ -79,3 +79,9 @@ QUESTIONS = Questions("""
     only sampled, for the first time.
     Hint: Which of its tokens are known, and for which of them does the cache have keys and values?
 """)
+
+IN_VLLM = """
+    `Scheduler._preempt_request` in `v1/core/sched/scheduler.py` does the same: no block is copied,
+    and all tokens are computed again. There is no reserve at admission (lesson 5), unless
+    `watermark` is set.
+"""

@@ -11,7 +11,8 @@ here is the number of uncached prompt tokens:
 
 SJF alone has a fault: the long prompt waits forever if short ones keep arriving. So a later request
 starts with a larger key: the key has 16 more for each request that came before. This is called
-aging. The number of short prompts that overtake the long one is then limited.
+aging. The number of short prompts that overtake the long one is then limited. (vLLM has neither SJF
+nor aging.)
 """
 
 from lessons.lesson import Counters, ask, make_llm
@@ -72,3 +73,9 @@ QUESTIONS = Questions("""
     150.
     Hint: For which numbers i is 9 + 16 i less than 150?
 """)
+
+IN_VLLM = """
+    `Request.__lt__` in `v1/request.py` orders by a priority that the user gives, if the policy is
+    "priority" (`PriorityRequestQueue` in `v1/core/sched/request_queue.py`); the default is FCFS.
+    SJF and aging are nanovllm's own: a request of low priority can wait forever in vLLM.
+"""

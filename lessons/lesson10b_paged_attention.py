@@ -123,3 +123,9 @@ QUESTIONS = Questions("""
     without them.
     Hint: How many programs are there without splits, and how many can run at once?
 """)
+
+IN_VLLM = """
+    `kernel_unified_attention` in `v1/attention/ops/triton_unified_attention.py`, and
+    `reduce_segments` there for the merge. A split is called a segment. A context has 16 of them, if
+    the step only decodes few requests, and otherwise one.
+"""

@@ -106,3 +106,9 @@ QUESTIONS = Questions("""
     been launched by then.
     Hint: What does the host know about a step that is in flight?
 """)
+
+IN_VLLM = """
+    `EngineCore.step_with_batch_queue` in `v1/engine/core.py`, and `AsyncScheduler` in
+    `v1/core/sched/async_scheduler.py`, which counts sampled tokens that are not read yet
+    (`num_output_placeholders`, the same name as here).
+"""

@@ -116,3 +116,10 @@ QUESTIONS = Questions(f"""
     change, so the host must write the new rows into the old tensor.
     Hint: How could the recorded kernels know the address of a tensor that did not exist yet?
 """)
+
+IN_VLLM = """
+    `CudagraphDispatcher.dispatch` in `v1/cudagraph_dispatcher.py` chooses a graph. Graphs of whole
+    steps are called full, and those of the parts between attentions piecewise. By default a decode
+    takes a full one and other steps take piecewise ones, for the sizes in
+    `cudagraph_capture_sizes`.
+"""

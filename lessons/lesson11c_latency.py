@@ -102,3 +102,9 @@ QUESTIONS = Questions("""
     it had. Batching buys throughput with latency.
     Hint: How many tokens per second does one request get, before and after?
 """)
+
+IN_VLLM = """
+    `vllm bench serve` (`calculate_metrics` in `benchmarks/serve.py`) measures a server. The time to
+    first token is called TTFT, each time between two tokens ITL, and the mean of a request's TPOT.
+    The limits of its goodput are the option `--goodput`.
+"""

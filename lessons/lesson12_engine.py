@@ -76,3 +76,9 @@ QUESTIONS = Questions("""
     Hint: Which is the last position that was computed before the preemption? Step 10 computes one
     more.
 """)
+
+IN_VLLM = """
+    `EngineCore.step` in `v1/engine/core.py` calls `Scheduler.schedule`, `execute_model` and
+    `Scheduler.update_from_output`. Other processes are around it: a front end with the texts, and a
+    worker for each GPU.
+"""

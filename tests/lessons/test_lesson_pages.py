@@ -69,6 +69,8 @@ def said(number: str) -> list[str]:
                 reached.append(unseen.pop(node.id))
             elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "say":
                 texts.append(template(node.args[0]))
+    if number in command.LESSONS:
+        texts.append(command.in_vllm(command.load(number)))
     paragraphs = [part for text in texts for part in inspect.cleandoc(text).split("\n\n")]
     return [pattern(part) for part in paragraphs if not part.startswith(" ")]
 
@@ -91,6 +93,12 @@ def test_a_page_says_what_its_lesson_says(number: str) -> None:
     for each in patterns:
         found = any(re.fullmatch(each, part) for part in on_page)
         assert found or any(words in each for words in SELDOM), each
+
+
+@pytest.mark.parametrize("number", command.LESSONS)
+def test_a_page_ends_with_what_vllm_does(number: str) -> None:
+    assert paragraphs(number)[-1] == plain(command.in_vllm(command.load(number)))
+    assert re.search(r"`\S+\.py`", command.load(number).IN_VLLM)
 
 
 @pytest.mark.parametrize("number", STEMS)
