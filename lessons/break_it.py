@@ -46,7 +46,8 @@ THEMES = {
     "states (elective `state_cache`)": ((26, 27, 28, 29), "context states snapshots state_slots"),
     "drafts (elective `drafts`)": ((30, 31), "answers context cached budget progress"),
 }
-EASY, HARD = (1, 9, 13, 16, 19, 21, 23, 26), (3, 4, 5, 8, 10, 14, 20, 25, 29)
+EASY = (1, 9, 13, 16, 19, 21, 23, 26)
+HARD = (3, 4, 5, 8, 10, 14, 20, 25, 29)
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,8 @@ def as_text(pairs: Iterable[tuple[int, int] | None]) -> str:
 
 def show_blocks(history: History) -> None:
     """Print the blocks that are owned or cached when the history ends, and the states."""
-    runner, rows = history.runner, []
+    runner = history.runner
+    rows = []
     for block in history.block_manager.blocks:
         if block.ref_count or block.is_cached:
             held = as_text(runner.memory[runner.slots_of(block.block_id)])
@@ -168,7 +170,8 @@ def run(which: str | None = None, answers: list[str] | None = None) -> None:
         raise ValueError(f"break takes a number from 1 to {len(NAMES)}, not {which!r}")
     name, file = NAMES[int(which) - 1], FILES[int(which) - 1]
     [(title, names)] = ((t, names) for t, (of, names) in THEMES.items() if int(which) in of)
-    mutant, invariants = FAULTS[name], [*names.split(), "no error"]
+    mutant = FAULTS[name]
+    invariants = [*names.split(), "no error"]
     make, key = MAKE[mutant.module]
     with contextlib.redirect_stdout(io.StringIO() if answers is not None else sys.stdout):
         say(f"""A line of {file} is changed, in memory only. Random requests run on a model. Its

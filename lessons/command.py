@@ -29,8 +29,17 @@ from tools.benchmarks import machine
 BUSY = 0.1  # share of the CPU time of other programs, above which timings mean little
 ROAD = sorted(path.stem for path in Path(__file__).parent.glob("lesson[0-9]*.py"))
 ELECTIVES = [
-    *("samples", "beams", "int8", "fp8_cache", "host_cache", "tensor_parallel"),
-    *("states", "state_cache", "experts", "structured_outputs", "drafts"),
+    "samples",
+    "beams",
+    "int8",
+    "fp8_cache",
+    "host_cache",
+    "tensor_parallel",
+    "states",
+    "state_cache",
+    "experts",
+    "structured_outputs",
+    "drafts",
     "order",
 ]
 # The name of each lesson, such as "6b" or "beams", in the order of the list, and its module.
@@ -92,7 +101,8 @@ def run(what: str, given: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m lessons", argument_default=argparse.SUPPRESS)
-    parser.description, parser.formatter_class = __doc__, argparse.RawTextHelpFormatter
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawTextHelpFormatter
     parser.add_argument("what", nargs="?", metavar="LESSON")
     parser.add_argument("which", nargs="?", help="a puzzle or a fault, or the name of a task")
     parser.add_argument("--answers", nargs="*", metavar="YOURS", help="show or compare answers")

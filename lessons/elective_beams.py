@@ -27,7 +27,8 @@ WIDTH, LENGTH = 3, 5
 
 def run() -> None:
     llm = make_llm(attention_backend="sdpa", block_size=4, num_kv_cache_blocks=64)
-    prompt, decode = llm.get_tokenizer().encode(PROMPT), llm.get_tokenizer().decode
+    prompt = llm.get_tokenizer().encode(PROMPT)
+    decode = llm.get_tokenizer().decode
     params = BeamSearchParams(WIDTH, LENGTH, ignore_eos=True)
     with Trace(llm) as trace:
         [output] = llm.beam_search(PROMPT, params, use_tqdm=False)
@@ -70,8 +71,6 @@ QUESTIONS = Questions("""
     Hint: Which candidate does the only beam keep in each step?
 """)
 
-IN_VLLM = """
-    `BeamSearchOfflineMixin.beam_search` in `entrypoints/generate/beam_search/offline.py` runs
-    outside of the engine: in each step every beam is a new request for one token, which finds the
-    blocks of the beam in the prefix cache. The scheduler knows no beams and no forks.
-"""
+IN_VLLM = """`BeamSearchOfflineMixin.beam_search` in `entrypoints/generate/beam_search/offline.py`
+runs outside of the engine: in each step every beam is a new request for one token, which finds the
+blocks of the beam in the prefix cache. The scheduler knows no beams and no forks."""

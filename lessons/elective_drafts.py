@@ -26,7 +26,8 @@ from nanovllm import LLM, Trace
 from nanovllm.features.sampling.ngram import FIRST_PAUSE, LONGEST_PAUSE
 
 RIDGE = 20  # FLOPs that a processor computes while it reads a byte, for the calculation
-DRAFTS, CONTEXT = 5, 100
+DRAFTS = 5
+CONTEXT = 100
 QUESTION = "Count from 1 to 20\n"
 REPEATING = f"{QUESTION}{', '.join(map(str, range(1, 21)))}\n\n{QUESTION}"
 PROMPTS = {"a copy": REPEATING, "another answer": "What is prefix sharing?\n"}
@@ -34,7 +35,9 @@ PROMPTS = {"a copy": REPEATING, "another answer": "What is prefix sharing?\n"}
 
 def show_costs() -> None:
     """Show what steps with and without drafts cost, calculated for Qwen3-0.6B in bfloat16."""
-    table, lanes, config = [], list[Any](), shape_of("qwen3-0.6b")
+    table = []
+    lanes = list[Any]()
+    config = shape_of("qwen3-0.6b")
     unit = decode_costs(config, 1, 1)["weight_bytes"]
     for rows, tokens in ((1, 1), (1, 1 + DRAFTS), (16, 1), (16, 1 + DRAFTS)):
         read = decode_costs(config, rows, CONTEXT)["decode_bytes"] / unit
@@ -107,9 +110,7 @@ QUESTIONS = Questions("""
     get?
 """)
 
-IN_VLLM = """
-    `NgramProposer.propose` in `v1/spec_decode/ngram_proposer.py`: draft and verify is called
-    speculative decoding, and this kind of it prompt lookup, or ngram. `RejectionSampler` in
-    `v1/sample/rejection_sampler.py` accepts a draft with the ratio of two probabilities (rejection
-    sampling), so a seed may give other tokens than without drafts. Async scheduling is off with it.
-"""
+IN_VLLM = """`NgramProposer.propose` in `v1/spec_decode/ngram_proposer.py`: draft and verify is
+called speculative decoding, and this kind of it prompt lookup, or ngram. `RejectionSampler` in
+`v1/sample/rejection_sampler.py` accepts a draft with the ratio of two probabilities (rejection
+sampling), so a seed may give other tokens than without drafts. Async scheduling is off with it."""

@@ -42,7 +42,9 @@ def make_layer(num_experts: int, used: int) -> SparseMLP:
 
 def draw_hits() -> list[int]:
     """Draw which of 64 experts steps of 1, 4 and 16 tokens use, if a token uses 8 -> how many."""
-    layer, lanes, counts = make_layer(64, 8), [], []
+    layer = make_layer(64, 8)
+    lanes = []
+    counts = []
     for num in (1, 4, 16):
         used = set(layer.route(torch.randn(num, HIDDEN))[1].flatten().tolist())
         cells = [(expert, 1, "", int(expert in used)) for expert in range(64)]
@@ -54,7 +56,9 @@ def draw_hits() -> list[int]:
 
 @torch.inference_mode()
 def run() -> None:
-    layer, x, rows = make_layer(4, 2), torch.randn(4, HIDDEN), list[tuple[object, ...]]()
+    layer = make_layer(4, 2)
+    x = torch.randn(4, HIDDEN)
+    rows = list[tuple[object, ...]]()
     probs = (x @ layer.router.T).softmax(dim=-1)
     for token, (weights, choices) in enumerate(zip(*layer.route(x), strict=True)):
         uses = [f"{w:.2f} of {e}" for w, e in zip(weights, choices.tolist(), strict=True)]
@@ -71,7 +75,8 @@ def run() -> None:
     config = shape_of("qwen3-30b-a3b")
     assert isinstance(config, MoeConfig)
     assert config.experts is not None
-    total, rows = num_weights(config.model_class().on_meta(config)), []
+    total = num_weights(config.model_class().on_meta(config))
+    rows = []
     for num in REQUESTS:
         gb = 2e-9 * (total - config.experts.unused_weights(config.hidden_size, num))
         used = config.experts.expected_hits(num)
@@ -105,9 +110,7 @@ QUESTIONS = Questions("""
     Hint: The first token uses 8. How many of the 8 of the second did the first choose already?
 """)
 
-IN_VLLM = """
-    `fused_topk` in `model_executor/layers/fused_moe/router/fused_topk_router.py` chooses the
-    experts, and `moe_align_block_size` in `model_executor/layers/fused_moe/moe_align_block_size.py`
-    sorts the rows, so that each tile of a kernel has rows of one expert. Experts can also be
-    divided among GPUs (expert parallelism).
-"""
+IN_VLLM = """`fused_topk` in `model_executor/layers/fused_moe/router/fused_topk_router.py` chooses
+the experts, and `moe_align_block_size` in `model_executor/layers/fused_moe/moe_align_block_size.py`
+sorts the rows, so that each tile of a kernel has rows of one expert. Experts can also be divided
+among GPUs (expert parallelism)."""

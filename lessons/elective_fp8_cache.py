@@ -28,7 +28,8 @@ SAMPLES = [sample for task in OPEN_TASKS for sample in graded_samples(task, 3)]
 def run() -> None:
     QUESTIONS.show(1)
     say("Some numbers in fp8, and in int8 if 127 stands for 448:")
-    rows, step = [], FP8_MAX / 127
+    rows = []
+    step = FP8_MAX / 127
     for value in (0.1, 1.06, 1.07, 3.3, 100.0, 440.0, 1000.0):
         fp8 = float(to_fp8(torch.tensor(value), 1.0).float())
         int8 = min(127, round(value / step)) * step
@@ -38,7 +39,8 @@ def run() -> None:
     say("""Above 448 numbers are cut off. Keys and values have a few large numbers, next to which
         int8 would lose the small ones. What fp8 loses: the embedded model answers questions with
         both caches ("auto" is float32 here). Sums over many keys average the errors out:""")
-    rows, said = [], list[list[list[int]]]()
+    rows = []
+    said = list[list[list[int]]]()
     for dtype in ("auto", "fp8"):
         llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=128, kv_cache_dtype=dtype)
         outputs = ask(llm, [sample.question for sample in SAMPLES], max_tokens=12)
@@ -72,8 +74,7 @@ QUESTIONS = Questions("""
     Hint: How many multiplications by s does each way take, for 4,000 keys?
 """)
 
-IN_VLLM = """
-    `reshape_and_cache_kernel_flash` in `v1/attention/ops/triton_reshape_and_cache_flash.py` rounds,
-    and `BaseKVCacheMethod` in `model_executor/layers/quantization/kv_cache.py` has the scales of a
-    layer. There are other formats too, such as e5m2, and scales for each token and head.
-"""
+IN_VLLM = """`reshape_and_cache_kernel_flash` in
+`v1/attention/ops/triton_reshape_and_cache_flash.py` rounds, and `BaseKVCacheMethod` in
+`model_executor/layers/quantization/kv_cache.py` has the scales of a layer. There are other formats
+too, such as e5m2, and scales for each token and head."""

@@ -21,8 +21,11 @@ from nanovllm.loading.memory import num_weights
 from nanovllm.models.qwen3 import Qwen3
 
 A, B = "What is 12 + 30?\n", "Spell strawberry\n"
-SLOTS, BLOCKS = 4, 4
-LINK, GPU = 25e9, 400e12  # bytes per second to host memory, FLOPs per second: a GPU on PCIe
+SLOTS = 4
+BLOCKS = 4
+# A GPU on PCIe.
+LINK = 25e9  # bytes per second to host memory
+GPU = 400e12  # FLOPs per second
 
 
 def run() -> None:
@@ -49,7 +52,8 @@ def run() -> None:
     rows = []
     for name in ("qwen3-0.6b", "qwen3-14b"):
         config = shape_of(name)
-        size, flops = config.block_bytes(1, 2), 2 * num_weights(Qwen3.on_meta(config))
+        size = config.block_bytes(1, 2)
+        flops = 2 * num_weights(Qwen3.on_meta(config))
         times = (f"{1e6 * size / LINK:.1f}", f"{1e6 * flops / GPU:.1f}")
         rows.append((name, f"{size:,}", f"{flops / 1e9:.1f}", *times))
     show_table(("model", "bytes", "GFLOPs", "us to load", "us to compute"), rows)
@@ -77,8 +81,6 @@ QUESTIONS = Questions("""
     Hint: By which factor do the weights grow, and by which factor the bytes of a token?
 """)
 
-IN_VLLM = """
-    `CPUOffloadingManager` in `v1/kv_offload/cpu/manager.py`. Blocks are stored when they are
-    computed, and not when they are evicted, by an `OffloadingConnector`, whose interface also moves
-    KV between machines. The option is called `kv_offloading_size`.
-"""
+IN_VLLM = """`CPUOffloadingManager` in `v1/kv_offload/cpu/manager.py`. Blocks are stored when they
+are computed, and not when they are evicted, by an `OffloadingConnector`, whose interface also moves
+KV between machines. The option is called `kv_offloading_size`."""

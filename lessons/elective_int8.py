@@ -61,7 +61,7 @@ def run() -> None:
     show_table(("weights", "error", "right answers"), rows)
     right = right_answers(make_llm(**options, quantization="int8"))
     say(f"""With quantization="int8", where the activations are rounded too, {right} answers are
-        right. A small model that was trained for few tasks may bear more rounding than others.
+        right. A small model that was trained for few tasks may tolerate more rounding than others.
         docs/performance.md says how fast it is.""")
     show_source(link("backends.int8.quantize"), link("backends.int8.dynamic", "integer_product"))
 
@@ -81,9 +81,7 @@ QUESTIONS = Questions("""
     Hint: Which number of a weight decides a scale, and which numbers are rounded with it?
 """)
 
-IN_VLLM = """
-    `CompressedTensorsW8A8Int8` in
-    `model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_w8a8_int8.py`.
-    Most methods are for checkpoints whose weights were rounded before, with calibrated scales; here
-    they are rounded while they are loaded.
-"""
+IN_VLLM = """`CompressedTensorsW8A8Int8` in
+`model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_w8a8_int8.py`.
+Most methods are for checkpoints whose weights were rounded before, with calibrated scales; here
+they are rounded while they are loaded."""

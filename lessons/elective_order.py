@@ -21,7 +21,11 @@ from lessons.lesson import ask, make_llm, optional
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.features.parallel.ranks import Ranks
 
-NUMBERS, KEYS, SIZE, SEGMENT, PROGRAMS = 4096, 1024, 64, 64, 8
+NUMBERS = 4096
+KEYS = 1024
+SIZE = 64
+SEGMENT = 64
+PROGRAMS = 8
 OTHERS = [f"What is {i} + {i + 9}?\n" for i in range(20)]
 PROMPT = "".join(OTHERS) + "What is prefix sharing?\n"  # of several segments
 
@@ -36,7 +40,9 @@ def attend(queries: Any, keys: Any, values: Any, size: int) -> Any:
 
     It joins parts of `size` keys in order (lesson 10b). No sum in a part has an order that R sets.
     """
-    largest, total, acc = np.float32(-np.inf), np.float32(0), np.zeros_like(queries)
+    largest = np.float32(-np.inf)
+    total = np.float32(0)
+    acc = np.zeros_like(queries)
     for start in range(0, len(keys), size):
         scores = (queries[:, None] * keys[start : start + size]).sum(-1)
         last, largest = largest, np.maximum(largest, scores.max(1, keepdims=True))
@@ -59,7 +65,8 @@ def run() -> None:
         gets {PROGRAMS} splits, and each of 4 rows gets 2. The first row is compared bit by bit with
         its result in a batch of 1. In the last column all rows have segments of {SEGMENT} keys:""")
     queries, keys, values = (rng.standard_normal((n, SIZE), "f") for n in (PROGRAMS, KEYS, KEYS))
-    rows, alone = [], list[Any]()
+    rows = []
+    alone = list[Any]()
     for batch in (1, 2, 4, PROGRAMS):
         sizes = KEYS * batch // PROGRAMS, SEGMENT
         results = [attend(queries[:batch], keys, values, size)[0] for size in sizes]
@@ -68,8 +75,10 @@ def run() -> None:
         rows.append((batch, KEYS // sizes[0], *equal))
     show_table(("batch", "splits", "equal with splits", "equal with segments"), rows)
     say("""The kernels of this engine for a CPU have segments, wherever a chunk or a shared prefix
-        ends. Are the log-probabilities of all tokens in an answer the same bits in any company?""")
-    llm, rows, alone = make_llm(attention_backend="numba", num_kv_cache_blocks=256), [], []
+        ends. Are the log-probabilities of all tokens in an answer the same bits in any batch?""")
+    llm = make_llm(attention_backend="numba", num_kv_cache_blocks=256)
+    rows = []
+    alone = []
     for name, others in {"alone": [], "in a batch of 21": OTHERS, "behind a prefix": []}.items():
         if others:
             llm.reset_prefix_cache()  # the last run has the prefix of this one
@@ -102,8 +111,6 @@ QUESTIONS = Questions("""
     Hint: What does the sampler compare, and what does the next step compute from?
 """)
 
-IN_VLLM = """
-    `VLLM_BATCH_INVARIANT` replaces operators of torch by the kernels of
-    `model_executor/determinism/batch_invariant.py`, such as `matmul_batch_invariant`, whose tiles
-    do not depend on the batch. Here the kernels of a CPU always have one order.
-"""
+IN_VLLM = """`VLLM_BATCH_INVARIANT` replaces operators of torch by the kernels of
+`model_executor/determinism/batch_invariant.py`, such as `matmul_batch_invariant`, whose tiles do
+not depend on the batch. Here the kernels of a CPU always have one order."""

@@ -1,7 +1,7 @@
 """Elective samples: several outputs of one prompt, and copy-on-write.
 
-Two prompts that begin alike share full blocks (lesson 8). Two samples of the same prompt (n=2) have
-more in common: the whole prompt, also its last block, which is not full. But both write their
+Two prompts with a common prefix share full blocks (lesson 8). Two samples of the same prompt (n=2)
+have more in common: the whole prompt, also its last block, which is not full. But both write their
 first output token into this block. A prompt of 10 tokens in blocks of 4 slots:
 
     sample 0   [ t0 t1 t2 t3 | t4 t5 t6 t7 | t8 t9 a ]   block table  1 2 4
@@ -56,8 +56,6 @@ QUESTIONS = Questions("""
     Hint: Which token does sequence 0.1 compute first in the trace, and where does it store it?
 """)
 
-IN_VLLM = """
-    `ParentRequest` in `v1/engine/parallel_sampling.py`: parallel sampling is n requests, which
-    share full blocks through the prefix cache. There are no forks, and the last block of the prompt
-    is computed by each.
-"""
+IN_VLLM = """`ParentRequest` in `v1/engine/parallel_sampling.py`: parallel sampling is n requests,
+which share full blocks through the prefix cache. There are no forks, and the last block of the
+prompt is computed by each."""

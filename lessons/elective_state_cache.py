@@ -37,12 +37,14 @@ class Engine:
 
     def snapshots(self) -> dict[int, int]:
         """Return the block of each snapshot -> how many tokens its state has consumed."""
-        states, slots = self.runner.states, self.blocks.snapshots
+        states = self.runner.states
+        slots = self.blocks.snapshots
         return {block: len(states[slot] or ()) for block, slot in slots.items()}
 
     def run(self, prompt: list[int], num_output: int = 1) -> tuple[Sequence, dict[str, int]]:
         """Run a request -> it, and after how many of its tokens there were which snapshots."""
-        [seq], kept = make_samples(prompt, len(prompt) + num_output), dict[str, int]()
+        [seq] = make_samples(prompt, len(prompt) + num_output)
+        kept = dict[str, int]()
         self.scheduler.add(seq)
         while (step := self.scheduler.schedule()) is not None:
             self.scheduler.commit(step, self.runner.run(step.plan))
@@ -52,10 +54,12 @@ class Engine:
 
 def share() -> list[tuple[object, ...]]:
     """Run three requests -> for each, the tokens with KV, those with a state, new snapshots."""
-    engine, rows = Engine(), list[tuple[object, ...]]()
+    engine = Engine()
+    rows = list[tuple[object, ...]]()
     for number in (1, 2, 3):
         prompt = [*range(12), *range(100 * number, 100 * number + 5)]
-        [probe], old = make_samples(prompt, 18), engine.snapshots()
+        [probe] = make_samples(prompt, 18)
+        old = engine.snapshots()
         with_kv = len(BlockManager.match(engine.blocks, probe)) * engine.blocks.block_size
         found = engine.run(prompt)[0].num_cached_tokens
         new = sorted(tokens for block, tokens in engine.snapshots().items() if block not in old)
@@ -91,7 +95,7 @@ def run() -> None:
     QUESTIONS.show(2)
     show_source(
         link(StateBlockManager.match, "not in self.snapshots"),
-        link(StateBlockManager.attach_cached, "self.wanted[seq] ="),
+        link(StateBlockManager.attach_cached, "self.resumable_at[seq] ="),
         link(StateBlockManager.cache_blocks, "_snapshot_at_boundary"),
         link(StateBlockManager._take_slot),
     )
@@ -111,8 +115,6 @@ QUESTIONS = Questions("""
     Hint: One for the prompt. How many of those that the decodes made are left?
 """)
 
-IN_VLLM = """
-    `MambaManager` in `v1/core/single_type_kv_cache_manager.py`. A snapshot is a block of a pool
-    that it shares with the KV. In the mode "align" of `mamba_cache_mode`, the default with prefix
-    caching, a step that ends at the end of a block leaves its state there.
-"""
+IN_VLLM = """`MambaManager` in `v1/core/single_type_kv_cache_manager.py`. A snapshot is a block of a
+pool that it shares with the KV. In the mode "align" of `mamba_cache_mode`, the default with prefix
+caching, a step that ends at the end of a block leaves its state there."""

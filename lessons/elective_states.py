@@ -44,7 +44,9 @@ def correct(state: Tensor, k: Tensor, v: Tensor, beta: float = 1, keep: float = 
 
 def corrections() -> list[tuple[str, ...]]:
     """Compute TOKENS one by one -> the table of the values of a and b after each of them."""
-    state, total, rows = torch.zeros(2, 1), 0.0, []
+    state = torch.zeros(2, 1)
+    total = 0.0
+    rows = []
     for name, value, beta, keep in TOKENS:
         state = correct(state, torch.tensor(KEYS[name]), torch.tensor([value]), beta, keep)
         total = keep * total + beta * value * KEYS[name][0]
@@ -90,7 +92,9 @@ def run() -> None:
     QUESTIONS.show(2)
     config, other = shape_of("qwen3.5-0.8b"), shape_of("qwen3-0.6b")
     assert isinstance(config, HybridConfig)
-    kv, hybrid_kv, state = other.block_bytes(1, 2), config.block_bytes(1, 2), config.state_bytes(2)
+    kv = other.block_bytes(1, 2)
+    hybrid_kv = config.block_bytes(1, 2)
+    state = config.state_bytes(2)
     say(f"""A decode of Qwen3-0.6B reads {kv / 2**10:g} KiB for each token of the context, in
         bfloat16. Qwen3.5-0.8B reads and writes the states of its {config.num_linear_layers} linear
         layers, {state / 2**20:.1f} MiB, and reads {hybrid_kv / 2**10:g} KiB for each token in its
@@ -127,8 +131,6 @@ QUESTIONS = Questions("""
     Hint: How does the size of each of them depend on the length of the context?
 """)
 
-IN_VLLM = """
-    `QwenGatedDeltaNetAttention` in `model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py`
-    computes the delta rule. On a GPU a prompt is computed in chunks of tokens and not token by
-    token, in vLLM as here.
-"""
+IN_VLLM = """`QwenGatedDeltaNetAttention` in
+`model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py` computes the delta rule. On a GPU a prompt
+is computed in chunks of tokens and not token by token, in vLLM as here."""

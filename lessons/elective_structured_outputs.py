@@ -41,7 +41,8 @@ def run() -> None:
     output = ask(llm, [PROMPT], **options)[0].outputs[0]
     compiler = GrammarCompiler(llm.get_tokenizer(), inputs.vocab_size, inputs.eos_token_ids)
     matcher = Matcher(compiler.compile(PARAMS, sorted(inputs.eos_token_ids)))
-    decode, rows = llm.get_tokenizer().decode, []
+    decode = llm.get_tokenizer().decode
+    rows = []
     for i, (token, entry) in enumerate(zip(output.token_ids, output.logprobs or [], strict=True)):
         allowed = int.from_bytes(matcher.mask(output.token_ids[:i]) or b"").bit_count()
         best = min(entry, key=lambda candidate: entry[candidate].rank)
@@ -78,8 +79,7 @@ QUESTIONS = Questions("""
     Hint: What does the device do in the second picture while the host computes the mask?
 """)
 
-IN_VLLM = """
-    `StructuredOutputManager.grammar_bitmask` in `v1/structured_output/__init__.py` computes the
-    masks while the model runs, and `apply_grammar_bitmask` in `v1/structured_output/utils.py`
-    applies them. There are four libraries to choose from; here there is one.
-"""
+IN_VLLM = """`StructuredOutputManager.grammar_bitmask` in `v1/structured_output/__init__.py`
+computes the masks while the model runs, and `apply_grammar_bitmask` in
+`v1/structured_output/utils.py` applies them. There are four libraries to choose from; here there is
+one."""

@@ -63,8 +63,10 @@ def run() -> None:
     QUESTIONS.show(1)
     mlp = runner_of(make_llm(**OPTIONS)).model.layers[0].mlp
     gate, up = mlp.gate_up_proj.weight.chunk(2)  # [F, E] each
-    down, half = mlp.down_proj.weight, len(gate) // 2  # [E, F]
-    x, y = torch.randn(1, gate.shape[1], generator=torch.Generator().manual_seed(0)), []
+    down = mlp.down_proj.weight  # [E, F]
+    half = len(gate) // 2
+    x = torch.randn(1, gate.shape[1], generator=torch.Generator().manual_seed(0))
+    y = []
     for part in (slice(0, half), slice(half, None)):
         inner = silu_and_mul(x @ torch.cat((gate[part], up[part])).T)
         y.append(inner @ down[:, part].T)
@@ -109,11 +111,9 @@ QUESTIONS = Questions("""
     Hint: How many has a layer, and what else is divided?
 """)
 
-IN_VLLM = """
-    `ColumnParallelLinear` and `RowParallelLinear` in `model_executor/layers/linear.py`. One
-    scheduler plans for all ranks: an executor (`v1/executor/multiproc_executor.py`) sends each plan
-    to the workers, which it has started.
-"""
+IN_VLLM = """`ColumnParallelLinear` and `RowParallelLinear` in `model_executor/layers/linear.py`.
+One scheduler plans for all ranks: an executor (`v1/executor/multiproc_executor.py`) sends each plan
+to the workers, which it has started."""
 
 
 if __name__ == "__main__":

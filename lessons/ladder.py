@@ -46,7 +46,8 @@ class Run(NamedTuple):
 
 def make_requests(llm: LLM, number: int) -> Requests:
     """Requests to count. Their answers are longer than LENGTHS, so each ends at its length."""
-    tokenizer, requests = llm.get_tokenizer(), []
+    tokenizer = llm.get_tokenizer()
+    requests = []
     for i in range(1, number + 1):
         texts = (*BEGINNING, f"Count from {i} to {i + 30}.")
         chat = [{"role": role, "content": text} for role, text in zip(ROLES, texts, strict=True)]
@@ -57,7 +58,9 @@ def make_requests(llm: LLM, number: int) -> Requests:
 
 def by_hand(llm: LLM, requests: Requests, way: Way) -> Run:
     """One request after the other, by plans that are written by hand."""
-    tokens, steps, times = list[list[int]](), list[int](), [time.monotonic()]
+    tokens = list[list[int]]()
+    steps = list[int]()
+    times = [time.monotonic()]
     for prompt, num_output in requests:
         tokens.append([])
         for token, num_tokens in way(llm, prompt, num_output):
@@ -74,7 +77,9 @@ def by_engine(llm: LLM, requests: Requests, group: int) -> Run:
     engine = llm.engine
     engine.reset_prefix_cache()
     engine.observer = counters = Counters(llm)
-    outputs, ids, times = dict[str, list[int]](), list[str](), [time.monotonic()]
+    outputs = dict[str, list[int]]()
+    ids = list[str]()
+    times = [time.monotonic()]
     for i in range(0, len(requests), group):
         for prompt, num_output in requests[i : i + group]:
             params = SamplingParams(temperature=0, max_tokens=num_output)
@@ -122,7 +127,8 @@ def climb(rungs: list[Rung], number: int, repeats: int) -> list[Run]:
 
     Raises AssertionError if the tokens of a rung differ from the first rung.
     """
-    llms, turns = [make_llm(**rung.options) for rung in rungs], list[list[Run]]()
+    llms = [make_llm(**rung.options) for rung in rungs]
+    turns = list[list[Run]]()
     requests = make_requests(llms[0], number)
     for _ in tqdm(range(repeats), unit="turn", leave=False):
         turns.append([rung.run(llm, requests) for rung, llm in zip(rungs, llms, strict=True)])
@@ -155,7 +161,7 @@ def rungs_of(lesson: str | None) -> list[Rung]:
 def run(which: str | None = None) -> None:
     """Run the rungs of the lesson `which`, or all. Raises ValueError if the lesson has none."""
     rungs = rungs_of(which)
-    say(f"""{NUM_REQUESTS} requests, whose prompts begin alike, have {min(LENGTHS)} to
+    say(f"""{NUM_REQUESTS} requests, whose prompts have a common prefix, have {min(LENGTHS)} to
         {max(LENGTHS)} output tokens, in float32. Each row of the table, a rung of the ladder, adds
         one idea to the row above; the defaults change several options. Times are of the fastest of
         three runs.

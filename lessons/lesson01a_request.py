@@ -26,7 +26,9 @@ PROMPT = "What is 12 + 30?\n"
 
 def run() -> None:
     llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=64, enable_prefix_caching=False)
-    engine, runner, decode = llm.engine, runner_of(llm), llm.get_tokenizer().decode
+    engine = llm.engine
+    runner = runner_of(llm)
+    decode = llm.get_tokenizer().decode
     engine.observer = counters = Counters(llm)
     [completion] = ask(llm, [PROMPT])[0].outputs  # all steps; below, the first one by hand
     ids = llm.get_tokenizer().encode(PROMPT)
@@ -40,10 +42,13 @@ def run() -> None:
         block_table lists the blocks of the Sequence. It waits for its first step, so it has
         none:""")
     request = engine.submit(PROMPT, SamplingParams(temperature=0))
-    seq, names = request.samples[0].seq, ("token_ids", "num_computed", "block_table", "status")
+    seq = request.samples[0].seq
+    names = ("token_ids", "num_computed", "block_table", "status")
     show_table(("field", "value"), [(name, str(getattr(seq, name))) for name in names])
     step: Any = engine.scheduler.schedule()
-    plan, [new], [chunk] = step.plan, step.plan.new_rows, step.plan.chunks
+    plan = step.plan
+    [new] = step.plan.new_rows
+    [chunk] = step.plan.chunks
     say(f"""4. The StepPlan says what one step computes, in plain numbers. A row is a place in the
         batch. A chunk is a part of a prompt. decode_rows are rows that go on after their prompt.
         The plan of the first step:
@@ -105,10 +110,8 @@ QUESTIONS = Questions("""
     Hint: Which token of the prompt is followed by a token that the engine has to find?
 """)
 
-IN_VLLM = """
-    `EngineCore.step` in `v1/engine/core.py` is the loop of objects 4 to 7. The plan is a
-    `SchedulerOutput`, which has the number of tokens of each request. A row is an index in the
-    persistent batch, `InputBatch` in `v1/worker/gpu_input_batch.py`, and
-    `GPUModelRunner._prepare_inputs` in `v1/worker/gpu_model_runner.py` makes the tensors. By
-    default texts and the loop are in two processes.
-"""
+IN_VLLM = """`EngineCore.step` in `v1/engine/core.py` is the loop of objects 4 to 7. The plan is a
+`SchedulerOutput`, which has the number of tokens of each request. A row is an index in the
+persistent batch, `InputBatch` in `v1/worker/gpu_input_batch.py`, and
+`GPUModelRunner._prepare_inputs` in `v1/worker/gpu_model_runner.py` makes the tensors. By default
+texts and the loop are in two processes."""

@@ -15,14 +15,18 @@ from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.detokenizer import Detokenizer
 
-PROMPT, STOPS = "What is 12 + 30?\n", ["= 43", "42"]
+PROMPT = "What is 12 + 30?\n"
+STOPS = ["= 43", "42"]
 CHARACTERS = "5 € für 2"
 ENDS: tuple[dict[str, Any], ...] = ({}, {"stop_token_ids": [15]}, {"max_tokens": 3}, {"stop": "42"})
 
 
 def stream(llm: LLM, stops: list[str]) -> list[tuple[str, str, str]]:
     """Stream an answer -> after each token: the token, the text shown so far, and held back."""
-    decode, rows, ids, shown = llm.get_tokenizer().decode, list[tuple[str, str, str]](), [], ""
+    decode = llm.get_tokenizer().decode
+    rows = list[tuple[str, str, str]]()
+    ids = []
+    shown = ""
     for new in llm.stream(PROMPT, SamplingParams(temperature=0, stop=stops)):
         ids += new.token_ids
         shown += new.text
@@ -38,7 +42,8 @@ def run() -> None:
         bytes. Such a token, decoded alone, gives the sign for invalid text, \ufffd. The Detokenizer
         keeps the tokens of a character that is not complete, and returns the character with the
         last of them:""")
-    tokenizer, rows = llm.get_tokenizer(), []
+    tokenizer = llm.get_tokenizer()
+    rows = []
     detokenizer = Detokenizer(tokenizer, [])
     for token in tokenizer.encode(CHARACTERS):
         rows.append((token, repr(tokenizer.decode([token])), repr(detokenizer.add([token]))))
@@ -46,7 +51,7 @@ def run() -> None:
     QUESTIONS.show(2)
     say(f"""Stop strings: the answer to {PROMPT!r} is streamed with stop={STOPS}. The longest
         has {max(map(len, STOPS))} characters, so at most the last {max(map(len, STOPS)) - 1} can be
-        the beginning of one. The engine does not compare them: it always holds back so many. When
+        the beginning of one. The engine does not compare them: it always holds back that many. When
         the request ends, the rest is shown, or a stop string is cut off:""")
     show_table(("token", "shown so far", "held back"), stream(llm, STOPS))
     say("""The end: the scheduler sees token ids, so it finds stop tokens and counts tokens. It has
@@ -85,8 +90,6 @@ QUESTIONS = Questions("""
     Hint: What should a user have seen if the next two tokens are "N" and "D"?
 """)
 
-IN_VLLM = """
-    `BaseIncrementalDetokenizer.update` in `v1/engine/detokenizer.py` holds back as many characters
-    (`stop_buffer_length`). It runs in the front end, and `OutputProcessor.process_outputs` in
-    `v1/engine/output_processor.py` then asks the engine process to abort the request.
-"""
+IN_VLLM = """`BaseIncrementalDetokenizer.update` in `v1/engine/detokenizer.py` holds back as many
+characters (`stop_buffer_length`). It runs in the front end, and `OutputProcessor.process_outputs`
+in `v1/engine/output_processor.py` then asks the engine process to abort the request."""

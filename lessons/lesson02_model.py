@@ -51,7 +51,8 @@ class Model:
 
     def logits(self, ids: Sequence[int], positions: Sequence[int], attend: Attend) -> Tensor:
         """Return the logits [T, V] after each of T tokens. `attend` is like `attention`."""
-        w, heads = self.weights, (len(ids), -1, self.config.head_dim)
+        w = self.weights
+        heads = (len(ids), -1, self.config.head_dim)
         x = w["model.embed_tokens"][list(ids)]
         for i in range(self.config.num_layers):
             layer = f"model.layers.{i}"
@@ -73,7 +74,9 @@ class Model:
         half = self.config.head_dim // 2
         frequencies = self.config.rope.rope_theta ** (-torch.arange(half) / half)
         angles = (torch.tensor(positions)[:, None] * frequencies)[:, None]  # [T, 1, D / 2]
-        (a, b), cos, sin = x.chunk(2, dim=-1), angles.cos(), angles.sin()
+        a, b = x.chunk(2, dim=-1)
+        cos = angles.cos()
+        sin = angles.sin()
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
@@ -120,8 +123,6 @@ QUESTIONS = Questions("""
     Hint: Rotations by a and b differ by a rotation by a - b.
 """)
 
-IN_VLLM = """
-    `Qwen3ForCausalLM` in `model_executor/models/qwen3.py` has the same formulas, as torch modules.
-    Its attention is a layer that finds the batch in a global, the `ForwardContext`; here the batch
-    is an argument.
-"""
+IN_VLLM = """`Qwen3ForCausalLM` in `model_executor/models/qwen3.py` has the same formulas, as torch
+modules. Its attention is a layer that finds the batch in a global, the `ForwardContext`; here the
+batch is an argument."""

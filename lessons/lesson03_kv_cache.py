@@ -116,8 +116,6 @@ QUESTIONS = Questions("""
     Hint: Which tokens does the third token attend to, in any layer?
 """)
 
-IN_VLLM = """
-    `FlashAttentionImpl.do_kv_cache_update` in `v1/attention/backends/flash_attn.py` stores keys and
-    values, and `FlashAttentionImpl.forward` reads them. `get_attn_backend` in
-    `v1/attention/selector.py` chooses among many backends.
-"""
+IN_VLLM = """`FlashAttentionImpl.do_kv_cache_update` in `v1/attention/backends/flash_attn.py` stores
+keys and values, and `FlashAttentionImpl.forward` reads them. `get_attn_backend` in
+`v1/attention/selector.py` chooses among many backends."""

@@ -31,9 +31,12 @@ from nanovllm.plan import StepPlan
 from tools.benchmarks import roofline
 from tools.benchmarks.workloads import Workload
 
-LAYERS, VOCAB = 4, 16_384  # of the part of Qwen3-0.6B that is timed
+# The part of Qwen3-0.6B that is timed.
+LAYERS = 4
+VOCAB = 16_384
 ROWS = (1, 4, 32, 64)  # rows of the decodes that are timed
-CONTEXT, PROMPT = 64, 256  # tokens that a decode attends to, and that the prefill computes
+CONTEXT = 64  # tokens that a decode attends to
+PROMPT = 256  # tokens that the prefill computes
 
 
 def decode_costs(config: ModelConfig, rows: int, context: int, itemsize: int = 2) -> dict[str, int]:
@@ -77,7 +80,8 @@ def run() -> None:
         {CONTEXT} tokens. Least ms is the time at the roofline:""")
     steps = [("decode", n, decode_costs(config, n, CONTEXT, dtype.itemsize)) for n in ROWS]
     steps.append(("prefill", PROMPT, prefill))
-    table, seconds = [], step_seconds(config)
+    table = []
+    seconds = step_seconds(config)
     for (phase, number, cost), measured in zip(steps, seconds, strict=True):
         least, bound = roofline.bounds(cost, peak)[phase]
         flops, read = cost[f"{phase}_flops"], cost[f"{phase}_bytes"]
@@ -107,10 +111,11 @@ def run() -> None:
         link(roofline.costs, '"decode_bytes"'),
         link(roofline.bounds),
     )
-    rows, one = 989 / 3.35, decode_costs(shape_of("qwen3-0.6b"), 1, 4000)
+    rows = 989 / 3.35
+    one = decode_costs(shape_of("qwen3-0.6b"), 1, 4000)
     say(f"""What to do: look up how many FLOPs (bfloat16, dense) a GPU computes in a second, and how
         many bytes it reads. From how many rows on is its decode compute-bound? How much memory does
-        the KV of so many rows take, each with 4,000 tokens of Qwen3-0.6B? An example: an H100 has
+        the KV of this many rows take, each with 4,000 tokens of Qwen3-0.6B? An example: an H100 has
         989 TFLOPs and 3.35 TB a second, so it is {rows:.0f} rows without attention. Their KV takes
         {rows * one["kv_bytes"] / 1e9:.0f} GB, more than its 80 GB. With attention, a row computes
         {one["decode_flops"] / 1e9:.1f} GFLOPs and reads {one["kv_bytes"] / 1e9:.2f} GB of KV that
@@ -138,8 +143,6 @@ QUESTIONS = Questions("""
     Hint: The rows share one read of the weights. How many tokens' keys and values do they read?
 """)
 
-IN_VLLM = """
-    no file calculates a roofline. What follows from it is in `EngineArgs.get_batch_defaults` in
-    `engine/arg_utils.py`: GPUs with more memory get a larger max_num_batched_tokens and
-    max_num_seqs.
-"""
+IN_VLLM = """no file calculates a roofline. What follows from it is in
+`EngineArgs.get_batch_defaults` in `engine/arg_utils.py`: GPUs with more memory get a larger
+max_num_batched_tokens and max_num_seqs."""

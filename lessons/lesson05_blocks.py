@@ -21,14 +21,16 @@ from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
 
-PROMPT, SIZE = "What is 12 + 30?\n", 4
+PROMPT = "What is 12 + 30?\n"
+SIZE = 4
 
 
 def slots_of_a_sequence() -> list[int]:
     """Give a sequence blocks, print where its tokens are, and return the slots."""
     tokenizer = make_llm().get_tokenizer()
     ids: list[int] = tokenizer.encode(PROMPT)
-    blocks, rows = BlockManager(num_blocks=8, block_size=SIZE), []
+    blocks = BlockManager(num_blocks=8, block_size=SIZE)
+    rows = []
     other = Sequence("other", 0, [1, 2], 2, 8, frozenset(), GREEDY)
     seq = Sequence("this", 1, ids, len(ids), 32, frozenset(), GREEDY)
     for _ in range(blocks.num_needed(seq, len(ids))):
@@ -36,7 +38,8 @@ def slots_of_a_sequence() -> list[int]:
         blocks.append_block(other)
     for p, token in enumerate(ids):
         block, offset = seq.block_table[p // SIZE], p % SIZE
-        text, slot = repr(tokenizer.decode([token])), block * SIZE + offset
+        text = repr(tokenizer.decode([token]))
+        slot = block * SIZE + offset
         rows.append((text, p, p // SIZE, block, offset, slot))
     print(f"block_table = {seq.block_table}; of another sequence: {other.block_table}\n")
     head = ("token", "position", "logical block: // 4", "physical block", "offset: % 4", "slot")
@@ -97,10 +100,7 @@ QUESTIONS = Questions("""
     Hint: How many times do 256 slots fit into the cache?
 """)
 
-IN_VLLM = """
-    `KVCacheManager.allocate_slots` in `v1/core/kv_cache_manager.py` takes the blocks, and
-    `BlockTable.compute_slot_mapping` in `v1/worker/block_table.py` makes slots of them. The reserve
-    of a block for each running request is nanovllm's own. vLLM admits a request if all its known
-    tokens fit (`scheduler_reserve_full_isl`), and keeps free what `watermark` says, which is 0 by
-    default.
-"""
+IN_VLLM = """`KVCacheManager.allocate_slots` in `v1/core/kv_cache_manager.py` takes the blocks, and
+`BlockTable.compute_slot_mapping` in `v1/worker/block_table.py` makes slots of them. The reserve of
+a block for each running request is nanovllm's own. vLLM admits a request if all its known tokens
+fit (`scheduler_reserve_full_isl`), and keeps free what `watermark` says, which is 0 by default."""

@@ -85,8 +85,6 @@ QUESTIONS = Questions("""
     Hint: In which steps is a row of a static batch idle, if all its requests are equally long?
 """)
 
-IN_VLLM = """
-    `Scheduler.schedule` in `v1/core/sched/scheduler.py` admits in the same way. A row that becomes
-    free is filled with the last one (`InputBatch.condense` in `v1/worker/gpu_input_batch.py`); here
-    each request keeps its row.
-"""
+IN_VLLM = """`Scheduler.schedule` in `v1/core/sched/scheduler.py` admits in the same way. A row that
+becomes free is filled with the last one (`InputBatch.condense` in `v1/worker/gpu_input_batch.py`);
+here each request keeps its row."""

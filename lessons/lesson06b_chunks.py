@@ -28,7 +28,9 @@ def prompt(num_tokens: int) -> dict[str, list[int]]:
 
 def chunk_steps(llm: LLM) -> tuple[list[int], list[float]]:
     """Let a prompt of 600 tokens arrive while 4 requests decode -> tokens and ms of its steps."""
-    engine, outputs, ms = llm.engine, list[object](), list[float]()
+    engine = llm.engine
+    outputs = list[object]()
+    ms = list[float]()
     for _ in range(4):
         engine.add_request(prompt(9), SamplingParams(temperature=0, ignore_eos=True, max_tokens=64))
     engine.step()
@@ -46,7 +48,8 @@ def run() -> None:
     say("""4 requests decode when a prompt of 600 tokens arrives. The time between two
         of their tokens is at most the longest step. The prompt has its first token after all of
         its steps:""")
-    rows, options = [], dict(num_kv_cache_blocks=256, enable_prefix_caching=False)
+    rows = []
+    options = dict(num_kv_cache_blocks=256, enable_prefix_caching=False)
     for budget in (1024, 128, 64):
         llm = make_llm(attention_backend="sdpa", max_num_batched_tokens=budget, **options)
         runs = [chunk_steps(llm) for _ in range(3)]
@@ -86,8 +89,6 @@ QUESTIONS = Questions("""
     Hint: When is a waiting sequence admitted, and what does the prompt leave of the budget?
 """)
 
-IN_VLLM = """
-    `Scheduler.schedule` in `v1/core/sched/scheduler.py` has the same rule, and its first comment
-    says so. `long_prefill_token_threshold` can limit a chunk to less than the budget that is left;
-    it is off by default.
-"""
+IN_VLLM = """`Scheduler.schedule` in `v1/core/sched/scheduler.py` has the same rule, and its first
+comment says so. `long_prefill_token_threshold` can limit a chunk to less than the budget that is
+left; it is off by default."""

@@ -36,7 +36,8 @@ def run() -> None:
         "p_i = exp(logit_i / T) / sum of exp(logit_j / T) over all tokens j",
         r"p_i = \frac{\exp(\mathrm{logit}_i / T)}{\sum_j \exp(\mathrm{logit}_j / T)}",
     )
-    tokenizer, logits = llm.get_tokenizer(), next_logprobs(llm, PROMPT)
+    tokenizer = llm.get_tokenizer()
+    logits = next_logprobs(llm, PROMPT)
     say("""A temperature T below 1 makes likely tokens more likely, one above 1 less likely. T = 0
         cannot divide: there the engine is greedy. After the temperature, filters run in this
         order. top_k keeps the k most likely tokens. top_p keeps the most likely tokens until their
@@ -59,7 +60,8 @@ def run() -> None:
     say(f"""Draws at T = 1. u depends only on the request's seed and on the position of the token,
         {position} here. So with equal logits a request draws the same tokens in any batch. Here
         each request runs alone, and then all five in one batch:""")
-    rows, whole = [], columns["T 1"]
+    rows = []
+    whole = columns["T 1"]
     params = [SamplingParams(temperature=1, seed=seed, max_tokens=1) for seed in range(1, 6)]
     batch = llm.generate([PROMPT] * len(params), params, use_tqdm=False)
     for seed, output in enumerate(batch, 1):
@@ -100,9 +102,7 @@ QUESTIONS = Questions("""
     Hint: Who advances the generator between two draws of the request?
 """)
 
-IN_VLLM = """
-    `Sampler.sample` in `v1/sample/sampler.py` applies min_p before top_k and top_p. Its random
-    numbers are noise for each token of the vocabulary, from a generator for each request with a
-    seed (`random_sample` in `v1/sample/ops/topk_topp_sampler.py`), and not a function of the
-    position.
-"""
+IN_VLLM = """`Sampler.sample` in `v1/sample/sampler.py` applies min_p before top_k and top_p. Its
+random numbers are noise for each token of the vocabulary, from a generator for each request with a
+seed (`random_sample` in `v1/sample/ops/topk_topp_sampler.py`), and not a function of the
+position."""

@@ -29,7 +29,8 @@ def evict() -> list[tuple[object, ...]]:
     """Run prompts in a pool of 6 blocks. Returns how many tokens of each are cached after each."""
     llm = make_llm(block_size=4, num_kv_cache_blocks=6)
     ids = {name: llm.get_tokenizer().encode(text) for name, text in PROMPTS.items()}
-    blocks, rows = llm.engine.scheduler.block_manager, list[tuple[object, ...]]()
+    blocks = llm.engine.scheduler.block_manager
+    rows = list[tuple[object, ...]]()
     for name in "ACAD":
         run_prompts(llm, [ids[name]])
         seqs = (Sequence("", 0, ids[n], len(ids[n]), 1024) for n in "ACD")
@@ -59,11 +60,13 @@ def run() -> None:
         blocks. A match compares the tokens too, as two hashes could be equal. (vLLM does not: its
         hash is SHA-256, of which no collision is known.) Below are the first six digits of the
         hashes:""")
-    manager, rows = llm.engine.scheduler.block_manager, []
+    manager = llm.engine.scheduler.block_manager
+    rows = []
     for name, ids in (("A", a), ("B", b), ("A with another first token", [b[-1], *a[1:]])):
         parent = b""
         for i in (0, 4):
-            digest, texts = manager.hash_block(parent, ids[i : i + 4]), map(decode, ids[i : i + 4])
+            digest = manager.hash_block(parent, ids[i : i + 4])
+            texts = map(decode, ids[i : i + 4])
             rows.append((name, str([*texts]), parent.hex()[:6] or "none", digest.hex()[:6]))
             parent = digest
     show_table(("prompt", "tokens of a block", "parent_block_hash", "block_hash"), rows)
@@ -111,10 +114,7 @@ QUESTIONS = Questions("""
     Hint: Which logits does the request need before it can sample its first token?
 """)
 
-IN_VLLM = """
-    `KVCacheManager.get_computed_blocks` in `v1/core/kv_cache_manager.py` finds blocks, and
-    `BlockPool.cache_full_blocks` in `v1/core/block_pool.py` caches them. Their hash is SHA-256 by
-    default, so tokens are not compared; to compare them is nanovllm's own. Free and cached blocks
-    are in one queue, from which `BlockPool.get_new_blocks` takes the next one and evicts what it
-    holds.
-"""
+IN_VLLM = """`KVCacheManager.get_computed_blocks` in `v1/core/kv_cache_manager.py` finds blocks, and
+`BlockPool.cache_full_blocks` in `v1/core/block_pool.py` caches them. Their hash is SHA-256 by
+default, so tokens are not compared; to compare them is nanovllm's own. Free and cached blocks are
+in one queue, from which `BlockPool.get_new_blocks` takes the next one and evicts what it holds."""

@@ -80,8 +80,6 @@ QUESTIONS = Questions("""
     Hint: Which of its tokens are known, and for which of them does the cache have keys and values?
 """)
 
-IN_VLLM = """
-    `Scheduler._preempt_request` in `v1/core/sched/scheduler.py` does the same: no block is copied,
-    and all tokens are computed again. There is no reserve at admission (lesson 5), unless
-    `watermark` is set.
-"""
+IN_VLLM = """`Scheduler._preempt_request` in `v1/core/sched/scheduler.py` does the same: no block is
+copied, and all tokens are computed again. There is no reserve at admission (lesson 5), unless
+`watermark` is set."""

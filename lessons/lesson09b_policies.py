@@ -74,8 +74,6 @@ QUESTIONS = Questions("""
     Hint: For which numbers i is 9 + 16 i less than 150?
 """)
 
-IN_VLLM = """
-    `Request.__lt__` in `v1/request.py` orders by a priority that the user gives, if the policy is
-    "priority" (`PriorityRequestQueue` in `v1/core/sched/request_queue.py`); the default is FCFS.
-    SJF and aging are nanovllm's own: a request of low priority can wait forever in vLLM.
-"""
+IN_VLLM = """`Request.__lt__` in `v1/request.py` orders by a priority that the user gives, if the
+policy is "priority" (`PriorityRequestQueue` in `v1/core/sched/request_queue.py`); the default is
+FCFS. SJF and aging are nanovllm's own: a request of low priority can wait forever in vLLM."""

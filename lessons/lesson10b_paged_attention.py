@@ -26,13 +26,18 @@ from torch import Tensor
 from lessons.lesson import make_llm, optional, prompt_plan, runner_of
 from lessons.show import Questions, link, say, show_lines, show_source, show_table
 
-BLOCK, TILE = 16, 128  # slots of a block, keys of a tile
-CONTEXT, SPLIT = 600, 200  # tokens that are attended to, and keys of a split
+BLOCK = 16  # slots of a block
+TILE = 128  # keys of a tile
+CONTEXT = 600  # tokens that are attended to
+SPLIT = 200  # keys of a split
 
 
 def attend_tiles(q: Tensor, tiles: Iterable[Any]) -> tuple[list[Tensor], list[list[str]]]:
     """Return m [], l [] and acc [D] of q [D] after tiles of k and v [L, D], a row for each tile."""
-    m, total, acc, rows = torch.tensor(-torch.inf), torch.tensor(0.0), torch.zeros(len(q)), []
+    m = torch.tensor(-torch.inf)
+    total = torch.tensor(0.0)
+    acc = torch.zeros(len(q))
+    rows = []
     for k, v in tiles:
         scores = k @ q / len(q) ** 0.5
         new_m = torch.maximum(m, scores.max())
@@ -124,8 +129,6 @@ QUESTIONS = Questions("""
     Hint: How many programs are there without splits, and how many can run at once?
 """)
 
-IN_VLLM = """
-    `kernel_unified_attention` in `v1/attention/ops/triton_unified_attention.py`, and
-    `reduce_segments` there for the merge. A split is called a segment. A context has 16 of them, if
-    the step only decodes few requests, and otherwise one.
-"""
+IN_VLLM = """`kernel_unified_attention` in `v1/attention/ops/triton_unified_attention.py`, and
+`reduce_segments` there for the merge. A split is called a segment. A context has 16 of them, if the
+step only decodes few requests, and otherwise one."""

@@ -53,7 +53,8 @@ class SlowDevice(NoModel):
 
 def serve(overlap: bool) -> tuple[SlowDevice, list[list[int]], float]:
     """Run two requests -> device, outputs, milliseconds a step."""
-    device, outputs = SlowDevice(), list[list[int]]()
+    device = SlowDevice()
+    outputs = list[list[int]]()
     inputs = InputProcessor(None, 100, 100, frozenset(), SamplingParams(), 0)
     engine = LLMEngine(EngineConfig(async_scheduling=overlap), device, inputs)
     for params in (SamplingParams(stop_token_ids=[18]), SamplingParams(max_tokens=40)):
@@ -107,8 +108,6 @@ QUESTIONS = Questions("""
     Hint: What does the host know about a step that is in flight?
 """)
 
-IN_VLLM = """
-    `EngineCore.step_with_batch_queue` in `v1/engine/core.py`, and `AsyncScheduler` in
-    `v1/core/sched/async_scheduler.py`, which counts sampled tokens that are not read yet
-    (`num_output_placeholders`, the same name as here).
-"""
+IN_VLLM = """`EngineCore.step_with_batch_queue` in `v1/engine/core.py`, and `AsyncScheduler` in
+`v1/core/sched/async_scheduler.py`, which counts sampled tokens that are not read yet
+(`num_output_placeholders`, the same name as here)."""

@@ -44,7 +44,9 @@ def run() -> None:
     QUESTIONS.show(1, 2)
     say(f"""With a graph, a step of 280 kernels takes one launch and the time of the kernels:
         {LAUNCH} + 280 * {KERNEL} = {LAUNCH + 280 * KERNEL} microseconds.""")
-    device, rows, positions = Device(), torch.tensor([3, 0, 5]), torch.zeros(ROWS, dtype=torch.long)
+    device = Device()
+    rows = torch.tensor([3, 0, 5])
+    positions = torch.zeros(ROWS, dtype=torch.long)
     try:
         device.capture(lambda: decode(device, rows, positions))
     except RuntimeError as error:
@@ -53,7 +55,8 @@ def run() -> None:
     eager = device.launches
     replay = device.capture(lambda: decode(device, rows, positions))
     positions.zero_()
-    other, table = torch.tensor([1, 2, 4]), []
+    other = torch.tensor([1, 2, 4])
+    table = []
     for what in (
         "replay; the recording has rows 3, 0 and 5",
         "make a new tensor of the rows 1, 2 and 4, and replay",
@@ -117,9 +120,7 @@ QUESTIONS = Questions(f"""
     Hint: How could the recorded kernels know the address of a tensor that did not exist yet?
 """)
 
-IN_VLLM = """
-    `CudagraphDispatcher.dispatch` in `v1/cudagraph_dispatcher.py` chooses a graph. Graphs of whole
-    steps are called full, and those of the parts between attentions piecewise. By default a decode
-    takes a full one and other steps take piecewise ones, for the sizes in
-    `cudagraph_capture_sizes`.
-"""
+IN_VLLM = """`CudagraphDispatcher.dispatch` in `v1/cudagraph_dispatcher.py` chooses a graph. Graphs
+of whole steps are called full, and those of the parts between attentions piecewise. By default a
+decode takes a full one and other steps take piecewise ones, for the sizes in
+`cudagraph_capture_sizes`."""

@@ -28,9 +28,12 @@ LOADS = (0.3, 0.9, 3.0)  # arrivals, as parts of what the engine can serve
 
 def serve(llm: LLM, arrivals: list[float]) -> tuple[list[Any], float]:
     """Run requests that arrive at these seconds -> (first token, between tokens), all seconds."""
-    engine, waits, due = llm.engine, list[Any](), dict[str, float]()
+    engine = llm.engine
+    waits = list[Any]()
+    due = dict[str, float]()
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    start, waiting = time.monotonic(), list(arrivals)
+    start = time.monotonic()
+    waiting = list(arrivals)
     while waiting or engine.has_unfinished_requests():
         while waiting and start + waiting[0] <= time.monotonic():
             # It may have arrived during a step, before the engine could take it.
@@ -58,7 +61,8 @@ def run() -> None:
         {limits[0] * 1e3:.1f} ms to the first token, and the other three times the second,
         {limits[1] * 1e3:.1f} ms between tokens on average. The same requests arrive at random (a
         Poisson process). Load is the arrival rate divided by the capacity:""")
-    rows, rng = [], random.Random(0)
+    rows = []
+    rng = random.Random(0)
     arrivals = list(accumulate(rng.expovariate(1) for _ in range(REQUESTS)))
     for load in LOADS:
         scale = REQUESTS / (load * capacity * arrivals[-1])  # so that the mean rate is exact
@@ -103,8 +107,6 @@ QUESTIONS = Questions("""
     Hint: How many tokens per second does one request get, before and after?
 """)
 
-IN_VLLM = """
-    `vllm bench serve` (`calculate_metrics` in `benchmarks/serve.py`) measures a server. The time to
-    first token is called TTFT, each time between two tokens ITL, and the mean of a request's TPOT.
-    The limits of its goodput are the option `--goodput`.
-"""
+IN_VLLM = """`vllm bench serve` (`calculate_metrics` in `benchmarks/serve.py`) measures a server.
+The time to first token is called TTFT, each time between two tokens ITL, and the mean of a
+request's TPOT. The limits of its goodput are the option `--goodput`."""

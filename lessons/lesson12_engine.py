@@ -1,4 +1,4 @@
-"""Lesson 12: your engine, the ladder, and the door to vLLM.
+"""Lesson 12: your engine, the ladder, and the map to vLLM.
 
 You have seen every part of an engine, and have written most of them. Here they work together. There
 is no new idea: if you can explain each line of the trace below, you can join your parts to an
@@ -77,8 +77,6 @@ QUESTIONS = Questions("""
     more.
 """)
 
-IN_VLLM = """
-    `EngineCore.step` in `v1/engine/core.py` calls `Scheduler.schedule`, `execute_model` and
-    `Scheduler.update_from_output`. Other processes are around it: a front end with the texts, and a
-    worker for each GPU.
-"""
+IN_VLLM = """`EngineCore.step` in `v1/engine/core.py` calls `Scheduler.schedule`, `execute_model`
+and `Scheduler.update_from_output`. Other processes are around it: a front end with the texts, and a
+worker for each GPU."""

@@ -48,7 +48,9 @@ def template(kernels: ModuleType, name: str, lines: str = "...  # your code") ->
 
 def compare(kernels: ModuleType, name: str, file: Path) -> str:
     """Run the kernel of a reader's file -> "" if the result is torch's, else the fault, a hint."""
-    module, programs, fault = ModuleType(name), dict[Any, list[str]](), ""
+    module = ModuleType(name)
+    programs = dict[Any, list[str]]()
+    fault = ""
     with warnings.catch_warnings(action="ignore"):  # NumPy warns of NaN in the interpreter
         try:
             exec(compile(file.read_text(), str(file), "exec"), module.__dict__)
@@ -92,7 +94,8 @@ def run(
     which: str | None = None, answers: list[str] | None = None, check: str | None = None
 ) -> None:
     """List the puzzles, write one to a file, check a file, or show what is hidden."""
-    kernels, numbers = optional("lessons.puzzles"), {str(i): n for i, n in enumerate(HINTS, 1)}
+    kernels = optional("lessons.puzzles")
+    numbers = {str(i): n for i, n in enumerate(HINTS, 1)}
     if kernels is None:
         raise ValueError("the puzzles need Triton, which exists for Linux only: pip install triton")
     if which is None:

@@ -167,34 +167,45 @@ def random(*shape: int) -> Tensor:
 
 
 def check_add() -> Check:
-    x, y, out = random(19), random(20), place(torch.full((21,), -1.0))
+    x = random(19)
+    y = random(20)
+    out = place(torch.full((21,), -1.0))
     # What follows the 19 numbers must not be changed.
     return (3,), (x, y, out, 19, 8), torch.cat((x + y[:19], out[19:]))
 
 
 def check_softmax() -> Check:
     shift = torch.tensor([[1000.0], [-1000.0], [0.0]])  # exp(1000) is infinite, exp(-1000) is 0
-    x, out = place(random(3, 5).cpu() + shift), place(torch.zeros(3, 5))
+    x = place(random(3, 5).cpu() + shift)
+    out = place(torch.zeros(3, 5))
     return (3,), (x, out, 5, 8), x.softmax(1)
 
 
 def check_product() -> Check:
-    x, y, out = random(32, 48), random(48, 64), place(torch.zeros(32, 64))
+    x = random(32, 48)
+    y = random(48, 64)
+    out = place(torch.zeros(32, 64))
     return (2, 4), (x, y, out, 48, 64, 16), x @ y
 
 
 def check_online_softmax() -> Check:
     # m rises in the third tile and not in the second, whose scores are much lower.
     scores = torch.cat((torch.linspace(0, 2, 8), torch.full((8,), -200.0), torch.arange(2.0, 6)))
-    scores, values, out = place(scores), random(20, 4), place(torch.zeros(4))
+    scores = place(scores)
+    values = random(20, 4)
+    out = place(torch.zeros(4))
     return (1,), (scores, values, out, 20, 8, 4), scores.softmax(0) @ values
 
 
 def check_paged() -> Check:
     # Scores are small, so that a masked position would have a weight that matters.
-    q, kv, out = place(random(2, 4, 8) / 10), random(2, 32, 2, 8), place(torch.zeros(2, 4, 8))
-    tables, lengths = place(torch.tensor([[5, 2, 7], [1, 3, 0]])), place(torch.tensor([10, 8]))
-    cache, want = torch.full_like(kv, torch.nan), torch.zeros_like(out)
+    q = place(random(2, 4, 8) / 10)
+    kv = random(2, 32, 2, 8)
+    out = place(torch.zeros(2, 4, 8))
+    tables = place(torch.tensor([[5, 2, 7], [1, 3, 0]]))
+    lengths = place(torch.tensor([10, 8]))
+    cache = torch.full_like(kv, torch.nan)
+    want = torch.zeros_like(out)
     for s, n in enumerate(lengths.tolist()):
         slots = (4 * tables[s][:, None] + torch.arange(4).to(tables)).flatten()[:n]
         cache[:, slots] = kv[:, slots]

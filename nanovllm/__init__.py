@@ -6,7 +6,7 @@
 Importing it loads no torch, which `LLM()` needs and the control plane does not.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 from nanovllm.cli.trace.trace import Trace
 from nanovllm.features.sampling.repetition import RepetitionDetectionParams

@@ -83,7 +83,7 @@ class SamplingParams:
     structured_outputs: a grammar that the output follows; see StructuredOutputsParams.
     logprob_token_ids: report the log-probabilities of these tokens at each position.
     repetition_detection: end an output that repeats itself; see features/sampling/repetition.py.
-    thinking_token_budget: end the thinking after so many tokens; -1: no limit.
+    thinking_token_budget: end the thinking after this number of tokens; -1: no limit.
 
     Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value. Fields may
     be set later. They are checked again when a request uses them. None for a list is an empty list.

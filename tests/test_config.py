@@ -87,6 +87,7 @@ OPTIONS = [
         ValueError,
         "prompt_lookup_min=5 must be at most prompt_lookup_max=4",
     ),
+    ({"kv_cache_dtype": "fp8_e5m2"}, ValueError, "must be one of auto, fp8.*'fp8_e5m2'"),
     ({"quantization": "int3"}, ValueError, "must be one of int8, int4, fp8, .*not 'int3'"),
     ({"tensor_parallel_sise": 1}, TypeError, "did you mean 'tensor_parallel_size'"),
     ({"lora_dtype": "auto"}, TypeError, "unknown option .*; known: model, device, dtype"),

@@ -24,7 +24,7 @@ DESIGN = ROOT / "docs" / "design.md"
 LESSONS = ROOT / "docs" / "lessons.md"
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-# Places that can be deleted; tests/test_imports.py holds their imports.
+# Places outside the core, as README counts it.
 OPTIONAL = {"backends", "features", "cli"}
 MAX_READING_PATH = 2900
 # Words of the code that needs packages.

@@ -93,9 +93,10 @@ def test_reading_order(folder: str) -> None:
                 assert not found & set(order[place:]), name
 
 
-def test_rooms_name_their_files() -> None:
-    """The docstring of each folder below features/ names what is in it, and nothing else."""
-    for init in (ROOTS[0] / "features").rglob("__init__.py"):
+@pytest.mark.parametrize("place", ["features", "cli", "utils"])
+def test_folders_name_their_files(place: str) -> None:
+    """The docstring of each folder names what is in it, and nothing else."""
+    for init in (ROOTS[0] / place).rglob("__init__.py"):
         named = re.findall(r"^(\w+) {2,}\S", init.read_text(), re.MULTILINE)
         there = [path.stem for path in init.parent.iterdir() if not path.name.startswith("__")]
         assert sorted(named) == sorted(there), init

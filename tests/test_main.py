@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import fresh
 import pytest
@@ -32,6 +34,14 @@ def test_the_program_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> N
     assert "unknown command 'run_batch'; did you mean 'run-batch'?" in capsys.readouterr().err
     assert program.main(["serve"]) == 2
     assert "unknown command 'serve'; known: chat, check, convert" in capsys.readouterr().err
+
+
+def test_one_version() -> None:
+    """The package, pip and the changelog name the same version."""
+    root = Path(__file__).parent.parent
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    assert project["version"] == nanovllm.__version__
+    assert f"\n## [{nanovllm.__version__}] - " in (root / "CHANGELOG.md").read_text()
 
 
 def test_a_command_whose_package_is_missing() -> None:

@@ -55,8 +55,10 @@ FP8, INT8, INT4, EAGER = (
         "enforce_eager=True",
     )
 )
-SMALLEST, LARGE = ("--shape", "qwen3-0.6b"), ("--shape", "qwen3-8b")
-EXPERTS, HYBRID = ("--shape", "qwen3-30b-a3b"), ("--shape", "qwen3.5-0.8b")
+SMALLEST = ("--shape", "qwen3-0.6b")
+LARGE = ("--shape", "qwen3-8b")
+EXPERTS = ("--shape", "qwen3-30b-a3b")
+HYBRID = ("--shape", "qwen3.5-0.8b")
 CHECK = "-m", "nanovllm", "check", "--only", "bfloat16"
 CARD = "-c", "from tools.gpu import card; card()"
 STARTS = "-c", "from tools.gpu import starts; starts('qwen3-0.6b')"
@@ -84,10 +86,7 @@ STEPS = [
     Step("check", 160, "each kernel's share of the peak", CHECK),
 ]
 # Added to the arguments of bench.py with --small, which are read after those above.
-SMALL = (
-    *("--shape", "cpu-small", "--num-seqs", "2", "--input", "4", "8", "--output", "3", "3"),
-    *("--dtype", "float32"),
-)
+SMALL = "--shape cpu-small --num-seqs 2 --input 4 8 --output 3 3 --dtype float32"
 
 
 def card() -> None:
@@ -115,7 +114,8 @@ def starts(*shapes: str) -> None:
         outside = []  # bytes outside torch's allocator
         for eager in (True, False):
             with tempfile.TemporaryDirectory() as directory:
-                path, start = str(write_shape(shape, Path(directory))), time.perf_counter()
+                path = str(write_shape(shape, Path(directory)))
+                start = time.perf_counter()
                 llm = LLM(path, load_format="dummy", skip_tokenizer_init=True, enforce_eager=eager)
                 seconds = time.perf_counter() - start
             text = f"{shape}, {'eager' if eager else 'with graphs'}: {seconds:.1f} s"
@@ -192,7 +192,7 @@ def run_steps(steps: list[Step], small: bool, log: Path, ends: list[str], end: f
     for step in steps:
         arguments = step.arguments
         if small:
-            arguments += SMALL if arguments[0] == "bench.py" else ()
+            arguments += tuple(SMALL.split()) if arguments[0] == "bench.py" else ()
             arguments = tuple(x.replace("('qwen3-0.6b", "('cpu-small") for x in arguments)
         step = step._replace(limit=step.limit * (10 if small else 1))
         if step.limit > (left := end - time.monotonic()):

@@ -15,12 +15,13 @@ from nanovllm.loading.checkpoint import find_checkpoint
 from tools.training.data import held_out
 
 CHECKPOINT = find_checkpoint("qwen3-nano")
-PROMPTS, SAMPLES = 32, 8  # questions of a step, and answers to each of them
+PROMPTS = 32  # questions of a step
+SAMPLES = 8  # answers to each question
 Sample = tuple[list[int], list[int], list[float], float]  # prompt, output, log-probs, advantage
 
 
 def questions(rng: random.Random, number: int, test: bool = False) -> tuple[list[Any], list[str]]:
-    """Return chats and their answers. Training sees none of the questions of the test."""
+    """Return chats and their answers. No question of the test is used for training."""
     chats, answers = list[Any](), list[str]()
     while len(chats) < number:
         items = [rng.randint(0, 99) for _ in range(rng.randint(9, 12))]
@@ -45,7 +46,8 @@ def rollouts(llm: LLM, rng: random.Random, number: int, seed: int) -> tuple[list
     """
     chats, answers = questions(rng, number)
     outputs = llm.chat(chats, SamplingParams(n=SAMPLES, logprobs=0, seed=seed), use_tqdm=False)
-    samples, total = list[Sample](), 0.0
+    samples = list[Sample]()
+    total = 0.0
     for out, answer in zip(outputs, answers, strict=True):
         rewards = [float(x.text == answer) for x in out.outputs]
         total += sum(rewards)
@@ -71,9 +73,12 @@ def score(model: Any, samples: list[Sample]) -> tuple[Tensor, Tensor, Tensor]:
 
 def train(seed: int, steps: int, dtype: str) -> None:
     """Train a new model, and print its rewards and grades."""
-    rng, llm, start = random.Random(seed), LLM(dtype=dtype), time.time()
+    rng = random.Random(seed)
+    llm = LLM(dtype=dtype)
+    start = time.time()
     model: Any = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype="float32")
-    optimizer, before = torch.optim.AdamW(model.parameters(), weight_decay=0.0), grade(llm)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
+    before = grade(llm)
     for step in range(steps):
         samples, reward = rollouts(llm, rng, PROMPTS, seed * steps + step)
         print(f"{time.time() - start:4.0f} s, step {step:2}: {reward:.2f} {'#' * int(60 * reward)}")

@@ -24,15 +24,18 @@ class DraftHistory(History):
 
     def __init__(self, seed: int, ngrams: ModuleType = ngram) -> None:
         super().__init__(seed)
-        rng, longest = self.rng, self.rng.choice((1, 2, 3, 5, 8))
+        rng = self.rng
+        longest = self.rng.choice((1, 2, 3, 5, 8))
         config = SpeculativeConfig("ngram", longest, prompt_lookup_max=3, prompt_lookup_min=1)
         speculation = ngrams.NgramSpeculation(config, rng.choice((4, 8, 64)))
-        share_of_right, propose = rng.choice((0.0, 0.3, 0.8, 1.0)), speculation.propose
+        share_of_right = rng.choice((0.0, 0.3, 0.8, 1.0))
+        propose = speculation.propose
 
         def improved(planner: scheduler.Scheduler, seq: Sequence, budget: int) -> list[int]:
             drafts: list[int] = propose(planner, seq, budget)
             if drafts and rng.random() < share_of_right:
-                known, number = seq.token_ids, rng.randint(0, len(drafts))
+                known = seq.token_ids
+                number = rng.randint(0, len(drafts))
                 drafts[:number] = answer(known, len(known) + number, frozenset(), seq.sampling.seed)
             return drafts
 

@@ -78,8 +78,10 @@ def change(mutant: Mutant) -> tuple[str, int]:
 
     Raises ValueError unless the old text is at exactly one place of the function.
     """
-    source, old = inspect.getsource(mutant.module), mutant.old
-    lines, places = source.splitlines(keepends=True), list[int]()
+    source = inspect.getsource(mutant.module)
+    old = mutant.old
+    lines = source.splitlines(keepends=True)
+    places = list[int]()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and node.name == mutant.function:
             start, end = (len("".join(lines[:n])) for n in (node.lineno - 1, node.end_lineno))

@@ -49,7 +49,8 @@ class InvariantError(AssertionError):
     """An invariant does not hold. `name` is its key in INVARIANTS."""
 
     def __init__(self, name: str, detail: str = "") -> None:
-        self.name, self.detail = name, detail or INVARIANTS[name]
+        self.name = name
+        self.detail = detail or INVARIANTS[name]
         super().__init__(name, self.detail)
 
     def __str__(self) -> str:
@@ -79,7 +80,8 @@ def make_samples(
     prompt: list[int], max_length: int, arrival: int = 0, seeds: Iterable[int] = (0,)
 ) -> list[Sequence]:
     """Return the samples of one request, one for each seed. The first computes the prompt."""
-    lengths, samples = (len(prompt), max_length), []
+    lengths = (len(prompt), max_length)
+    samples = []
     for index, seed in enumerate(seeds):
         seq = Sequence(str(arrival), arrival, list(prompt), *lengths, index=index)
         seq.sampling = RowSampling(1.0, seed=seed)
@@ -104,7 +106,8 @@ class OracleRunner:
 
     def run(self, plan: StepPlan) -> list[int]:
         """Return the tokens that the plan samples."""
-        memory, slots_of = self.memory, self.slots_of
+        memory = self.memory
+        slots_of = self.slots_of
         for new_row in plan.new_rows:
             self.tables[new_row.row] = dict(enumerate(new_row.block_table))
             self.seeds[new_row.row] = new_row.sampling.seed
@@ -254,14 +257,16 @@ class History:
             self.runner.forget()
 
     def step(self) -> None:
-        preemptions, running = self.scheduler.preemptions, list(self.scheduler.running)
+        preemptions = self.scheduler.preemptions
+        running = list(self.scheduler.running)
         self.observer.begin()
         step = self.scheduler.schedule()
         self.observer.scheduled(step)
         if step is not None:
             require(step.plan.num_tokens <= self.budget, "budget")
             if self.scheduler.preemptions > preemptions:
-                left, detail = self.scheduler.running, "a step that preempted admitted a sequence"
+                left = self.scheduler.running
+                detail = "a step that preempted admitted a sequence"
                 require(set(left) <= set(running), "oldest", detail)
                 is_left = bool(left) and left[0] is running[0]
                 require(is_left, "oldest", "the oldest sequence was preempted")
@@ -284,22 +289,27 @@ class History:
             self.check()
             require(self.steps < bound, "progress")
         for seq in self.seqs:
-            name, output = f"request {seq.request_id}", seq.output_ids
+            name = f"request {seq.request_id}"
+            output = seq.output_ids
             require(seq.status is Status.FINISHED, "progress", f"{name} never ran")
-            prompt, stops = seq.token_ids[: seq.num_prompt], seq.stop_token_ids
+            prompt = seq.token_ids[: seq.num_prompt]
+            stops = seq.stop_token_ids
             want = answer(prompt, seq.max_length, stops, seq.sampling.seed)
             want = want[: len(output)] if seq.finish_reason == "abort" else want
             require(output == want, "answers", f"{name} has the tokens {output} and not {want}")
-        available, rows = self.block_manager.num_available, sorted(self.scheduler.free_rows)
+        available = self.block_manager.num_available
+        rows = sorted(self.scheduler.free_rows)
         require(available == self.num_blocks, "returned", "blocks are missing")
         require(rows == list(range(self.max_num_seqs)), "returned", f"the free rows are {rows}")
 
     def check(self) -> None:
-        manager, running = self.block_manager, self.scheduler.running
+        manager = self.block_manager
+        running = self.scheduler.running
         require(len({s.row for s in running}) == len(running) <= self.max_num_seqs, "budget")
         owners = Counter(block_id for seq in running for block_id in seq.block_table)
         for block in manager.blocks:
-            count, tables = block.ref_count, owners[block.block_id]
+            count = block.ref_count
+            tables = owners[block.block_id]
             detail = f"block {block.block_id} is in {tables} block tables, and counts {count}"
             require(count == tables, "owners", detail)
         every = sorted([*manager.free, *manager.evictable, *owners])

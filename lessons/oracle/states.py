@@ -39,7 +39,8 @@ class HybridRunner(OracleRunner):
         self.states: list[State] = [None] * num_states
 
     def run(self, plan: StepPlan) -> list[int]:
-        work, states = self.work(plan), self.states
+        work = self.work(plan)
+        states = self.states
         read = [states[source] for source, _ in plan.state_copies]
         for (_, target), state in zip(plan.state_copies, read, strict=True):
             states[target] = state
@@ -58,7 +59,8 @@ class HybridRunner(OracleRunner):
             for save in plan.state_saves:
                 if save.row == row:
                     states[save.target] = after[len(ids) - save.tokens_after]
-            states[row], context = after[-1], self.context(row)
+            states[row] = after[-1]
+            context = self.context(row)
             detail = f"row {row} has consumed {after[-1]} and its context is {context}"
             require(after[-1] == context, "states", detail)
         return drawn
@@ -84,7 +86,8 @@ class HybridHistory(History):
         self.runner = HybridRunner(*sizes)
 
     def make_blocks(self, managers: ModuleType) -> Any:
-        caches, num_snapshots = self.rng.random() < 0.9, self.rng.choice((0, 1, 2, 3, 5, 8, 40))
+        caches = self.rng.random() < 0.9
+        num_snapshots = self.rng.choice((0, 1, 2, 3, 5, 8, 40))
         self.num_states = self.max_num_seqs + 1 + num_snapshots
         sizes = self.num_blocks, self.size, caches, self.max_num_seqs, self.num_states
         return managers.StateBlockManager(*sizes)
@@ -93,22 +96,29 @@ class HybridHistory(History):
         super().check()
         manager: state_blocks.StateBlockManager = self.block_manager
         used = [*manager.snapshots.values(), *manager.fork_slots.values()]
-        used += [slot for _, slot in manager.unknown.values()]
+        used += [slot for _, slot in manager.uncached_snapshots.values()]
         slots = sorted([*manager.free_slots, *manager._returned, *used])
         require(slots == [*manager.all_slots], "state_slots", f"the slots with a use are {slots}")
         for block_id, slot in manager.snapshots.items():
-            block, pairs = manager.blocks[block_id], self.runner.states[slot] or []
+            block = manager.blocks[block_id]
+            pairs = self.runner.states[slot] or []
             require(block.is_cached, "snapshots", "a block with a snapshot is not cached")
             held = self.runner.memory[self.runner.slots_of(block_id)]
             name = f"the snapshot of block {block_id} has consumed {pairs}"
             require(pairs[-self.size :] == held, "snapshots", f"{name} and the block holds {held}")
-            tokens, parent_block_hash = [token for token, _ in pairs], b""
+            tokens = [token for token, _ in pairs]
+            parent_block_hash = b""
             for i in range(0, len(tokens), self.size):
                 parent_block_hash = manager.hash_block(parent_block_hash, tokens[i : i + self.size])
             detail = f"{name}, which is another prefix than that of the block"
             require(parent_block_hash == block.block_hash, "snapshots", detail)
-        require(set(manager.rolling.values()) <= manager.snapshots.keys(), "snapshots")
-        for seq in (*manager.rolling, *manager.unknown, *manager._sources, *manager.wanted):
+        require(set(manager.latest_snapshot.values()) <= manager.snapshots.keys(), "snapshots")
+        for seq in (
+            *manager.latest_snapshot,
+            *manager.uncached_snapshots,
+            *manager._sources,
+            *manager.resumable_at,
+        ):
             is_running = seq.status is Status.RUNNING
             require(is_running, "state_slots", "a sequence that does not run has one")
 

@@ -49,7 +49,10 @@ class Engine:
     ) -> None:
         """size: slots of a block. There must be blocks for `max_num_seqs` complete requests."""
         c = model.config
-        self.model, self.size, self.max_num_seqs, self.budget = model, size, max_num_seqs, budget
+        self.model = model
+        self.size = size
+        self.max_num_seqs = max_num_seqs
+        self.budget = budget
         self.blocks = Blocks(num_blocks, size)
         total = (num_blocks + 1) * size  # slots; block 0 is the null block
         self.kv = torch.zeros(c.num_layers, 2, total, c.num_kv_heads, c.head_dim)

@@ -92,7 +92,7 @@ class Int4Weight:
     def copy_(self, source: Any) -> None:
         """Quantize `source` [O, I], a tensor of any floating dtype and device.
 
-        A QuantizedWeight of features/formats/quantized_checkpoint.py keeps its numbers if they fit.
+        A QuantizedWeight of features/formats/quantized_weight.py keeps its numbers if they fit.
         """
         if not isinstance(source, Tensor):
             if (groups := source.int4_groups()) is not None:

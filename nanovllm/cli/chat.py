@@ -39,13 +39,15 @@ def answer(llm: LLM, messages: list[Message], question: str, params: SamplingPar
     they are, if the conversation is too long or no token can be sampled.
     """
     asked = [*messages, {"role": "user", "content": question}]
-    text, finish_reason = "", None
+    text = ""
+    finish_reason = None
     with contextlib.suppress(KeyboardInterrupt):
         variables = {"add_generation_prompt": True}
         prompt = llm.engine.input_processor.chat_prompt(asked, variables)
         with contextlib.closing(llm.stream(prompt, params)) as stream:
             for new in stream:
-                text, finish_reason = text + new.text, new.finish_reason
+                text += new.text
+                finish_reason = new.finish_reason
                 if new.reasoning and sys.stdout is not None and sys.stdout.isatty():
                     print(DIM % new.reasoning, end="")
                 print(new.text, end="", flush=True)

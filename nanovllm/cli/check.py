@@ -35,7 +35,7 @@ from nanovllm import __version__
 from nanovllm.utils.child import python
 from nanovllm.utils.host import available_cores
 
-START_SECONDS = 60  # to import torch, before the first row
+START_SECONDS = 60  # the limit of the time before the first row, in which torch is imported
 HEADER = f"{'kernel':16} {'format':17} {'result':7} {'error':>7} {'time':>10} {'rate':>14} of peak"
 SCALES = {"GB/s": 1e9, "TFLOP/s": 1e12}
 
@@ -112,9 +112,15 @@ def run_table(command: Callable[[int], list[str]], limit: float = 300) -> int:
     `command(start)` is the command of a process that runs all rows from number `start`, each for at
     most `limit` seconds.
     """
-    start, right, bad, done = 0, 0, [], False
+    start = 0
+    right = 0
+    bad = []
+    done = False
     while not done:
-        child, first, row, problem = Child(command(start)), start, "the process", ""
+        child = Child(command(start))
+        first = start
+        row = "the process"
+        problem = ""
         try:
             while not done:
                 seconds = limit if row != "the process" else max(limit, START_SECONDS)
@@ -126,7 +132,8 @@ def run_table(command: Callable[[int], list[str]], limit: float = 300) -> int:
                 if "about" in message and start == 0:
                     print(message["about"], HEADER, sep="\n\n", flush=True)
                 elif "begin" in message:
-                    start, row = message["begin"] + 1, f"{message['kernel']} in {message['format']}"
+                    start = message["begin"] + 1
+                    row = f"{message['kernel']} in {message['format']}"
                     print(f"{message['kernel']:16} {message['format']:17} ", end="", flush=True)
                 elif "result" in message:
                     print(columns(message), flush=True)
@@ -153,7 +160,8 @@ def columns(message: dict[str, Any]) -> str:
     error = f"{message['error']:.1e}" if message.get("error") else "0" if "error" in message else ""
     text = f"{message['result']:7} {error:>7}"
     if seconds := message.get("seconds"):
-        unit, rate = message["unit"], message["rate"] / SCALES[message["unit"]]
+        unit = message["unit"]
+        rate = message["rate"] / SCALES[message["unit"]]
         share = "busy" if message["share"] is None else f"{message['share']:.0%}"
         text += f" {1e6 * seconds:7,.0f} us {rate:6.4g} {unit:7} {share:>7}"
     return f"{text}\n    {message['why']}" if "why" in message else text.rstrip()

@@ -42,7 +42,7 @@ Case: TypeAlias = tuple[str, str, torch.dtype, Callable[[], Row]]  # kernel, for
 def main(start: int, only: list[str]) -> None:
     """Print the messages for cli/check.py: of rows from number `start` with all words of `only`."""
     messages = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no message
+    os.dup2(2, 1)  # the output of libraries is not a message
 
     def send(**message: Any) -> None:
         print(json.dumps(message), file=messages, flush=True)
@@ -140,7 +140,8 @@ def timed(item: Timed, device: torch.device, dtype: torch.dtype) -> dict[str, An
 def cases(device: torch.device) -> Iterator[Case]:
     """Yield all rows for a device, first those in the dtype of most models."""
     # The interpreter computes bfloat16 and rounds to fp8 incorrectly.
-    on_gpu, has_fp8 = device.type == "cuda" or IN_INTERPRETER, not IN_INTERPRETER
+    on_gpu = device.type == "cuda" or IN_INTERPRETER
+    has_fp8 = not IN_INTERPRETER
     dtypes = [torch.float32] if IN_INTERPRETER else [torch.bfloat16, torch.float32]
     if device.type == "cuda" and not torch.version.hip:
         capability = torch.cuda.get_device_capability(device)
@@ -202,16 +203,20 @@ def silu_row(pair: Backends) -> Row:
 
 
 def sample_row(pair: Backends) -> Row:
-    kernels, rows = pair[0], large(pair[0].device) // 64
+    kernels = pair[0]
+    rows = large(pair[0].device) // 64
     yield from compare.sample(pair, 151_936)
-    logits, row = new(kernels, rows, 151_936), torch.ones(rows, device=kernels.device)
+    logits = new(kernels, rows, 151_936)
+    row = torch.ones(rows, device=kernels.device)
     params = torch.stack([0.6 * row, 50 * row, 0.95 * row, 0 * row])  # as in plan.FILTERS
     batch = sampling_batch(params, row.long(), row.long())
     yield Timed(lambda: kernels.sample(logits, batch), logits.nbytes)
 
 
 def store_row(pair: Backends, heads: tuple[Any, ...], is_fp8: bool) -> Row:
-    kernels, tokens, (num, kv_heads, dim) = pair[0], large(pair[0].device), HEADS[0]
+    kernels = pair[0]
+    tokens = large(pair[0].device)
+    num, kv_heads, dim = HEADS[0]
     for each in heads:
         for norm in (kernels.dtype, None):
             yield from compare.norm_rope_store(pair, each, norm, 16, is_fp8)
@@ -226,7 +231,8 @@ def store_row(pair: Backends, heads: tuple[Any, ...], is_fp8: bool) -> Row:
 
 def attention_row(pair: Backends, heads: tuple[Any, ...], is_fp8: bool, what: str) -> Row:
     """Decodes are timed by the bytes of keys and values, and a chunk by its products."""
-    size, (num, kv_heads, dim) = large(pair[0].device), HEADS[0]
+    size = large(pair[0].device)
+    num, kv_heads, dim = HEADS[0]
     for each in heads:
         yield from (x for x in compare.attend(pair, each, None, 16, is_fp8) if x.what == what)
     rows, length = (max(1, size // 512), 2048) if what == "decodes" else (1, size // 4)
@@ -241,7 +247,9 @@ def attention_row(pair: Backends, heads: tuple[Any, ...], is_fp8: bool, what: st
 
 def linear_row(pair: Backends) -> Row:
     """The product of one row is timed, which reads all weights."""
-    kernels, outputs, inputs = pair[0], 8 * large(pair[0].device), 2048
+    kernels = pair[0]
+    outputs = 8 * large(pair[0].device)
+    inputs = 2048
     yield from compare.linear(pair, "q_proj", 256, 1024, True)
     yield from compare.linear(pair, "lm_head", 250, 1100)
     size = kernels.make_weight(outputs, inputs, ["q_proj"]).nbytes
@@ -254,11 +262,15 @@ def experts_row(pair: Backends) -> Row:
     """Two rows of each expert are timed, which read all weights."""
     from nanovllm.features.models.moe.experts import expert_mlp
 
-    kernels, num, size, hidden = pair[0], 32, max(64, large(pair[0].device) // 16), 2048
+    kernels = pair[0]
+    num = 32
+    size = max(64, large(pair[0].device) // 16)
+    hidden = 2048
     yield from compare.expert_mlp(pair, 16, 64, 128)
     work = 3 * kernels.make_weight(num * hidden, size, ["experts.0.up_proj"]).nbytes
     [up], [down] = compare.expert_linears([kernels], partial(new, kernels), num, size, hidden)
-    x, weights = new(kernels, num, hidden), new(kernels, num, 2)
+    x = new(kernels, num, hidden)
+    weights = new(kernels, num, 2)
     choices = torch.arange(2 * num, device=x.device).view(num, 2) % num
     mlp = kernels.expert_mlp(up, down) or expert_mlp
     yield Timed(lambda: mlp(x, weights, choices, up, down), work)
@@ -269,7 +281,8 @@ def delta_rule_row(pair: Backends) -> Row:
     from nanovllm.features.models.hybrid.states import kernels_of
 
     yield from compare.delta_rule(pair, DELTA_RULE)
-    rows, decode = max(1, large(pair[0].device) // 128), kernels_of(pair[0])[0]
+    rows = max(1, large(pair[0].device) // 128)
+    decode = kernels_of(pair[0])[0]
     layer, x, conv, rule = compare.linear_attention(partial(new, pair[0]), DELTA_RULE, rows, rows)
     index = torch.arange(rows, device=x.device)
     yield Timed(lambda: decode(layer, x, conv, rule, index), 2 * rule.nbytes)

@@ -33,7 +33,7 @@ class CheckpointTensor:
     shape: tuple[int, ...]  # of the tensor in the checkpoint
     store: Callable[[Tensor], object]  # converts dtype and device
     slices: tuple[slice, ...] = (slice(None),)
-    # Whether `store` accepts a QuantizedWeight of features/formats/quantized_checkpoint.py.
+    # Whether `store` accepts a QuantizedWeight of features/formats/quantized_weight.py.
     takes_int4: bool = False
 
     @classmethod

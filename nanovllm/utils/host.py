@@ -46,7 +46,7 @@ def control_groups(controller: str) -> Iterator[Path]:
     """Yield the control groups of versions 2 and 1 whose limits apply to this process.
 
     A limit of a group applies to the groups below it too. A container may see its own group as the
-    root, whatever the path of the group is, so directories need not exist.
+    root, so the directories of its path need not exist.
     """
     lines = ["0::/"]  # the roots
     with suppress(OSError):

@@ -377,16 +377,9 @@ def test_loading_never_holds_the_model_in_bfloat16(path: Path, large: Path) -> N
     assert 0.4 < after < 0.6
 
 
-@pytest.mark.slow
-def test_random_weights_and_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from bench_module import bench
-
-    make_checkpoint(tmp_path)
-    assert not bench.main(
-        f"--model {tmp_path} --num-seqs 2 --input 3 5 --output 2 4 --repeats 1 --baseline "
-        "--set quantization=int8 --set load_format=dummy --set device=cpu".split()
-    )
-    assert "nanovllm" in capsys.readouterr().out
+@each_kind
+def test_random_weights(path: Path, kind: str) -> None:
+    assert tokens(random_llm(path, quantization=kind, load_format="dummy"), [[1, 2]])
 
 
 # ---- errors ----

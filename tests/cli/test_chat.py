@@ -107,24 +107,16 @@ def test_a_terminal_without_the_characters(embedded: LLM, monkeypatch: pytest.Mo
     assert shown.getvalue() == b"Gr??e\n"
 
 
-def test_stderr_that_is_closed(
+def test_streams_that_are_closed(
     embedded: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """`nanovllm chat <&- >&- 2>&-`: there is no question, and answers go nowhere."""
     monkeypatch.setattr("nanovllm.cli.chat.LLM", lambda *_, **__: embedded)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("What is 12 + 30?\n"))
-    monkeypatch.setattr(sys, "stderr", None)
-    assert program.main(["chat", "--temperature", "0"]) == 0
-    assert capsys.readouterr().out == "12 + 30 = 42\n"
-
-
-def test_streams_that_are_closed(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`nanovllm chat <&- >&-`: there is no question, and answers go nowhere."""
-    monkeypatch.setattr("nanovllm.cli.chat.LLM", lambda *_, **__: embedded)
-    monkeypatch.setattr(sys, "stdout", None)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("What is 12 + 30?\n"))
-    assert program.main(["chat", "--temperature", "0"]) == 0
-    monkeypatch.setattr(sys, "stdin", None)
-    assert program.main(["chat"]) == 0
+    for closed, shown in (("stderr", "12 + 30 = 42\n"), ("stdout", ""), ("stdin", "")):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("What is 12 + 30?\n"))
+        monkeypatch.setattr(sys, closed, None)
+        assert program.main(["chat", "--temperature", "0"]) == 0
+        assert capsys.readouterr().out == shown
 
 
 def test_an_answer_that_is_cut_is_marked(

@@ -34,25 +34,25 @@ DRAFTED = SamplingParams(
 # ---- an error ----
 
 # What runs for each request and each step.
-FILES = (
-    *(f"engine/{name}.py" for name in ("scheduler", "block_manager", "request", "sampling")),
-    *(
-        "engine/llm_engine.py",
-        "engine/result_kinds.py",
-        "engine/detokenizer.py",
-        "features/kv/host_cache/host_blocks.py",
-    ),
-    *(
-        "features/tasks/beam_search.py",
-        "features/tasks/loglikelihood.py",
-        "features/tasks/embeddings/pooling.py",
-    ),
-    *(
-        "features/sampling/structured.py",
-        "features/sampling/logit_rules/sampling_with_rules.py",
-        "outputs.py",
-    ),
-    "features/sampling/ngram.py",
+FILES = tuple(
+    f"{module}.py"
+    for module in [
+        "engine/block_manager",
+        "engine/detokenizer",
+        "engine/llm_engine",
+        "engine/request",
+        "engine/result_kinds",
+        "engine/sampling",
+        "engine/scheduler",
+        "features/kv/host_cache/host_blocks",
+        "features/sampling/logit_rules/sampling_with_rules",
+        "features/sampling/ngram",
+        "features/sampling/structured",
+        "features/tasks/beam_search",
+        "features/tasks/embeddings/pooling",
+        "features/tasks/loglikelihood",
+        "outputs",
+    ]
 )
 
 

@@ -1,20 +1,13 @@
 """Requests that do not fit the model, the tokenizer or the cache, and the limits of an output."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from checkpoints import VOCAB, random_llm
 from engines import still_serves
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
-
-
-def test_length_is_capped_by_max_model_len(path: Path) -> None:
-    llm = random_llm(path, max_model_len=20)
-    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-    outs = llm.generate([[1] * 19, [1] * 12], params, use_tqdm=False)
-    assert [len(o["token_ids"]) for o in outs] == [1, 8]
-
 
 REQUESTS = [
     ({"logprobs": VOCAB + 1}, f"logprobs={VOCAB + 1} is more than max_logprobs=20"),
@@ -82,33 +75,28 @@ def test_more_tokens_than_the_model_has(path: Path) -> None:
     llm = random_llm(path, max_model_len=20)
     for max_tokens in (17, 18, None):
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        [output] = llm.generate([[1, 2, 3]], params, use_tqdm=False)
-        assert len(output["token_ids"]) == 17
-        assert output.outputs[0].finish_reason == "length"
+        outputs = llm.generate([[1, 2, 3], [1] * 19], params, use_tqdm=False)
+        assert [len(output["token_ids"]) for output in outputs] == [17, 1]
+        assert all(output.outputs[0].finish_reason == "length" for output in outputs)
 
 
 def test_text_that_makes_no_tokens(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="UTF-8"):
-        embedded.generate("\ud800", use_tqdm=False)
-    with pytest.raises(ValueError, match="UTF-8"):
-        embedded.chat([{"role": "user", "content": "\ud800"}], use_tqdm=False)
-    with pytest.raises(ValueError, match="UTF-8"):
-        embedded.generate("x", SamplingParams(bad_words=["\ud800"]), use_tqdm=False)
-
-    def missing(text: str, **_: object) -> None:
-        raise Exception("Unk token not found")  # as tokenizers does
-
-    monkeypatch.setattr(embedded.engine.input_processor.tokenizer, "encode", missing)
-    with pytest.raises(ValueError, match="the tokenizer cannot encode 'x': Unk token not found"):
-        embedded.generate("x", use_tqdm=False)
-    monkeypatch.setattr(embedded.engine.input_processor.tokenizer, "encode", lambda text, **_: [])
-    with pytest.raises(ValueError, match="empty"):
-        embedded.generate(" ", use_tqdm=False)
-    monkeypatch.setattr(
-        embedded.engine.input_processor.tokenizer, "encode", lambda text, **_: [10**6]
-    )
-    with pytest.raises(ValueError, match="token id 1000000"):
-        embedded.generate("x", use_tqdm=False)
+    for call in (
+        lambda: embedded.generate("\ud800", use_tqdm=False),
+        lambda: embedded.chat([{"role": "user", "content": "\ud800"}], use_tqdm=False),
+        lambda: embedded.generate("x", SamplingParams(bad_words=["\ud800"]), use_tqdm=False),
+    ):
+        with pytest.raises(ValueError, match="UTF-8"):
+            call()
+    unknown = Exception("Unk token not found")  # as tokenizers raises it
+    for encode, word in (
+        (Mock(side_effect=unknown), "the tokenizer cannot encode 'x': Unk token not found"),
+        (Mock(return_value=[]), "empty"),
+        (Mock(return_value=[10**6]), "token id 1000000"),
+    ):
+        monkeypatch.setattr(embedded.engine.input_processor.tokenizer, "encode", encode)
+        with pytest.raises(ValueError, match=word):
+            embedded.generate("x", use_tqdm=False)
     monkeypatch.undo()
     still_serves(embedded)
 

@@ -4,13 +4,8 @@ import itertools
 import random
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from machines import MACHINE
 from oracle_engine import Engine, right, sequence
 
-from lessons.oracle.oracle import History
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.policies import AGING, POLICIES
 from nanovllm.engine.recovery import revert_in_flight
@@ -241,38 +236,3 @@ def test_a_fork_that_has_no_room_does_not_cost_its_parent_a_block() -> None:
     assert engine.scheduler.preemptions == 0
     engine.run()
     assert all(map(right, (first, parent, fork)))
-
-
-class SchedulerMachine(RuleBasedStateMachine):
-    @initialize(seed=st.integers(0, 2**32))
-    def start(self, seed: int) -> None:
-        self.history = History(seed)
-
-    @rule()
-    def add(self) -> None:
-        self.history.add()
-
-    @rule()
-    def step(self) -> None:
-        self.history.step()
-
-    @rule()
-    def abort(self) -> None:
-        self.history.abort()
-
-    @rule()
-    def abandon(self) -> None:
-        self.history.abandon()
-
-    @invariant()
-    def all_holds(self) -> None:
-        if hasattr(self, "history"):
-            self.history.check()
-
-    def teardown(self) -> None:
-        if hasattr(self, "history"):
-            self.history.drain()
-
-
-TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(MACHINE, max_examples=100)  # besides the histories of the oracle

@@ -1,13 +1,10 @@
-"""Several callers of one engine: threads, logits processors, forked processes, copies."""
+"""Several callers of one engine: threads, logits processors, forked processes."""
 
-import copy
 import itertools
 import os
-import pickle
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -195,13 +192,7 @@ def test_the_first_engines_start_at_once(case: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-# ---- copies and processes ----
-
-
-@pytest.mark.parametrize("make_copy", [copy.deepcopy, pickle.dumps])
-def test_copies_are_refused(embedded: LLM, make_copy: Callable) -> None:
-    with pytest.raises(TypeError, match="cannot pickle '_thread.lock' object"):
-        make_copy(embedded)
+# ---- processes ----
 
 
 FORK = """

@@ -1,4 +1,4 @@
-"""Ragged batches for the attention of a CPU, and a reference that is written out."""
+"""Ragged batches for the attention of a CPU."""
 
 from itertools import takewhile
 from types import SimpleNamespace
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from references import plain_attention
 
 from nanovllm.backends.cpu.attention import NumbaAttention
 from nanovllm.models.attention import PlainAttention
@@ -39,18 +40,7 @@ def config(heads: int, kv_heads: int, dim: int) -> ModelConfig:
     )
 
 
-def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """q [Q, H, D] at the end of the context k, v [L, K, D], written out: the reference."""
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = torch.einsum("qhd,lhd->hql", q, k) / q.shape[2] ** 0.5
-    ahead = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool).triu(k.shape[0] - q.shape[0] + 1)
-    return torch.einsum("hql,lhd->qhd", scores.masked_fill(ahead, -torch.inf).softmax(-1), v)
-
-
 BACKENDS = [PlainAttention, NumbaAttention]
-
-
 heads_strategy = st.sampled_from([(4, 2), (8, 1), (3, 3), (6, 2)])
 
 

@@ -14,6 +14,15 @@ from nanovllm.models.fp8 import FP8, Scales, to_fp8
 from nanovllm.models.layers import rms_norm, rotate
 
 
+def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of q [Q, H, D] at the end of the context k, v [L, K, D], written out."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,lhd->hql", q, k) / q.shape[2] ** 0.5
+    ahead = torch.ones_like(scores[0], dtype=torch.bool).triu(len(k) - len(q) + 1)
+    return torch.einsum("hql,lhd->qhd", scores.masked_fill(ahead, -torch.inf).softmax(-1), v)
+
+
 def attend(
     q: Tensor,
     k_cache: Tensor,
@@ -26,20 +35,16 @@ def attend(
 ) -> Tensor:
     """Compute the same as `attend` and `attend_decode`, one sequence at a time, in float32."""
     out = torch.empty_like(q)
-    group_size, block_size = q.shape[1] // k_cache.shape[1], k_cache.shape[2]
-    starts = query_start_loc.tolist()
+    block_size, starts = k_cache.shape[2], query_start_loc.tolist()
     for seq, context_len in enumerate(context_lens.tolist()):
         tokens = slice(starts[seq], starts[seq + 1])
         position = torch.arange(context_len, device=q.device)
         block = block_tables[seq].long()[position // block_size]
-        k, v = (  # [context_len, H, D]
-            scale * cache[block, :, position % block_size].float().repeat_interleave(group_size, 1)
+        k, v = (  # [context_len, K, D]
+            scale * cache[block, :, position % block_size].float()
             for cache, scale in ((k_cache, k_scale), (v_cache, v_scale))
         )
-        query_position = position[context_len - (tokens.stop - tokens.start) :]
-        scores = torch.einsum("qhd,lhd->hql", q[tokens].float(), k) / q.shape[2] ** 0.5
-        scores = scores.masked_fill(position > query_position[:, None], float("-inf"))
-        out[tokens] = torch.einsum("hql,lhd->qhd", scores.softmax(-1), v).to(q.dtype)
+        out[tokens] = plain_attention(q[tokens].float(), k, v).to(q.dtype)
     return out
 
 

@@ -32,7 +32,6 @@ def test_lesson_10a() -> None:
     x, out = (kernels.place(torch.arange(10.0) * n) for n in (1, 0))
     kernels.double[(3,)](x, out, 10, 4)
     assert torch.equal(out, 2 * x)
-    assert "[[20, 21, 22, 23], [28, 29, 30, 31]]" in " ".join(printed.split())
     if not torch.cuda.is_available():  # the tiles of a kernel can be read in the interpreter
         tiles = {row[0].split(" = ")[0]: row[1:] for row in table(printed, "line")}
         assert tiles["i"] == ["4 5 6 7", "8 9 10 11"]
@@ -69,9 +68,7 @@ def test_lesson_10b() -> None:
 
 def test_lesson_11a() -> None:
     """Overlap hides the host, and drops a token of the request that stops at a token."""
-    printed = run_lesson("11a")
-    assert "plan 1, commit 1, plan 2" in printed
-    assert "plan 1, plan 2, commit 1, plan 3" in printed
+    run_lesson("11a")
     for asynchronous, least in ((False, 8), (True, 5)):
         device, outputs, ms = overlap.serve(asynchronous)
         assert sorted(outputs) == [[*range(1, 19)], [*range(1, 41)]]
@@ -84,9 +81,6 @@ def test_lesson_11b() -> None:
     printed = run_lesson("11b")
     steps = [row[1:] for row in table(printed, "what the host does")]
     assert steps == [["1", "1 0 0 1 0 1 0 0"], ["1", "2 0 0 2 0 2 0 0"], ["1", "2 1 1 2 1 2 0 0"]]
-    words = " ".join(printed.split())
-    assert "It has 6 launches" in words
-    assert "layer is not compiled for tensors of 3 and 8 elements" in words
     assert graphs.QUESTIONS[0].answer == str(280 * graphs.LAUNCH)
     assert graphs.KERNEL < graphs.LAUNCH
 
@@ -118,11 +112,7 @@ def test_int8(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 def test_host_cache() -> None:
     printed = run_lesson("host_cache")
     text = " ".join(printed.split())
-    assert "so the prefix cache evicted blocks 2, 1." in text
-    assert "block 1 is loaded from host block 1" in text
-    assert "Prefix hit: positions 0-7 of request 2 are cached (blocks 1, 2)." in text
     assert f"After B and A, {host_cache.QUESTIONS[0].answer} more blocks are saved." in text
-    assert table(printed, "model")[0] == ["qwen3-0.6b", "114,688", "1.2", "4.6", "3.0"]
 
 
 @pytest.mark.slow
@@ -143,9 +133,6 @@ def test_states() -> None:
     # By hand: c = 10 finds 0.6 * 2.5 + 0.8 * 3 = 3.9, and adds 6.1 times its key.
     last = [2.5 + 0.6 * 6.1, 3 + 0.8 * 6.1, 12.5]
     assert reads == [[4, 0, 4], [4, 6, 4], [8, 6, 12], [5, 6, 13], [2.5, 3, 6.5], last]
-    sizes = {row[0]: row[1:] for row in table(printed, "context")}
-    assert sizes["40,000"] == ["4,375.0", "37.3", "468.8", "506.0"]
-    assert float(sizes["382"][0]) == pytest.approx(float(sizes["382"][3]), abs=0.2)
 
 
 def test_a_state_is_corrected_as_in_the_engine() -> None:
@@ -164,9 +151,6 @@ def test_state_cache() -> None:
         ["2", "17", "12", "0", state_cache.QUESTIONS[0].answer, "12, 16"],
         ["3", "17", "12", "12", "5", "16"],
     ]
-    steps = table(printed, "tokens computed")
-    assert steps == [["10", "8"], ["12", "8, 12"], ["16", "8, 16"], ["20", "8, 20"]]
-    assert "The next turn has 25 tokens: the prompt, the output and 3 more. 20" in printed
     engine = state_cache.Engine(block_size=16)
     engine.run([*range(20)], 30)
     assert str(len(engine.snapshots())) == state_cache.QUESTIONS[1].answer
@@ -174,7 +158,6 @@ def test_state_cache() -> None:
 
 def test_experts() -> None:
     printed = run_lesson("experts")
-    one, two, *_, many = table(printed, "requests")
-    assert one == ["1", "8.0", "6.7", "6.71"]
+    _, two, *_, many = table(printed, "requests")
     assert two[1] == experts.QUESTIONS[1].answer
     assert float(many[2]) == pytest.approx(61, rel=0.02)

@@ -82,44 +82,39 @@ def test_broken_json(path: Path, tmp_path: Path) -> None:
             random_llm(tmp_path)
 
 
-def test_directories(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"'\./missing'; give .*'qwen3-nano'.*, or 'smollm2-135m'"):
-        LLM("./missing")
-    for name, near in (("qwen3-nan", "qwen3-nano"), ("smollm2", "smollm2-135m")):
-        with pytest.raises(ValueError, match=f"no directory '{name}'; did you mean '{near}'?"):
-            LLM(name)
-    with pytest.raises(ValueError, match="is a file"):
-        LLM(str(path / "config.json"))
-    (tmp_path / "model.gguf").touch()
-    with pytest.raises(
-        ValueError,
-        match=r"convert model.gguf: pip install gguf && nanovllm convert \S+/model\.gguf model$",
+MODELS: list[tuple[Any, type[Exception], str]] = [
+    ("./missing", ValueError, r"'\./missing'; give .*'qwen3-nano'.*, or 'smollm2-135m'"),
+    ("qwen3-nan", ValueError, "no directory 'qwen3-nan'; did you mean 'qwen3-nano'?"),
+    ("smollm2", ValueError, "no directory 'smollm2'; did you mean 'smollm2-135m'?"),
+    (__file__, ValueError, "is a file"),
+    (3, TypeError, "model"),
+    ("", ValueError, "empty"),
+]
+
+
+@pytest.mark.parametrize(("model", "error", "words"), MODELS)
+def test_models_that_are_no_directory(model: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        LLM(model)
+
+
+def test_files_that_are_missing_or_broken(path: Path, tmp_path: Path) -> None:
+    """Each file is added to those before it."""
+    config = (path / "config.json").read_bytes()
+    for name, content, words in (
+        ("notes", b"", r"no config\.json"),
+        ("config.json", b"{", "not valid JSON"),
+        ("config.json", config, r"no \*\.safetensors"),
+        ("pytorch_model.bin", b"\x80", r"Pickled weights \(\*\.bin, .* are not read"),
+        ("model.gguf", b"", r"has no \*\.safetensors; convert model\.gguf: pip install"),
+        ("model.safetensors", b"not one", "not a readable safetensors file"),
     ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=words):
+            random_llm(tmp_path)
+    command = r"pip install gguf && nanovllm convert \S+/model\.gguf model$"
+    with pytest.raises(ValueError, match=f"convert model.gguf: {command}"):
         LLM(str(tmp_path / "model.gguf"))
-    with pytest.raises(
-        ValueError, match=r"has no \*\.safetensors; convert model\.gguf: pip install"
-    ):
-        LLM(str(tmp_path))
-    with pytest.raises(TypeError, match="model"):
-        LLM(3)
-    with pytest.raises(ValueError, match="empty"):
-        LLM("")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    with pytest.raises(ValueError, match=r"no config\.json"):
-        LLM(str(empty))
-    (empty / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="not valid JSON"):
-        LLM(str(empty))
-    (empty / "config.json").write_text((path / "config.json").read_text())
-    with pytest.raises(ValueError, match=r"no \*\.safetensors"):
-        random_llm(empty)
-    (empty / "pytorch_model.bin").write_bytes(b"\x80")
-    with pytest.raises(ValueError, match=r"Pickled weights \(\*\.bin, .* are not read"):
-        random_llm(empty)
-    (empty / "model.safetensors").write_bytes(b"not a safetensors file")
-    with pytest.raises(ValueError, match="not a readable safetensors file"):
-        random_llm(empty)
 
 
 @pytest.mark.parametrize("has_config", [False, True])

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,10 +31,10 @@ SIZES = [
 def test_sizes_that_cannot_be_allocated(
     path: Path, monkeypatch: pytest.MonkeyPatch, options: dict, word: str
 ) -> None:
-    """Refused before the weights are loaded."""
-    monkeypatch.setattr(start, "load_model", None)
+    monkeypatch.setattr(start, "load_model", load := Mock())
     with pytest.raises(ValueError, match=word):
         random_llm(path, **options)
+    load.assert_not_called()
 
 
 @pytest.mark.parametrize("part", ["Rows", "load_model"])

@@ -6,13 +6,13 @@ from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import references
 import torch
-from attention_cases import BACKENDS, compare, heads_strategy, make
+from attention_cases import BACKENDS, compare, heads_strategy
 from checkpoints import make_checkpoint, random_llm, wrong_by_task
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.config import EngineConfig
+from nanovllm.loading import make_runner
 from nanovllm.loading import select_backend as backends
-from nanovllm.loading.make_runner import make_backend
 from nanovllm.models.backend import Backend
 from nanovllm.models.fp8 import FP8, Scales, to_fp8
 
@@ -104,17 +104,6 @@ def test_prefixes_prompts_and_chunks_of_the_cpu() -> None:
         for count in (4, 65):
             lengths = [(1, 320 + i) for i in range(count)]
             batch(lengths=lengths, block_size=16, seed=0, shared={20: list(range(count))})
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_copies_read_before_they_write(backend: Any) -> None:
-    made = make(backend, (4, 2), 6, 16, scales=SCALES[1])
-    assert made.cache.dtype == FP8
-    made.cache.copy_(torch.randn(made.cache.shape))
-    before = made.cache.float()
-    made.copy_blocks([(1, 2), (2, 3), (4, 1)])
-    for source, target in ((1, 2), (2, 3), (4, 1), (4, 4), (5, 5)):
-        assert torch.equal(made.cache[:, :, target].float(), before[:, :, source])
 
 
 # ---- whole engines ----
@@ -291,33 +280,31 @@ def test_a_checkpoint_whose_kv_cache_alone_is_quantized(tmp_path: Path) -> None:
 # ---- values that cannot work ----
 
 
-@pytest.mark.parametrize("value", ["fp8_e5m2", "bfloat16", "int8", ""])
-def test_bad_values(value: str) -> None:
-    with pytest.raises(ValueError, match=f"kv_cache_dtype must be one of auto, fp8.*{value!r}"):
-        LLM(kv_cache_dtype=value)
-
-
-def test_old_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("capability", "device", "options", "is_refused"),
+    [
+        *[((major, minor), "cuda:0", {}, True) for major, minor in ((8, 0), (8, 6), (7, 5))],
+        ((8, 9), "cuda:0", {}, False),
+        ((7, 5), "cpu", {}, False),
+        ((8, 0), "cuda:0", {"attention_backend": "sdpa"}, False),
+    ],
+)
+def test_old_gpus_are_refused(
+    capability: tuple[int, int],
+    device: str,
+    options: dict[str, str],
+    is_refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
-    model: Any = SimpleNamespace(config=None)
-
-    def make(capability: tuple[int, int], device: str = "cuda:0", **options: Any) -> None:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        config = EngineConfig(kv_cache_dtype="fp8_e4m3", **options)
-        # With this model, it can get no further than to the check.
-        make_backend(config, model, torch.device(device), 1)
-
-    for capability in ((8, 0), (8, 6), (7, 5), (7, 0)):
-        words = (
-            r"='fp8_e4m3' needs .* 8.9 or higher, and A100 has \d\.\d; use kv_cache_dtype='auto'"
-        )
-        with pytest.raises(ValueError, match=words):
-            make(capability)
-    for allowed in (((8, 9),), ((7, 5), "cpu")):
-        with pytest.raises(AttributeError, match="dtype"):
-            make(*allowed)
-    with pytest.raises(AttributeError, match="dtype"):
-        make((8, 0), attention_backend="sdpa")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    after_the_check = Mock(side_effect=InterruptedError("accepted"))
+    monkeypatch.setattr(make_runner, "pick_dtype", after_the_check)
+    config, model = EngineConfig(kv_cache_dtype="fp8_e4m3", **options), Mock()
+    words = r"='fp8_e4m3' needs .* 8.9 or higher, and A100 has \d\.\d; use kv_cache_dtype='auto'"
+    error, words = (ValueError, words) if is_refused else (InterruptedError, "accepted")
+    with pytest.raises(error, match=words):
+        make_runner.make_backend(config, model, torch.device(device), 1)
 
 
 # ---- the embedded model ----

@@ -18,7 +18,7 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.models.batch import SamplingBatch
-from nanovllm.models.sampler import draw, keep_min_p, keep_top_k, keep_top_p, sample, uniform
+from nanovllm.models.sampler import draw, keep_min_p, keep_top_k, keep_top_p, uniform
 from nanovllm.plan import FILTERS
 
 
@@ -182,57 +182,6 @@ def test_uniform_is_uniform_and_pure() -> None:
     assert uniform(torch.tensor([-(2**63), 2**63 - 1]), torch.tensor([0, 1])).min() >= 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "row",
-    [
-        (1.0, 0, 1.0, 0.0),
-        (0.5, 0, 1.0, 0.0),
-        (2.0, 4, 1.0, 0.0),
-        (1.0, 0, 0.7, 0.0),
-        (1.0, 0, 1.0, 0.2),
-        (1.3, 6, 0.9, 0.1),
-    ],
-)
-def test_draws_follow_the_distribution(row: tuple[float, int, float, float]) -> None:
-    torch.manual_seed(3)
-    base = torch.randn(1, 12) * 1.5
-    number = 100_000
-    temperature, k, p, m = row
-    exact = base / temperature
-    if k:
-        exact = TopKLogitsWarper(k)(None, exact)
-    if p < 1:
-        exact = TopPLogitsWarper(p)(None, exact)
-    if m:
-        exact = MinPLogitsWarper(m)(None, exact)
-    probs = exact.softmax(-1)[0]
-    tokens = sample(base.repeat(number, 1), sampling_batch([row] * number, list(range(number))))
-    counts = torch.bincount(tokens, minlength=12).double()
-    assert counts[probs == 0].sum() == 0
-    expected = probs[probs > 0].double() * number
-    chi2 = float(((counts[probs > 0] - expected) ** 2 / expected).sum())
-    assert chi2 < 40  # at most 11 degrees of freedom: p < 0.0001
-
-
-def test_mixed_rows_equal_rows_alone() -> None:
-    rows = [
-        (0.0, 0, 1.0, 0.0),
-        (1.0, 0, 1.0, 0.0),
-        (0.7, 5, 1.0, 0.0),
-        (1.5, 0, 0.8, 0.0),
-        (1.0, 0, 1.0, 0.3),
-        (0.9, 9, 0.7, 0.1),
-    ]
-    logits = torch.randn(len(rows), 300) * 2
-    together = sample(logits.clone(), sampling_batch(rows, [4] * len(rows)))
-    for i, row in enumerate(rows):
-        batch = sampling_batch([row], [4])
-        batch.seeds = torch.tensor([17 + i])
-        assert sample(logits[i : i + 1].clone(), batch).item() == together[i]
-    assert together[0] == logits[0].argmax()
-
-
 @pytest.fixture(scope="session")
 def llm(path: Path) -> LLM:
     return random_llm(path, num_kv_cache_blocks=256)
@@ -250,32 +199,6 @@ def test_seed_gives_the_same_tokens_in_any_batch(llm: LLM) -> None:
         [[1, 2, 3]] * 3, SamplingParams(max_tokens=20, ignore_eos=True), use_tqdm=False
     )
     assert len({tuple(o["token_ids"]) for o in again}) == 3  # unseeded requests differ
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["numba", "sdpa"])
-def test_a_batch_changes_float32_logits_by_rounding_only(tmp_path, backend: str) -> None:
-    """Alone and beside others that share a prefix, in a pool that is too small for all of them."""
-    make_checkpoint(tmp_path, group=8, kv_heads=1)
-    options = dict(attention_backend=backend, max_num_seqs=16, max_num_batched_tokens=64)
-    llm = random_llm(tmp_path, num_kv_cache_blocks=24, **options)
-    prompts = [[7] * 40 * (i % 3 == 0) + list(range(i, i + 1 + i % 20)) for i in range(50)]
-    params = [
-        SamplingParams(seed=i, max_tokens=25, ignore_eos=True, logprobs=0, top_p=1 - i % 4 / 10)
-        for i in range(50)
-    ]
-    alone = [llm.generate([x], y, use_tqdm=False)[0] for x, y in zip(prompts, params, strict=True)]
-    llm.reset_prefix_cache()
-    together, changes = llm.generate(prompts, params, use_tqdm=False), 0
-    assert llm.stats()["preemptions"] > 0
-    for one, other in zip(alone, together, strict=True):
-        a, b = one.outputs[0], other.outputs[0]
-        for i, token in enumerate(a.token_ids):
-            if b.token_ids[i] != token:
-                changes += 1
-                break
-            assert abs(a.logprobs[i][token].logprob - b.logprobs[i][token].logprob) < 1e-4
-    assert changes <= 1  # a random number may fall within the rounding
 
 
 def test_engine_seed_repeats_a_run(tmp_path) -> None:

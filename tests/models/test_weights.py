@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from unittest.mock import Mock
 
 import fresh
 import pytest
@@ -170,19 +171,20 @@ def test_repeated_tensors_and_integers_are_refused(tmp_path: Path) -> None:
 def test_weights_that_do_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict
 ) -> None:
-    """Refused before they are loaded; the size is that of the loaded model."""
+    """Refused before loading begins; the size is that of the loaded model."""
     make_checkpoint(tmp_path, **config)
     llm = random_llm(tmp_path, attention_backend="sdpa")  # which does not pack the weights
     parts = llm.engine.runner.model.checkpoint_tensors()
     size = sum(4 * math.prod(part.shape) for part in parts)
-    monkeypatch.setattr(make_runner, "load_weights", None)
+    load = Mock(side_effect=InterruptedError("loading begins"))
+    monkeypatch.setattr(make_runner, "load_weights", load)
     monkeypatch.setattr(memory, "available_host_memory", lambda: size - 1)
     with pytest.raises(
         ValueError, match=r"weights of .* GiB in float32.* free on cpu; dtype=.*end other"
     ):
         random_llm(tmp_path)
     monkeypatch.setattr(memory, "available_host_memory", lambda: size)
-    with pytest.raises(TypeError, match="not callable"):
+    with pytest.raises(InterruptedError, match="loading begins"):
         random_llm(tmp_path, num_kv_cache_blocks=1)
     monkeypatch.setattr(memory, "available_host_memory", lambda: size // 2 - 1)
     with pytest.raises(ValueError, match="in bfloat16"):

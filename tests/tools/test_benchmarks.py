@@ -4,9 +4,8 @@ import json
 import random
 import re
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from statistics import median
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -15,7 +14,7 @@ from bench_module import bench
 from checkpoints import random_llm, weights_of
 
 from nanovllm.loading.checkpoint import Checkpoint
-from tools.benchmarks import baselines, machine, modes, roofline, throughput, turn, workloads
+from tools.benchmarks import baselines, roofline, throughput, turn, workloads
 from tools.benchmarks.workloads import SHAPES, WORKLOADS, Workload, make_workload, read_chats
 
 
@@ -146,18 +145,6 @@ def test_shapes_have_the_sizes_of_their_names(shape, tmp_path):
     assert size / 1e9 == pytest.approx(billions.get(shape.split("-")[1], 0.004197), rel=0.01)
 
 
-@pytest.mark.slow
-def test_figures_of_the_machine(capsys):
-    assert 0 <= (machine.other_load(machine.cpu_seconds()) or 0) <= 1
-    assert machine.describe(torch.device("cpu"))["commit"]
-    assert [machine.describe_load(s) for s in (0.031, 0.029)] == ["3.1% (noisy)", "2.9%"]
-    peak = roofline.measure_peak(torch.device("cpu"), torch.float32, 1 << 20)
-    assert 1e8 < min(peak["bandwidth"], peak["flops"]) < 1e15
-    modes.host_only(None, {}, steps=2)
-    rows = capsys.readouterr().out.strip().split("\n")[-4:]
-    assert [int(row.split()[0]) for row in rows] == [1, 64, 256, 1024]
-
-
 def test_run_and_profile(path):
     llm = random_llm(path)
     work = Workload("w", [[1, 2, 3], [4, 5]], [4, 6], [[0], [1]])
@@ -189,15 +176,9 @@ def test_hf_baselines_generate_what_they_claim(path, monkeypatch):
         calls.reset_mock()
         assert baselines.run_hf_paged(model, long, size)["seconds"] > 0
         assert calls.call_count == 1 + steps  # one request makes the cache
-    calls.side_effect = ZeroDivisionError("in a step")
-    with pytest.raises(RuntimeError, match="continuous batching ended: in a step"):
-        baselines.run_hf_paged(model, long, 64)
-    monkeypatch.undo()
     # A static cache, which is compiled on a GPU only, begins with its largest size.
-    short = Workload("w", [[5, 6, 7], [8, 9]], [3, 7], [[0, 1]])
-    part, _ = baselines.hf_part("hf-compiled", short, None, 64)
+    part, _ = baselines.hf_part("hf-compiled", replace(long, outputs=[150, 200]), None, 64)
     assert part.rounds == [[1], [0]]
-    assert baselines.run_hf("hf-compiled", model, part, 64)["seconds"] > 0
 
 
 FAKE = """
@@ -225,7 +206,7 @@ def fake_vllm(tmp_path, length):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="its Python is a shell script")
-def test_vllm_in_its_own_process(tmp_path, monkeypatch):
+def test_vllm_in_its_own_process(tmp_path):
     """vLLM is a fake here; the script, its input and output, and the check are real."""
     work = Workload("w", [[5, 6, 7], [8, 9], [11, 12, 13, 14]], [3, 7, 5], [[0, 1], [2]])
 
@@ -238,30 +219,8 @@ def test_vllm_in_its_own_process(tmp_path, monkeypatch):
     assert all(process.turn()["seconds"] >= 0 for _ in range(2))
     process.end()
     assert baselines.vllm_version(str(tmp_path / "python")) == "0.0-fake"
-    (tmp_path / "cwd").mkdir()
-    (tmp_path / "cwd" / "vllm.py").write_text("1 / 0")
-    monkeypatch.chdir(tmp_path / "cwd")
-    assert baselines.vllm_version(str(tmp_path / "python")) == "0.0-fake"
     with pytest.raises(RuntimeError, match=r"\[2, 2, 2\] tokens instead of \[3, 7, 5\]"):
         start("2")
-    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-        start("(1 // 0)")
-
-
-@pytest.mark.slow
-def test_a_turn_in_its_own_process(path):
-    work = Workload("w", [[5, 6, 7], [8, 9]], [3, 2], [[0, 1]])
-    options = dict(dtype="float32", device="cpu", skip_tokenizer_init=True, load_format="dummy")
-    job = dict(engine="nanovllm", directory=str(path), device="cpu", dtype="float32")
-    job |= dict(work=asdict(work), options=options | {"attention_backend": "sdpa"})
-    process = turn.Process(turn.COMMAND, job)
-    assert min(process.loaded["load_seconds"], process.loaded["first_seconds"]) > 0
-    for profile in (False, True):
-        run = process.turn(profile)
-        assert [step["tokens"] for step in run["steps"]] == [5, 2, 1]
-        assert run["prefix_hit_rate"] == 0
-        assert ("seconds_by_component" in run) == profile
-    process.end()
 
 
 RANGE, MODE = "give a whole number from 1 to 100000", "goes with the throughput only; leave out"
@@ -310,20 +269,10 @@ def test_messages_without_a_run(capsys, monkeypatch):
 def test_end_to_end(path, tmp_path, capsys, monkeypatch):
     peak = {"bandwidth": 1e10, "buffer_bytes": 1, "flops": 1e11}
     monkeypatch.setattr(roofline, "measure_peak", lambda *_: peak)
-
-    # The other engines than vLLM run in this process, which has the imports.
-    class Process(turn.Process):
-        def __new__(cls, command, job, variables):
-            if command != turn.COMMAND:
-                return turn.Process(command, job, variables)
-            loaded, measured = turn.load(job)
-            return SimpleNamespace(loaded=loaded, turn=measured, end=lambda: None)
-
-    monkeypatch.setattr(throughput, "Process", Process)
     python = fake_vllm(tmp_path, "no_such_name")
     kept = tmp_path / "run.json"
     numbers = "--num-seqs 5 --input 3 9 --output 2 6 --repeats 2 --batch-size 2 --sample 3"
-    rest = f"--set device=cpu --json {kept} --baseline hf hf-batch hf-paged vllm"
+    rest = f"--set device=cpu --json {kept} --baseline hf-batch vllm"
     rest += f" --peer-python {python}"
     assert bench.main(f"--model {path} {numbers} {rest}".split()) == 1
     printed = capsys.readouterr().out
@@ -335,8 +284,7 @@ def test_end_to_end(path, tmp_path, capsys, monkeypatch):
     spec = replace(WORKLOADS["short"], count=5, input=(3, 9), output=(2, 6))
     work, engines, run = make_workload("short", spec, 199), result["engines"], result["run"]
     # A sample says so, and keeps whole batches.
-    notes = {"nanovllm": "", "hf": "3 of 5 requests in batches of 1"}
-    notes["hf-batch"] = notes["hf-paged"] = "4 of 5 requests in batches of 2"
+    notes = {"nanovllm": "", "hf-batch": "4 of 5 requests in batches of 2"}
     assert {e["name"]: e["note"] for e in engines} == notes
     assert engines[0]["output_tokens"] == sum(work.outputs)
     assert run["seconds"] == max(r["seconds"] for r in engines[0]["runs"])
@@ -345,12 +293,6 @@ def test_end_to_end(path, tmp_path, capsys, monkeypatch):
     least = sum(seconds for seconds, _ in result["roofline"].values())
     assert result["roofline_share"] == pytest.approx(least / run["seconds"])
     assert result["machine"]["torch"] == torch.__version__
-    # The last line of nano-vllm's benchmark.
-    numbers = "--workload nano --num-seqs 2 --input 3 3 --output 2 3 --repeats 1"
-    assert bench.main(f"--model {path} {numbers} --set device=cpu".split()) == 0
-    printed = capsys.readouterr().out
-    assert " - " not in printed  # one turn has no range
-    assert printed.split("\n")[-2].startswith("Total: ")
     # The rate of a prompt does not count the token after it.
     arguments = f"--model {path} --workload pp512 --input 9 9 --json {kept} --set device=cpu"
     assert bench.main(arguments.split()) == 0

@@ -48,7 +48,8 @@ def write_gguf(directory: Path, kind: str) -> Path:
     import gguf
     from safetensors import safe_open
 
-    path, config = gguf_path(directory), read_config(directory)
+    path = gguf_path(directory)
+    config = read_config(directory)
     architecture = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, architecture, use_temp_file=False)
     config |= config.get("rope_parameters") or {}

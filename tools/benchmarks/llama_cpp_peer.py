@@ -91,7 +91,7 @@ class Engine:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # the output of libraries is not an answer
     job = json.loads(sys.stdin.readline())
     start = time.perf_counter()
     engine = Engine(**job["options"])

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def cpu_seconds() -> tuple[float, float]:
     """Return CPU seconds since boot: of the machine, idle time included, and of other processes."""
     machine = psutil.cpu_times()
-    ours = 0.0  # of this process and its children
+    ours = 0.0  # seconds of this process and its children
     # On Linux, the first eight fields include the time of the others.
     total = sum(machine[:8])
     process = psutil.Process()
@@ -65,7 +65,7 @@ def busy_process() -> Iterator[None]:
     """Run another process, which uses one core, while the block runs."""
     with subprocess.Popen(python("while True: pass")) as process:
         try:
-            time.sleep(0.3)  # until it has started
+            time.sleep(0.3)  # the process needs time to start
             yield
         finally:
             process.kill()

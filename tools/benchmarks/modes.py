@@ -27,7 +27,8 @@ from nanovllm.runner.rows import Rows
 class NoModel:
     """A runner without a model. Every sampled token is 1."""
 
-    num_blocks, async_scheduling = 4096, False
+    num_blocks = 4096
+    async_scheduling = False
 
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
         num_tokens = sum(chunk.result_kind is not None for chunk in plan.chunks)
@@ -39,7 +40,8 @@ def many(counts: tuple[int, ...] = (1000, 1_000_000)) -> None:
     """Show that the host's work for a step does not depend on how many requests wait."""
     print("\nrequests of 20 token ids and 8 output tokens without a model, 256 at a time")
     print(f"{'requests':>9}{'added per s':>13}{'us per step':>13}{'bytes of a waiting one':>24}")
-    rng, params = random.Random(0), SamplingParams(max_tokens=8)
+    rng = random.Random(0)
+    params = SamplingParams(max_tokens=8)
     for n in counts:
         input_processor = InputProcessor(None, 10_000, 1024, frozenset(), SamplingParams(), 0)
         engine = LLMEngine(EngineConfig(max_num_seqs=256), NoModel(), input_processor)
@@ -71,7 +73,7 @@ def host_only(args: argparse.Namespace, options: dict[str, Any], steps: int = 20
     print("\nhost time of a decode step without a model, in us, after prompts of 1,000 tokens")
     print(f"{'sequences':>9}{'schedule':>12}{'build batch':>13}{'commit':>10}{'sum':>10}")
     rng = random.Random(0)
-    blocks = -(-(1000 + steps) // 16) + 1  # of a sequence
+    blocks = -(-(1000 + steps) // 16) + 1  # the blocks of a sequence
     for n in (1, 64, 256, 1024):
         scheduler = Scheduler(BlockManager(n * blocks, 16), n, n * 1000)
         rows = Rows(n, blocks, 16, torch.device("cpu"))

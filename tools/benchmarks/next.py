@@ -2,9 +2,9 @@
 
     python -m tools.benchmarks.next
 
-products  of 1 to 64 rows with weights in bfloat16: the kernel of quantized weights beside cuBLAS
-decodes   attention over an fp8 cache: the tile of the table beside four others
-prompts   attention of a whole prompt: the kernel beside cuDNN, by torch's SDPA
+products  of 1 to 64 rows with weights in bfloat16: the kernel of quantized weights, and cuBLAS
+decodes   attention over an fp8 cache: the tile of the table, and four others
+prompts   attention of a whole prompt: the kernel, and cuDNN through torch's SDPA
 
 Each is timed by replays of a CUDA graph. Without a GPU the kernels run in Triton's interpreter at
 small sizes, to try the script.
@@ -34,7 +34,8 @@ from nanovllm.features.kernel_check.comparisons import attention_step
 from nanovllm.loading.select_backend import pick_backend, pick_device
 from nanovllm.models.backend import Backend
 
-DEVICE, DTYPE = pick_device("auto"), torch.bfloat16 if ON_GPU else torch.float32
+DEVICE = pick_device("auto")
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 # (outputs, inputs) of the products of Qwen3-0.6B, and the numbers of rows.
 SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151_936, 1024)]
 SHAPES, ROWS = (SHAPES, (1, 16, 64)) if ON_GPU else ([(64, 64)], (1,))

@@ -83,7 +83,8 @@ def main() -> None:
         print(json.dumps(turn(args.model, args.tokens, *args.turn)))
         return
     with tempfile.TemporaryDirectory() as parent:
-        model, directory = args.model, str(Path(parent) / "cache")
+        model = args.model
+        directory = str(Path(parent) / "cache")
         if args.shape:
             model = str(write_shape(args.shape, Path(parent)))
             save_random_weights(Path(model))
@@ -94,7 +95,8 @@ def main() -> None:
             done = subprocess.run([*command, how], stdout=subprocess.PIPE, text=True, check=True)
             results[how].append(json.loads(done.stdout.splitlines()[-1]))
         [file] = Path(directory).iterdir()
-        rates, size = [read_rate(file) / 1e9 for _ in range(args.repeats)], file.stat().st_size
+        rates = [read_rate(file) / 1e9 for _ in range(args.repeats)]
+        size = file.stat().st_size
     for how in ("compute", "load"):
         print(f"first token, {how}: {middle([r['first'] for r in results[how]])} s")
     pairs = zip(results["compute"], results["load"], strict=True)

@@ -57,7 +57,7 @@ def costs(
     def bytes_for(num_tokens: int) -> float:
         return layers_for(num_tokens) * layer_size + head * head_size
 
-    layers = layers_for(1)  # what one token uses
+    layers = layers_for(1)  # the weights that one token uses
     weight_bytes = round(sum(linears) * layer_size + head * head_size)
     kv_token = config.block_bytes(1, kv_itemsize or itemsize)
     flops_per_attended = 4 * len(config.kv_layers) * config.num_heads * config.head_dim
@@ -146,7 +146,8 @@ def measure_peak(device: torch.device, dtype: torch.dtype, step_bytes: int) -> d
 
     cuda = device.type == "cuda"
     size = min(max(step_bytes, 4 << 20), (4 << 30) if cuda else (1 << 30)) // 4096 * 1024
-    buffer, vector = torch.ones(size, device=device), torch.ones(1024, device=device)
+    buffer = torch.ones(size, device=device)
+    vector = torch.ones(1024, device=device)
     read = min(fastest(buffer.sum), fastest(lambda: buffer.view(-1, 1024) @ vector))
     side = 8192 if cuda else 2048
     # The values are random, because a GPU draws less power and is faster if it multiplies ones.

@@ -30,8 +30,9 @@ def copies(rows: int, is_embedded: bool) -> tuple[list[str], list[SamplingParams
     """Return prompts that begin to repeat what they contain."""
     prompts = []
     for i in range(1, rows + 1):
-        if is_embedded:  # it answers such questions
-            question, numbers = f"Count from 1 to {40 + i}\n", map(str, range(1, 41 + i))
+        if is_embedded:  # The embedded model was trained on such questions.
+            question = f"Count from 1 to {40 + i}\n"
+            numbers = map(str, range(1, 41 + i))
             prompts.append(f"{question}{', '.join(numbers)}\n\n{question}")
         else:
             lines = [f"{k}. {topic.names[0]}\n" for k, topic in enumerate(TOPICS[i : i + 20])]
@@ -53,7 +54,8 @@ def main() -> None:
         options["attention_backend"] = "numba"  # waits until the kernels are compiled
     prompts: Any
     with tempfile.TemporaryDirectory() as parent:
-        model, spec = args.model, WORKLOADS.get(args.workload)
+        model = args.model
+        spec = WORKLOADS.get(args.workload)
         if spec is not None and spec.model is not None:
             model = str(write_shape(spec.model, Path(parent)))
             options |= dict(load_format="dummy", skip_tokenizer_init=True, max_model_len=4096)
@@ -83,7 +85,8 @@ def main() -> None:
                 times[name].append(time.perf_counter() - start)
             tokens[name] = [output.outputs[0].token_ids for output in outputs]
     ratios = [a / b for a, b in zip(times["without"], times["with"], strict=True)]
-    stats, total = engines["with"].stats(), sum(map(len, tokens["with"]))
+    stats = engines["with"].stats()
+    total = sum(map(len, tokens["with"]))
     runner: Any = engines["with"].engine.runner
     print(*(f"{name}: {value}" for name, value in describe(runner.device).items()), sep="\n")
     for name, seconds in times.items():

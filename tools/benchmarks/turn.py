@@ -59,7 +59,7 @@ class Process:
         self.directory = tempfile.TemporaryDirectory(
             prefix="nanovllm-bench-", ignore_cleanup_errors=True
         )
-        self.printed = Path(self.directory.name) / "printed"  # for an error
+        self.printed = Path(self.directory.name) / "printed"  # errors show the end of it
         with self.printed.open("w") as printed:
             self.process = subprocess.Popen(
                 command,
@@ -113,7 +113,7 @@ class Process:
 
 def main() -> None:
     with os.fdopen(os.dup(1), "w", buffering=1) as answers:
-        os.dup2(2, 1)  # what libraries print is no answer
+        os.dup2(2, 1)  # the output of libraries is not an answer
         loaded, measured = load(json.loads(sys.stdin.readline()))
         print(json.dumps(loaded), file=answers)
         for line in sys.stdin:
@@ -125,7 +125,8 @@ def load(job: Result) -> tuple[Result, Callable[..., Result]]:
 
     Returns the times of both, and a function that runs the workload again.
     """
-    work, dtype = Workload(**job["work"]), getattr(torch, job["dtype"])
+    work = Workload(**job["work"])
+    dtype = getattr(torch, job["dtype"])
     if job["engine"] == "nanovllm" and job["device"] == "cpu" and find_spec("numba"):
         # Otherwise the first run of a small model would use plain torch.
         importlib.import_module("nanovllm.backends.cpu.compile").compile_now(dtype)
@@ -205,7 +206,7 @@ def profile_run(llm: LLM, work: Workload) -> Result:
     runner: Any = llm.engine.runner
     cuda = torch.cuda.is_initialized()
     work = replace(work, outputs=[min(n, 100) for n in work.outputs], rounds=work.rounds[:1])
-    llm.reset_prefix_cache()  # which can take longer than a small run
+    llm.reset_prefix_cache()  # not measured, because it can take longer than a small run
     kernels = profile(activities=[ProfilerActivity.CUDA])
     # Without entries for built-in functions, their time counts for the functions that call them.
     calls = cProfile.Profile(builtins=False)

@@ -13,7 +13,7 @@ import time
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # the output of libraries is not an answer
     import vllm
 
     job = json.loads(sys.stdin.readline())

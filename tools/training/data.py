@@ -43,8 +43,14 @@ def _draw(test: bool, make: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
 
 
 BEFORE = (
-    *("please ", "can you ", "could you ", "can you please ", "now ", "hey, "),
-    *("I want you to ", "I need you to "),
+    "please ",
+    "can you ",
+    "could you ",
+    "can you please ",
+    "now ",
+    "hey, ",
+    "I want you to ",
+    "I need you to ",
 )
 
 
@@ -78,7 +84,7 @@ def _pair(rng: random.Random, test: bool) -> tuple[int, int]:
     Equal operands are never held out, because `compare` draws them more often than chance.
     """
     while True:
-        small = not test and rng.random() < 0.15  # what people ask first
+        small = not test and rng.random() < 0.15  # users begin with small numbers
         top = 12 if small else MAX_NUMBER
         a, b = rng.randint(0, top), rng.randint(0, top)
         if (a != b and held_out(sorted((a, b)))) == test:

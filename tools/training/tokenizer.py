@@ -13,7 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from tools.training.data import corpus
 
-END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+END_OF_TEXT = "<|endoftext|>"
+IM_START = "<|im_start|>"
+IM_END = "<|im_end|>"
 SPECIAL = (END_OF_TEXT, IM_START, IM_END)
 # Qwen3 keeps these visible when special tokens are skipped.
 MARKUP = (

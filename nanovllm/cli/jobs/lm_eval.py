@@ -160,7 +160,9 @@ class NanoVLLM(TemplateLM):  # type: ignore[misc]
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        prompts, params, until = [], [], []
+        prompts = []
+        params = []
+        until = []
         eos = self.tokenizer.decode(self.eot_token_id)
         for context, settings in (request.args for request in requests):
             fields = dict(normalize_gen_kwargs(settings, self.max_gen_toks))
@@ -185,7 +187,7 @@ class NanoVLLM(TemplateLM):  # type: ignore[misc]
 
 
 def main(argv: list[str]) -> None:
-    """Run the program of lm_eval, which now knows the model "nanovllm"."""
+    """Run the program of lm_eval, with the model "nanovllm"."""
     from lm_eval.__main__ import cli_evaluate
 
     sys.argv = ["nanovllm lm-eval", *argv]

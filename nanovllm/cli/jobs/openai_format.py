@@ -1,13 +1,12 @@
 """OpenAI's format: makes prompts and parameters from a request's body, and a response from outputs.
 
 The endpoints are /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/score and /v1/rerank.
-vLLM's additional fields are known too. A field with the value null counts as left out. An unknown
-field or unsupported value is an error: ignoring it would change what the caller asked for.
+vLLM's additional fields are accepted too. A field with the value null is treated as missing. An
+unknown field or unsupported value is an error: ignoring it would change what the caller asked for.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from base64 import b64encode
@@ -17,29 +16,37 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nanovllm.cli.jobs.openai_responses import (
+    Fields,
+    checked_output,
+    choice,
+    finite,
+    token_counts,
+)
 from nanovllm.engine.chat_template import as_conversations
 from nanovllm.engine.request import Progress, Request
 from nanovllm.features.sampling.tool_calls import ToolUse
 from nanovllm.features.tasks.embeddings.pooling import PoolingParams
 from nanovllm.features.tasks.rerank import Scorer
 from nanovllm.inputs import Prompt, as_list
-from nanovllm.outputs import CompletionOutput, Logprob
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.utils.checks import check_scalar, unknown_name
-from nanovllm.utils.errors import why_no_token
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 SCORE, RERANK = "/v1/score", "/v1/rerank"
-Fields = dict[str, Any]
-PAIRS = ("data_1", "data_2"), ("queries", "documents"), ("text_1", "text_2")  # of scores
+# The names that the two lists of texts of a score can have.
+PAIRS = ("data_1", "data_2"), ("queries", "documents"), ("text_1", "text_2")
 TEMPLATE = ("add_generation_prompt", "continue_final_message", "chat_template")
 CHAT_FIELDS = {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
 CHAT_FIELDS |= {*TEMPLATE, "tools", "tool_choice", "parallel_tool_calls"}
 SAMPLING = {"response_format", *SamplingParams.__dataclass_fields__}
-SAMPLING -= {"detokenize", "logits_processors"}  # a response has a text, and JSON no functions
+SAMPLING -= {
+    "detokenize",
+    "logits_processors",
+}  # a response always has text, and JSON cannot contain functions
 FIELDS = {
     CHAT: SAMPLING | CHAT_FIELDS,
     COMPLETIONS: SAMPLING | {"prompt"},
@@ -63,14 +70,14 @@ class Job:
     encoding: str = "float"  # of embeddings: "float" or "base64"
     tool_use: ToolUse | None = None  # of chats
     scorer: Scorer | None = None  # of scores
-    top_n: int = 0  # so many documents of a rerank, the best first; 0: all
+    top_n: int = 0  # the number of documents that a rerank returns, the best first; 0: all
 
     def submit(self, llm: LLM) -> list[Request]:
         """Queue all prompts. If one raises ValueError or TypeError, none is queued."""
         pairs = [(prompt, self.params) for prompt in self.prompts]
         names = [] if self.scorer is None else self.scorer.names
         requests = llm.engine.input_processor.check(pairs, Progress(), names=names)
-        task: Any = requests[0].task  # of all
+        task: Any = requests[0].task  # all requests have the same one
         if self.url == COMPLETIONS:
             task.separates = False  # as in vLLM, the text includes the thinking
         if self.tool_use is not None:
@@ -99,7 +106,7 @@ class Job:
             return body | {"results": ranked[: self.top_n or None]}
         if isinstance(self.params, PoolingParams):
             vectors: list[Any] = [out.outputs.embedding for out in outputs]
-            if self.encoding == "base64":  # of little-endian float32 numbers
+            if self.encoding == "base64":  # the bytes of little-endian float32 numbers
                 vectors = [b64encode(np.asarray(v, "<f4").tobytes()).decode() for v in vectors]
             data = [Fields(object="embedding", index=i, embedding=v) for i, v in enumerate(vectors)]
             return body | {"object": "list", "data": data}
@@ -155,7 +162,8 @@ def parse(llm: LLM, url: Any, body: Any, model: str, trust_chat_templates: bool 
             raise ValueError(
                 "chat_template is a program; leave it out, or use --trust-chat-templates"
             )
-        tools, parallel = given.pop("tools", []), given.pop("parallel_tool_calls", True)
+        tools = given.pop("tools", [])
+        parallel = given.pop("parallel_tool_calls", True)
         tool_use = ToolUse(tools, given.pop("tool_choice", "auto" if tools else "none"), parallel)
         prompts = [chat_prompt(llm, given, tools)]
     else:
@@ -194,7 +202,8 @@ def sampling_params(given: Fields, defaults: SamplingParams, chat: bool) -> Samp
     given = Fields(max_tokens=None if chat else 16, logprobs=None) | given
     if chat:
         given["max_tokens"] = given.pop("max_completion_tokens", given["max_tokens"])
-        top, with_logprobs = given.pop("top_logprobs", 0), given["logprobs"] or False
+        top = given.pop("top_logprobs", 0)
+        with_logprobs = given["logprobs"] or False
         check_scalar("logprobs", with_logprobs, bool)
         check_scalar("top_logprobs", top, int, (-1, math.inf))
         if top and not with_logprobs:
@@ -209,7 +218,8 @@ def structured_outputs(fields: Fields, form: Fields) -> StructuredOutputsParams 
     """Return the grammar that `structured_outputs` and `response_format` of a body ask for."""
     check_scalar("structured_outputs", fields, dict)
     check_scalar("response_format", form, dict)
-    kind, schema = form.get("type", "text"), form.get("json_schema")
+    kind = form.get("type", "text")
+    schema = form.get("json_schema")
     check_scalar("the type of response_format", kind, str, ("text", "json_object", "json_schema"))
     if kind == "json_object":
         fields = fields | {"json_object": True}
@@ -218,86 +228,3 @@ def structured_outputs(fields: Fields, form: Fields) -> StructuredOutputsParams 
             raise ValueError("response_format of type 'json_schema' needs json_schema.schema")
         fields = fields | {"json": schema["schema"]}
     return StructuredOutputsParams(**fields) if fields else None
-
-
-# ---- responses ----
-
-
-def checked_output(request: Request) -> Any:
-    """Return the output of a request that has ended. Raises an error if it has no result."""
-    if request.error is not None:
-        raise request.error
-    if any(sample.seq.finish_reason == "error" for sample in request.samples):
-        raise RuntimeError(f"no token could be sampled: {why_no_token(request.task.params)}")
-    return request.output
-
-
-def token_counts(prompt: int, new: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-
-
-def choice(sample: CompletionOutput, index: int, tool_use: ToolUse | None, num_top: int) -> Fields:
-    """Return a choice of a response. `tool_use` is None for a completion."""
-    shown: Fields = {"index": index, "stop_reason": sample.stop_reason}
-    reason = sample.finish_reason
-    if tool_use is not None:
-        text, calls = tool_use.parse(sample.text)
-        content = text or None if calls else text
-        message: Fields = {"role": "assistant", "content": content, "refusal": None}
-        message |= {} if sample.reasoning is None else {"reasoning": sample.reasoning}
-        if calls:
-            message["tool_calls"], reason = calls, "tool_calls"
-        shown |= {"message": message, "logprobs": chat_logprobs(sample, num_top)}
-    else:
-        shown["text"], shown["logprobs"] = sample.text, completion_logprobs(sample)
-    return shown | {"finish_reason": reason}
-
-
-def chat_logprobs(sample: CompletionOutput, num_top: int) -> Fields | None:
-    if sample.logprobs is None:
-        return None
-    content = []
-    for entry in sample.logprobs:
-        shown = [
-            {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
-            for text, logprob in token_texts(entry)
-        ]
-        ranked = sorted(
-            zip((e.rank for e in entry.values()), itertools.count(), shown, strict=False)
-        )
-        top = [token for rank, _, token in ranked if num_top == -1 or rank <= num_top]
-        content.append(shown[0] | {"top_logprobs": top})
-    return {"content": content}
-
-
-def completion_logprobs(sample: CompletionOutput) -> Fields | None:
-    if sample.logprobs is None:
-        return None
-    entries = [token_texts(entry) for entry in sample.logprobs]
-    texts = [text for (text, _), *_ in entries]
-    return {
-        "text_offset": [0, *itertools.accumulate(map(len, texts))][: len(texts)],
-        "token_logprobs": [finite(logprob) for (_, logprob), *_ in entries],
-        "tokens": texts,
-        "top_logprobs": [{text: finite(logprob) for text, logprob in entry} for entry in entries],
-    }
-
-
-def token_texts(entry: dict[int, Logprob]) -> list[tuple[str, Logprob]]:
-    """Return the texts of the tokens of one position, the sampled token first."""
-    return [
-        (f"token_id:{token}" if logprob.decoded_token is None else logprob.decoded_token, logprob)
-        for token, logprob in entry.items()
-    ]
-
-
-def finite(entry: Logprob) -> float:
-    """Return a number that JSON has: -9999.0 for an impossible token, as OpenAI and vLLM do."""
-    return entry.logprob if entry.logprob > -9999.0 else -9999.0
-
-
-def error_body(error: Exception) -> Fields:
-    """Return vLLM's description of an error, with the HTTP status as its code."""
-    is_bad_request = isinstance(error, (TypeError, ValueError, ImportError))
-    kind, code = ("BadRequestError", 400) if is_bad_request else ("InternalServerError", 500)
-    return {"error": {"message": str(error), "type": kind, "param": None, "code": code}}

@@ -11,7 +11,8 @@ from typing import Any
 import pyarrow as pa
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.cli.jobs.openai_format import chat_prompt, checked_output
+from nanovllm.cli.jobs.openai_format import chat_prompt
+from nanovllm.cli.jobs.openai_responses import checked_output
 from nanovllm.config import EMBEDDED
 from nanovllm.engine.request import Request
 from nanovllm.utils.checks import check_scalar

@@ -8,7 +8,7 @@ written as soon as it is known. The order of the output therefore differs from t
 
 The result of an invalid line is an error. If the run is stopped at any point, even with kill -9,
 run the same command again to resume it. The exit status is 1 if any line has an error. docs/jobs.md
-says more.
+has the details.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from nanovllm.cli.jobs.openai_format import Job, error_body, parse
+from nanovllm.cli.jobs.openai_format import Job, parse
+from nanovllm.cli.jobs.openai_responses import error_body
 from nanovllm.cli.options import add_model_options
 from nanovllm.config import EMBEDDED
 from nanovllm.engine.request import Request
@@ -34,7 +35,8 @@ from nanovllm.llm import LLM
 from nanovllm.utils.checks import check_scalar, located
 
 # What each result begins with, and what a result without an error ends with.
-START, SUCCESS = b'{"id": "batch-', b'"error": null}\n'
+START = b'{"id": "batch-'
+SUCCESS = b'"error": null}\n'
 
 
 class BatchFiles:
@@ -44,12 +46,13 @@ class BatchFiles:
     are done. A kill or a full disk can leave a last line without a newline. This line is cut off,
     and its request is computed again.
 
-    Raises OSError if a file cannot be opened, and ValueError if the output has lines of something
-    else than this input, or two results of one line. The output is then unchanged.
+    Raises OSError if a file cannot be opened, and ValueError if the output has lines that do not
+    belong to this input, or two results of one line. The output is then unchanged.
     """
 
     def __init__(self, source: Path, target: Path, retry_errors: bool = False) -> None:
-        self.source, self.target = source, target
+        self.source = source
+        self.target = target
         # Number of a line, from 1 -> its custom_id, and the message of its error or None.
         self.done: dict[int, tuple[str | None, str | None]] = {}
         custom_ids = {number: custom_id for number, custom_id, _ in self.requests()}
@@ -70,7 +73,7 @@ class BatchFiles:
             os.truncate(target, size)
 
     def _remove_errors(self) -> None:
-        """Replace the output by a file without its errors. A kill leaves one or the other."""
+        """Replace the output by a file without its errors, which is complete before that."""
         rest = self.target.with_name(self.target.name + ".rest")
         with self.target.open("rb") as old, rest.open("wb") as new:
             new.writelines(line for line in old if line.endswith(SUCCESS))
@@ -79,7 +82,8 @@ class BatchFiles:
 
     def _read_results(self) -> int:
         """Read which lines are done. Returns the size of the complete lines in bytes."""
-        size, twice = 0, []
+        size = 0
+        twice = []
         with self.target.open("rb") as results:
             for line in results:
                 if not START.startswith(line[: len(START)]):
@@ -101,7 +105,8 @@ class BatchFiles:
     def mark_done(self, result: dict[str, Any]) -> bool:
         """Note that a result is in the output. Returns whether it is the first of its line."""
         error = result["error"] and result["error"]["error"]["message"]
-        number, num_done = int(result["id"].removeprefix("batch-")), len(self.done)
+        number = int(result["id"].removeprefix("batch-"))
+        num_done = len(self.done)
         self.done[number] = result["custom_id"], error
         return len(self.done) > num_done
 
@@ -116,7 +121,8 @@ class BatchFiles:
         """
         with self.source.open("rb") as lines:
             for number, line in enumerate(lines, 1):
-                custom_id, request = None, None
+                custom_id = None
+                request = None
                 try:
                     with located("the line is not JSON: "):
                         request = json.loads(line)
@@ -148,7 +154,8 @@ def run_batch(
                         raise request
                     if (method := request.get("method")) is not None:
                         check_scalar("method", method, str, ("POST",))
-                    url, body = request.get("url"), request.get("body")
+                    url = request.get("url")
+                    body = request.get("body")
                     job = parse(llm, url, body, model, trust_chat_templates)
                     in_flight[number] = custom_id, job, job.submit(llm)
                 except Exception as error:
@@ -169,15 +176,17 @@ def make_result(
     number: int, custom_id: str | None, job: Job | Exception, requests: list[Request]
 ) -> dict[str, Any]:
     """Return the result of a job whose requests have ended, or of an error."""
-    name, body, error = f"batch-{number}", None, None
+    name = f"batch-{number}"
+    body = None
+    error = None
     try:
         if isinstance(job, Exception):
             raise job
         body = job.response(name, requests)
     except Exception as failure:
         error = error_body(failure)
-    code = error["error"]["code"] if error else 200
-    response = {"status_code": code, "request_id": name, "body": body}
+    status = error["error"]["code"] if error else 200
+    response = {"status_code": status, "request_id": name, "body": body}
     return {"id": name, "custom_id": custom_id, "response": response, "error": error}
 
 
@@ -207,7 +216,7 @@ def only_writer(target: Path) -> Iterator[None]:
         else:
             # A soft lock, which filelock takes where the system has none, has the id already.
             if holder_of(path) != f"process {os.getpid()}":
-                with suppress(OSError):  # on Windows, nobody may write to what is locked
+                with suppress(OSError):  # on Windows, no process can write to a locked file
                     path.write_text(f"{os.getpid()}\n")
         yield
 

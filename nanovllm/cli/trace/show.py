@@ -15,7 +15,17 @@ from nanovllm.cli.trace.events import Event, State
 
 WIDTH = 100  # characters of a line of the table
 ROW = "{:>4} {:>4} {:>6} {:>6} {:<8.8} {:<17} {:<14} {:<17} {}"
-HEAD = ("step", "free", "cached", "shared", "request", "computes", "slots", "block table", "token")
+COLUMNS = (
+    "step",
+    "free",
+    "cached",
+    "shared",
+    "request",
+    "computes",
+    "slots",
+    "block table",
+    "token",
+)
 # Why the first waiting sequence is not admitted, by the scheduler's word for the reason. {} is
 # replaced by the name of the sequence.
 WHY_WAITING = {
@@ -26,7 +36,7 @@ WHY_WAITING = {
     "in flight": "a token of {} is in flight",
     "blocks": "{} needs more blocks than remain after reserving one for each running sequence",
 }
-INDENT = " " * 24  # of sentences below the rows of a step: they begin in the column "request"
+INDENT = " " * 24  # Sentences below the rows of a step begin in the column "request".
 
 
 def steps(events: list[Event]) -> Iterator[list[Event]]:
@@ -68,7 +78,7 @@ def table(options: dict[str, Any], events: list[Event], texts: dict[int, str]) -
         f"{plural(options['max_num_seqs'], 'sequence')} in a step",
         f"slot of a position = block_table[position // {size}] * {size} + position % {size}",
         "",
-        table_row(HEAD),
+        table_row(COLUMNS),
     ]
     any_late = False
     for group in steps(events):

@@ -204,7 +204,8 @@ class Trace(Observer):
 
     def _changes(self) -> Event:
         """Return the differences between the engine and the state after the last event."""
-        scheduler, blocks = self._scheduler, self._blocks
+        scheduler = self._scheduler
+        blocks = self._blocks
         state, numbers, before = self._state, self._numbers, self._preemptions
         queue = list(scheduler.waiting)
         unknown = [seq for seq in (*scheduler.running, *queue) if seq not in numbers]
@@ -213,7 +214,8 @@ class Trace(Observer):
         new = {seq: self._name(seq) for seq in islice(numbers, len(state.seqs), None)}
         tables = []
         for seq in (*before, *new):
-            number, table = numbers[seq], seq.block_table
+            number = numbers[seq]
+            table = seq.block_table
             old_table = state.seqs[number].table if number < len(state.seqs) else []
             if table != old_table:
                 keep = sum(takewhile(bool, map(eq, old_table, table)))

@@ -1,7 +1,8 @@
-"""Files of models, beside safetensors with a config.json.
+"""Files of models other than safetensors with a config.json.
 
 gguf                  files of llama.cpp, and the models that LLM() knows by name
 quantized_checkpoint  FP8, compressed-tensors, AWQ and GPTQ, decoded at load
+quantized_weight      one weight of such a checkpoint
 adapter               a LoRA adapter, merged into the weights at load
 hf_overrides          values that replace fields of config.json
 hub                   downloads from the Hugging Face hub

@@ -54,7 +54,7 @@ UNUSED = """
 # With other values of init_lora_weights, PEFT also changes the weights of the base model.
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(\.weight)?")
-DOWN = "down_proj.weight"  # of each expert
+DOWN = "down_proj.weight"  # the end of the name of this weight of an expert
 Part = tuple[int, int, slice]  # an expert, the number of experts, and rows of its product
 WHOLE: Part = (0, 1, slice(None))
 Products = dict[str, Callable[[], Tensor]]  # name in the base model -> what is added
@@ -75,7 +75,8 @@ class Adapter:
             )
         with located("adapter: "):
             directory = find(adapter)
-        self.path, config = directory / WEIGHTS, directory / CONFIG
+        self.path = directory / WEIGHTS
+        config = directory / CONFIG
         for path in (config, self.path):
             if not path.is_file():
                 raise ValueError(
@@ -91,7 +92,8 @@ class Adapter:
                 f"{config}: {named(refused)} is not supported; merge the adapter with "
                 "merge_and_unload of peft, and load the model that its save_pretrained then writes"
             )
-        self.base, self.use_rslora = raw.get("base_model_name_or_path"), raw.get("use_rslora")
+        self.base = raw.get("base_model_name_or_path")
+        self.use_rslora = raw.get("use_rslora")
         self.keeps_tied = raw.get("ensure_weight_tying")
         self.version = [int(part) for part in re.findall(r"\d+", raw.get("peft_version", ""))]
         # Patterns of module names -> ranks and alphas. The last pattern matches every name.
@@ -114,7 +116,8 @@ class Adapter:
         """
         base = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118
         names = {name.removeprefix(PREFIX): name for name in base}
-        table, is_tied = names.get(EMBEDDINGS[1], ""), HEAD not in base
+        table = names.get(EMBEDDINGS[1], "")
+        is_tied = HEAD not in base
         found = {name: adapter.get_slice(name).get_shape() for name in adapter.keys()}  # noqa: SIM118
         expected = dict[str, list[int] | None]()  # shapes by name in the adapter
         replaced = dict[str, str]()  # name in the base model -> name in the adapter
@@ -139,7 +142,8 @@ class Adapter:
             target = names.get(target, target)
             shape = shape_of(target)
             if factor is None:
-                replaced[target], expected[stored] = stored, shape
+                replaced[target] = stored
+                expected[stored] = shape
                 continue
             a, b = (re.sub(r"(.*lora_(embedding_)?)[AB]", rf"\g<1>{x}", stored) for x in "AB")
             add = functools.partial(product, read, a, b)

@@ -1,16 +1,12 @@
 """Quantized checkpoints: FP8, compressed-tensors, AWQ and GPTQ, decoded while they are loaded.
 
 All formats store a weight W [O, I] as small numbers, with a scale and maybe a zero point for each
-block of them:
-
-    W[o, i] = (values[o, i] - zeros[b, g]) * scales[b, g]     b = o // rows, g = groups[i]
-
-The formats differ in the names, layouts and packing of these tensors. `WeightFormat.decoded` gives
-a view of open safetensors files in which W has the name of an unquantized weight, such as
-"model.layers.0.mlp.up_proj.weight". W is computed when it is read, one weight at a time. A weight
-of 4 bits can also be read as it is stored, for backends/int4.py. The shapes of its tensors say how
-many bits a weight has, and which of the block sizes in quantization_config. Both may differ between
-layers. Activations are not quantized.
+block of them, as quantized_weight.py describes. The formats differ in the names, layouts and
+packing of these tensors. `WeightFormat.decoded` gives a view of open safetensors files in which W
+has the name of an unquantized weight, such as "model.layers.0.mlp.up_proj.weight". W is computed
+when it is read, one weight at a time. A weight of 4 bits can also be read as it is stored, for
+backends/int4.py. The shapes of its tensors say how many bits a weight has, and which of the block
+sizes in quantization_config. Both may differ between layers. Activations are not quantized.
 
 Formats: https://github.com/vllm-project/compressed-tensors, WQLinear_GEMM of AutoAWQ, QuantLinear
 of AutoGPTQ, and `weight_scale_inv` of DeepSeek-V3 (arXiv:2412.19437, section 3.3).
@@ -26,6 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanovllm.features.formats.quantized_weight import (
+    ONES,
+    QuantizedWeight,
+    bits_per_number,
+    from_awq_order,
+    unpack,
+)
 from nanovllm.utils.json_files import check_field
 
 # The suffixes of the tensors of a weight: numbers, scales, and others.
@@ -49,67 +52,7 @@ CHOICES: dict[str, dict[str, tuple[Any, ...]]] = {
         "data_type": ("int",),
     },
 }
-DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 EIGHT = ("F8", "I8")  # how the names of dtypes with 8 bits begin in safetensors
-ONES = {4: 0x11111111, 8: 0x01010101}  # words whose numbers of 4 or 8 bits are all 1
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the position of output 0, 1, 2, ... of each eight
-
-
-@dataclass(frozen=True)
-class QuantizedWeight:
-    """The tensors of one weight [O, I], in the same layout for all formats."""
-
-    values: Tensor  # [O, I], integers or numbers of 8 bits
-    scales: Tensor  # [O / rows, G]
-    zeros: Tensor | int  # as `scales`
-    rows: int  # consecutive outputs that share a scale
-    groups: Tensor  # [I] int64, the column of `scales` for each input
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.values.shape
-
-    def get_shape(self) -> list[int]:
-        """Return the shape. This and `get_dtype` are methods of the headers of safetensors."""
-        return list(self.shape)
-
-    def get_dtype(self) -> str:
-        return DTYPES.get(self.scales.dtype, str(self.scales.dtype))
-
-    def dequantized(self) -> Tensor:
-        """Return the weight [O, I] in the dtype of the scales, rounded once."""
-        zeros = self.zeros if isinstance(self.zeros, int) else self._expand(self.zeros)
-        weight = (self.values.float() - zeros) * self._expand(self.scales)
-        return weight.to(self.scales.dtype).contiguous()  # AWQ stores the transpose
-
-    def __getitem__(self, index: Tensor | tuple[slice, ...]) -> QuantizedWeight:
-        """Return rows, and columns if there are two slices, of a weight with rows = 1."""
-        rows, columns = (*index, slice(None))[:2] if isinstance(index, tuple) else (index, ...)
-        zeros = self.zeros if isinstance(self.zeros, int) else self.zeros[rows]
-        values, groups = self.values[rows, columns], self.groups[columns]
-        return QuantizedWeight(values, self.scales[rows], zeros, self.rows, groups)
-
-    def int4_groups(self) -> tuple[Tensor, Tensor] | None:
-        """Return values [O, I / 32, 32] int8 from -8 to 7 and scales [O, I / 32] float16.
-
-        Returns None if the weight has 8 bits, zero points, groups that are no multiples of 32
-        consecutive inputs, or scales that float16 does not represent. Then it has to be quantized
-        again.
-        """
-        scales = self.scales.half()
-        is_symmetric = bool((torch.as_tensor(self.zeros) == 8).all() and self.values.max() < 16)
-        if len(self.groups) % 32 or not is_symmetric or not torch.equal(scales, self.scales):
-            return None
-        groups = self.groups.unflatten(0, (-1, 32))
-        if (groups != groups[:, :1]).any():
-            return None
-        values = (self.values.to(torch.int8) - 8).unflatten(1, (-1, 32))
-        return values, scales[:, groups[:, 0]]
-
-    def _expand(self, blocks: Tensor) -> Tensor:
-        """Repeat the numbers of blocks [O / rows, G] -> [O, I] float32."""
-        rows = blocks.float().repeat_interleave(self.rows, dim=0)[: len(self.values)]
-        return rows[:, self.groups]
 
 
 @dataclass(frozen=True)
@@ -189,8 +132,8 @@ class WeightFormat:
             bits = bits_per_number(name, zeros.shape[1], len(scales))
             zeros = unpack(zeros + self.zero_offset * ONES[bits], bits)  # [G, O]
             if self.method == "awq":  # [I, O / 8]
-                values = _from_awq_order(unpack(values, bits)).T
-                zeros = _from_awq_order(zeros)
+                values = from_awq_order(unpack(values, bits)).T
+                zeros = from_awq_order(zeros)
             else:  # [I * bits / 32, O]
                 values = unpack(values.T.contiguous(), bits)
             zeros = zeros.T
@@ -232,7 +175,9 @@ class DecodedFile:
 
     def __init__(self, weight_format: WeightFormat, file: Any, where: Mapping[str, Any]) -> None:
         """`where` maps the names of all tensors of the checkpoint to their files."""
-        self.format, self.file, self.where = weight_format, file, where
+        self.format = weight_format
+        self.file = file
+        self.where = where
         self.quantized: dict[str, str] = {}  # name of a decoded weight -> suffix of its values
         self.others: list[str] = []  # names of tensors that stay as they are
         for name in file.keys():  # noqa: SIM118 (not a dict)
@@ -283,25 +228,3 @@ class DecodedFile:
             else:
                 tensors[suffix] = file.get_tensor(part)
         return self.format.read(name, tensors)
-
-
-def bits_per_number(name: str, words: int, numbers: int) -> int:
-    """Return the bits of each of `numbers` in a row of `words` of 32 bits."""
-    for bits in ONES:
-        if words == -(-numbers * bits // 32):
-            return bits
-    raise ValueError(
-        f"{name} packs {numbers} numbers into {words} words of 32 bits; supported are 4 and 8 bits "
-        "for a number"
-    )
-
-
-def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Unpack int32 [N, M] -> uint8 [N, M * 32 / bits]. The lowest bits are the first number."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
-    return (packed[:, :, None] >> shifts & (1 << bits) - 1).to(torch.uint8).flatten(1)
-
-
-def _from_awq_order(x: Tensor) -> Tensor:
-    """Sort the columns of unpacked numbers [N, M], which AWQ interleaves in each eight."""
-    return x.unflatten(1, (-1, 8))[:, :, AWQ_ORDER].flatten(1)

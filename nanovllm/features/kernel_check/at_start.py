@@ -131,7 +131,8 @@ def checks(
     model's where a kernel is compiled for them, and small elsewhere.
     """
     kernels, plain = backends
-    config, is_cpu = model.config, kernels.device.type == "cpu"
+    config = model.config
+    is_cpu = kernels.device.type == "cpu"
     calls: dict[tuple[Callable[..., Comparisons], Any], None] = {}  # a set in order
 
     def add(function: Callable[..., Comparisons], *sizes: Any) -> None:
@@ -156,8 +157,10 @@ def checks(
         else:
             add(compare.delta_rule, attn.sizes)
     for module in model.linears():
-        (outputs, inputs), names = module.weight.shape, [*module.projections]
-        num, is_up = num_experts(names), names[-1].endswith("up_proj")
+        outputs, inputs = module.weight.shape
+        names = [*module.projections]
+        num = num_experts(names)
+        is_up = names[-1].endswith("up_proj")
         if is_up:
             add(compare.silu_and_mul, outputs // max(1, num) // 2)
         if num and is_up:
@@ -182,7 +185,8 @@ def replay_is_right(
 
     `chunks` has the graphs of steps with chunks. A step has at most `max_tokens` tokens.
     """
-    problem, eager = "", runner.fused_model
+    problem = ""
+    eager = runner.fused_model
     try:
         check(replay(runner, graphs, chunks or eager, max_tokens), runner.dtype)
     except (ArithmeticError, RuntimeError) as error:
@@ -213,18 +217,21 @@ def replay(
     uses yet, are changed.
     """
     rows = [*range(min(2, runner.rows.num_rows, runner.num_blocks))]
-    block_size, num_blocks = runner.rows.block_size, runner.num_blocks // len(rows)
+    block_size = runner.rows.block_size
+    num_blocks = runner.num_blocks // len(rows)
     context = max(1, min(CONTEXTS[-1], runner.max_model_len, num_blocks * block_size) - 1)
     tables = [[1 + row + i * len(rows) for i in range(context // block_size + 1)] for row in rows]
     vocab_size = runner.model.config.vocab_size
     prompts = [[(7 * i * i + row) % vocab_size for i in range(context)] for row in rows]
-    sampling, results = RowSampling(temperature=0.0, seed=0), []
+    sampling = RowSampling(temperature=0.0, seed=0)
+    results = []
     sent = torch.tensor([rows, rows], device=runner.device)  # rows and their order
     # A size that is captured, so that eager steps have the same products. The rest is padded.
     size = min(256, max_tokens)
     replayed = chunks, partial(graphs.replay, rows)
     for model, decode in (replayed, (runner.fused_model, partial(runner.decode, *sent))):
-        runner.fused_model, hidden_states = model, []
+        runner.fused_model = model
+        hidden_states = []
         for row, table, prompt in zip(rows, tables, prompts, strict=True):
             new = [NewRow(row, table, sampling)]
             for start in range(0, context, size):
@@ -241,8 +248,10 @@ def replay(
     runner.rows.positions[rows] = 0
     runner.device_rows.positions[sent[0]] = 0
     (found_states, found, tokens), (wanted_states, wanted, _) = results
-    logits = runner.model.logits(found)  # of all ranks, before one of them can find a difference
+    # All ranks compute this, before one of them can find a difference.
+    logits = runner.model.logits(found)
     yield Comparison("chunks in CUDA graphs", found_states, wanted_states, factor=3)
     yield Comparison(f"{len(rows)} decodes in a CUDA graph", found, wanted, factor=3)
-    chosen, best = logits.gather(1, tokens[:, None]), logits.amax(dim=1, keepdim=True)
+    chosen = logits.gather(1, tokens[:, None])
+    best = logits.amax(dim=1, keepdim=True)
     yield Comparison("the tokens of a CUDA graph", chosen, best, factor=3)

@@ -26,8 +26,10 @@ from nanovllm.runner.rows import Rows, sampling_batch
 # The largest ||found - wanted|| / ||wanted|| of a row. Both are rounded to the dtype.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 # Tokens of the contexts of a chunk, which has the last 40 of them, and of three decodes.
-CONTEXTS, CHUNK = (300, 5, 17, 700), 40
-ROWS = 1, 17, 33, 65, 200  # of a product: one for each tile of a GPU, and the first two on a CPU
+CONTEXTS = (300, 5, 17, 700)
+CHUNK = 40
+# Numbers of rows of products: one for each tile of a GPU. A CPU has the first two.
+ROWS = 1, 17, 33, 65, 200
 
 Backends: TypeAlias = tuple[Backend, Backend]  # with kernels, and in plain torch
 
@@ -98,7 +100,8 @@ def sample(backends: Backends, vocab_size: int) -> Comparisons:
     # 8 pairs of tokens, of which one is at the end, have the same probabilities for each vocabulary
     # and dtype. Roundings therefore decide no token, as they could with random logits.
     logits = torch.full((48, vocab_size), -20.0, dtype=torch.float32, device=device)
-    pair, second = torch.arange(8, device=device), torch.arange(2, device=device)[:, None]
+    pair = torch.arange(8, device=device)
+    second = torch.arange(2, device=device)[:, None]
     logits[:, (pair + 1) * vocab_size // 8 - 1 - second] = pair / 2 + second
     # Temperature, top_k, top_p and min_p of 6 rows, 8 times.
     columns = (0, 1, 2, 1.5, 1, 1), (0, 0, 0, 2, 0, 0), (1, 1, 1, 1, 0.6, 1), (0, 0, 0, 0, 0, 0.4)
@@ -144,8 +147,10 @@ def expert_mlp(backends: Backends, num: int, size: int, hidden: int) -> Comparis
     new = normal_numbers(backends[0])
     gate_up, down = expert_linears(backends, new, num, size, hidden)
     for tokens in (3, 16 * num):
-        x, choices = new(tokens, hidden), torch.arange(2 * tokens) ** 2 % num
-        weights, choices = new(tokens, 2), choices.view(tokens, 2).to(x.device)
+        x = new(tokens, hidden)
+        choices = torch.arange(2 * tokens) ** 2 % num
+        choices = choices.view(tokens, 2).to(x.device)
+        weights = new(tokens, 2)
         found, wanted = (
             (first.backend.expert_mlp(first, second) or expert_mlp)(
                 x, weights, choices, first, second
@@ -177,10 +182,13 @@ def delta_rule(backends: Backends, sizes: tuple[int, int, int, int]) -> Comparis
     from nanovllm.features.models.hybrid.states import kernels_of
 
     layer, x, conv, rule = linear_attention(normal_numbers(backends[0]), sizes, 133, 4)
-    rows, size, results = torch.tensor([3, 0, 1], device=x.device), sizes[1] * sizes[3], []
+    rows = torch.tensor([3, 0, 1], device=x.device)
+    size = sizes[1] * sizes[3]
+    results = []
     for backend in backends:
         decode, chunk = kernels_of(backend)
-        states, out = (conv.clone(), rule.clone()), x.new_zeros(133, size)
+        states = (conv.clone(), rule.clone())
+        out = x.new_zeros(133, size)
         chunk(layer, x, *states, Segments([2, 0], [0, 130], [130, 133], [True, False]), out)
         results.append((out, decode(layer, x[:3].contiguous(), *states, rows), *states))
     names = "chunks", "decodes", "the state of the convolution", "the state of the rule"
@@ -192,7 +200,8 @@ def linear_attention(
     new: Callable[..., Tensor], sizes: tuple[int, int, int, int], tokens: int, rows: int
 ) -> tuple[Any, Tensor, Tensor, Tensor]:
     """Return a layer, its projections of `tokens`, and the states of `rows`, made by `new`."""
-    (key_heads, heads, key_dim, value_dim), wide = sizes, partial(new, dtype=torch.float32)
+    key_heads, heads, key_dim, value_dim = sizes
+    wide = partial(new, dtype=torch.float32)
     channels = 2 * key_heads * key_dim + heads * value_dim
     projections = {"qkv": channels, "z": heads * value_dim, "b": heads, "a": heads}
     layer = SimpleNamespace(
@@ -221,8 +230,11 @@ def attention_step(
     heads: numbers of query heads and KV heads, and their size. norm_dtype:
     dtype of the weights of the norms of q and k, or None for no norms.
     """
-    (num_heads, kv_heads, dim), (kernels, _) = heads, backends
-    new, device, num_tokens = normal_numbers(kernels), kernels.device, sum(query_lens)
+    num_heads, kv_heads, dim = heads
+    kernels, _ = backends
+    new = normal_numbers(kernels)
+    device = kernels.device
+    num_tokens = sum(query_lens)
     # The blocks of the sequences are in any order. Padding is the null block.
     counts = [-(-context // block_size) for context in contexts]
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0), device="cpu")

@@ -1,5 +1,5 @@
-"""Models besides Qwen3 and Llama.
+"""Models other than Qwen3 and Llama.
 
 hybrid  layers of linear attention, with a state for each sequence: Qwen3.5
-moe     mixtures of experts: Qwen3-MoE, and Qwen3.5-MoE of hybrid
+moe     mixtures of experts: Qwen3-MoE; hybrid uses them for Qwen3.5-MoE
 """

@@ -34,7 +34,7 @@ from torch import Tensor
 from nanovllm.config import EngineConfig
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.threads import hold_interrupt
-from nanovllm.features.formats.quantized_checkpoint import DTYPES
+from nanovllm.features.formats.quantized_weight import DTYPES
 from nanovllm.models.layers import Linear
 from nanovllm.models.weights import HEAD, PREFIX, CheckpointTensor, check_headers
 from nanovllm.models.weights import load_weights as load_files

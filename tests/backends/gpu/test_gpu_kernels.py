@@ -88,28 +88,6 @@ def test_attention(shape: tuple[int, int, int], size: int, dtype: torch.dtype, f
                 assert error(found, wanted) < TOLERANCE[dtype], splits
 
 
-def test_a_cache_of_more_than_2_31_elements() -> None:
-    from nanovllm.backends.gpu.kernels import attention
-    from nanovllm.backends.gpu.kernels.configs import GpuInfo, decode_tile
-
-    if torch.cuda.mem_get_info(torch.device(DEVICE))[0] < 10e9:
-        pytest.skip("needs 10 GB of free memory")
-    blocks, kv_heads, size, dim = 140_000, 8, 16, 128  # 2.3e9 elements, 4.6 GB each
-    k, v = (
-        torch.empty((blocks, kv_heads, size, dim), dtype=torch.bfloat16, device=DEVICE)
-        for _ in "kv"
-    )
-    last = torch.arange(blocks - 4, blocks, dtype=torch.int32, device=DEVICE)[None]
-    k[-4:], v[-4:] = torch.randn_like(k[-4:]), torch.randn_like(v[-4:])
-    q = torch.randn(1, 16, dim, device=DEVICE).bfloat16()
-    lens = torch.tensor([64], device=DEVICE)
-    starts = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
-    tile = decode_tile(GpuInfo.of(torch.device(DEVICE)), dim, torch.bfloat16)
-    found = torch.empty_like(q)
-    attention.attend_decode(q, k, v, lens.argsort(), lens, last, tile, 2, found)
-    assert error(found, references.attend(q.float(), k, v, starts, lens, last)) < 1e-2
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_pointwise_and_store(dtype: torch.dtype) -> None:
     from nanovllm.backends.gpu.kernels import pointwise, store

@@ -439,40 +439,10 @@ def test_the_grid_has_a_tile_for_all_rows_of_experts(counts: list[int], rows: in
     assert sum(-(-count // rows) for count in worst) == most
 
 
-def sampling_batch(rows: int, generator: torch.Generator) -> SamplingBatch:
-    def pick(*values: float) -> Tensor:
-        return torch.tensor(values)[torch.randint(len(values), (rows,), generator=generator)]
-
-    return SamplingBatch(
-        temperature=pick(0.0, 0.6, 1.0, 2.0),
-        filters={
-            "top_k": pick(0, 0, 1, 5, 30).long(),
-            "top_p": pick(1.0, 1.0, 0.95, 0.5, 1e-6),
-            "min_p": pick(0.0, 0.0, 0.1, 1.0),
-        },
-        seeds=torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator),
-        positions=torch.randint(1, 10_000, (rows,), generator=generator),
-    )
-
-
 def same_tokens(logits: Tensor, batch: SamplingBatch) -> None:
     """The tokens equal those of the reference: same filters, same random numbers, same draw."""
     expected = plain_sampler.sample(logits.float(), batch)
     assert sampler.sample(logits, batch).tolist() == expected.tolist()
-
-
-@pytest.mark.slow
-@settings(BRIEF, max_examples=6)
-@given(
-    seed=SEEDS,
-    size=st.sampled_from([40, 128, 2049]),
-    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
-)
-def test_sample(seed: int, size: int, dtype: torch.dtype) -> None:
-    """Of 2049 logits in half precision, many are equal."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = 3 * torch.randn(4, size, generator=generator)
-    same_tokens(logits.to(dtype), sampling_batch(4, generator))
 
 
 # (temperature, top_k, top_p, min_p). There are three chunks.
@@ -495,6 +465,7 @@ ROWS = [
         ("random", torch.bfloat16),
         ("random", torch.float32),
         ("few values", torch.float16),
+        ("few values", torch.bfloat16),
         ("few finite", torch.float32),
         ("negative", torch.bfloat16),
     ],
@@ -511,7 +482,7 @@ def test_sample_with_filters(kind: str, dtype: torch.dtype) -> None:
     temperature, top_k, top_p, min_p = torch.tensor(ROWS).T.contiguous()
     filters = {"top_k": top_k.long(), "top_p": top_p, "min_p": min_p}
     ids = torch.arange(len(ROWS))
-    same_tokens(logits.to(dtype), SamplingBatch(temperature, ids, ids, filters))
+    same_tokens(logits.to(dtype), SamplingBatch(temperature, ids - 3, ids, filters))
 
 
 @triton.jit

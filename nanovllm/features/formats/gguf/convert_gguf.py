@@ -54,7 +54,8 @@ def convert(source: Path, target: Path, dtype: str = "bfloat16", run_in: str | N
     try:
         read_tokenizer(file).save_pretrained(temporary)
         path = temporary / "tokenizer_config.json"
-        adds_eos = bool(file.field("tokenizer.ggml.add_eos_token"))  # which transformers drops
+        # transformers drops this field.
+        adds_eos = bool(file.field("tokenizer.ggml.add_eos_token"))
         path.write_text(json.dumps(read_json(path) | {"add_eos_token": adds_eos}, indent=2))
         (temporary / "config.json").write_text(json.dumps(raw, indent=2))
         generation = {"do_sample": False, "eos_token_id": raw["eos_token_id"]}

@@ -126,10 +126,10 @@ class GGUF:
             value = self.field(prefix + name)
             if value not in USUAL[name] if name in USUAL else value:
                 raise ValueError(f"{self.path} has {name} {value!r:.80}, which is not supported")
-        found = {ours: self.field(f"{self.kind}.{theirs}") for ours, theirs in FIELDS.items()}
+        found = {ours: self.field(prefix + theirs) for ours, theirs in FIELDS.items()}
         raw = {name: value for name, value in found.items() if value is not None}
         if missing := FIELDS.keys() - OPTIONAL - raw.keys():
-            raise ValueError(f"{self.path} has no field {self.kind}.{FIELDS[min(missing)]}")
+            raise ValueError(f"{self.path} has no field {prefix}{FIELDS[min(missing)]}")
         if EMBEDDINGS not in self.tensors:
             raise ValueError(f"{self.path} has no tensor token_embd.weight")
         # A turn of a chat may end with a token of its own.
@@ -150,7 +150,7 @@ class GGUF:
         if self.rope_divisors is not None:
             raw["rope_scaling"] = {**LLAMA3, "factor": float(self.rope_divisors.max())}
         config = ModelConfig.from_json(raw, self.path)
-        if self.field(f"{self.kind}.rope.dimension_count") not in (None, config.head_dim):
+        if self.field(prefix + "rope.dimension_count") not in (None, config.head_dim):
             raise ValueError(f"{self.path} rotates a part of each head, which is not supported")
         if (divisors := self.rope_divisors) is not None:
             whole, _ = RopeConfig(config.rope.rope_theta).frequencies(config.head_dim)

@@ -5,5 +5,5 @@ qwen3_5        the model
 delta_rule     linear attention in plain torch
 states         the states on the device
 state_blocks   the block manager, which keeps snapshots of states for the prefix cache
-state_memory   the number of states beside that of KV blocks
+state_memory   the memory of states, and how many there are
 """

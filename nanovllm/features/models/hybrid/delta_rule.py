@@ -63,7 +63,9 @@ def convolve(layer: LinearAttention, window: Tensor) -> Tensor:
     divided by sqrt(Dk).
     """
     key_heads, _, key_dim, _ = layer.sizes
-    num, wide, weight = window.shape[-2] - 3, window.float(), layer.conv1d
+    num = window.shape[-2] - 3
+    wide = window.float()
+    weight = layer.conv1d
     taps = [wide[..., j : j + num, :] * weight[j] for j in range(4)]
     mixed = F.silu(taps[0] + taps[1] + taps[2] + taps[3]).to(window.dtype).float()
     size = key_heads * key_dim
@@ -83,13 +85,6 @@ def heads(layer: LinearAttention, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor
         for x in (q, k)
     )
     return q, k, v.unflatten(-1, (value_heads, value_dim))
-
-
-def convolve_chunk(layer: LinearAttention, x: Tensor, conv: Tensor) -> Tensor:
-    """Return q, k and v [Q, C] of consecutive tokens, and advance the state conv [3, C]."""
-    window = torch.cat((conv, x[:, : conv.shape[1]]))
-    conv.copy_(window[-3:])
-    return convolve(layer, window)
 
 
 def gated_norm(layer: LinearAttention, o: Tensor, x: Tensor) -> Tensor:
@@ -136,8 +131,10 @@ def chunk(
         if start == end:  # a fork begins where the chunk begins
             continue
         tokens = x[start:end]
-        mixed = convolve_chunk(layer, tokens, conv[row])
-        solved = solve(layer, mixed, *gates(layer, *split(layer, tokens)[2:]))
+        mixed, _, b, a = split(layer, tokens)
+        window = torch.cat((conv[row], mixed))
+        conv[row] = window[-3:]
+        solved = solve(layer, convolve(layer, window), *gates(layer, b, a))
         out[start:end] = gated_norm(layer, advance(solved, rule[row]), tokens)
 
 
@@ -172,7 +169,8 @@ def solve(layer: LinearAttention, mixed: Tensor, beta: Tensor, g: Tensor) -> Sol
     # The upper triangle would overflow, so it is masked before the exponential.
     upper = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
     decay = (a.unsqueeze(-1) - a.unsqueeze(-2)).masked_fill_(upper, -torch.inf).exp_()
-    k_beta, power = k * beta.unsqueeze(-1), a.exp().unsqueeze(-1)
+    k_beta = k * beta.unsqueeze(-1)
+    power = a.exp().unsqueeze(-1)
     system = (k_beta @ k.mT) * decay
     right = torch.cat((v * beta.unsqueeze(-1), k_beta * power), dim=-1)
     # Only the strictly lower triangle of `system` is read.

@@ -32,12 +32,17 @@ class LinearAttention(SelfAttention):
 
     def __init__(self, config: HybridConfig, layer: int, backend: Backend) -> None:
         """`layer` is its number among the linear layers."""
-        self.layer, self.eps = layer, config.rms_norm_eps
+        self.layer = layer
+        self.eps = config.rms_norm_eps
         self.sizes = (
-            *(config.linear_num_key_heads, config.linear_num_value_heads),
-            *(config.linear_key_head_dim, config.linear_value_head_dim),
+            config.linear_num_key_heads,
+            config.linear_num_value_heads,
+            config.linear_key_head_dim,
+            config.linear_value_head_dim,
         )
-        heads, channels, size = self.sizes[1], config.conv_size, config.value_size
+        heads = self.sizes[1]
+        channels = config.conv_size
+        size = config.value_size
         projections = {"qkv": channels, "z": size, "b": heads, "a": heads}
         named = {f"in_proj_{name}": outputs for name, outputs in projections.items()}
         self.in_proj = Linear(config.hidden_size, named, backend)
@@ -60,7 +65,8 @@ class LinearAttention(SelfAttention):
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         for linear in self.linears():
             yield from linear.checkpoint_tensors(prefix)
-        shape, copy = (self.conv1d.shape[1], 1, KERNEL_SIZE), self.conv1d.copy_
+        shape = (self.conv1d.shape[1], 1, KERNEL_SIZE)
+        copy = self.conv1d.copy_
         yield CheckpointTensor(f"{prefix}conv1d.weight", shape, lambda t: copy(t[:, 0].T))
         yield CheckpointTensor.of(f"{prefix}A_log", self.a_log)
         yield CheckpointTensor.of(f"{prefix}dt_bias", self.dt_bias)
@@ -72,7 +78,9 @@ class GatedAttention(SelfAttention):
 
     def __init__(self, config: HybridConfig, layer: int, backend: Backend) -> None:
         """`layer` is its number among the layers with a KV cache."""
-        self.layer, self.config, self.backend = layer, config, backend
+        self.layer = layer
+        self.config = config
+        self.backend = backend
         self.q_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
         sizes = {"q_proj": self.q_size, "k_proj": kv_size, "v_proj": kv_size, "gate": self.q_size}
@@ -130,8 +138,10 @@ class GatedAttention(SelfAttention):
         (i, i + rotary_dim / 2). The other numbers form pairs whose angle is 0. The products of
         queries and keys do not change.
         """
-        dim, rotated = self.config.head_dim, self.config.rotary_dim
-        half, middle = rotated // 2, (dim + rotated) // 2
+        dim = self.config.head_dim
+        rotated = self.config.rotary_dim
+        half = rotated // 2
+        middle = (dim + rotated) // 2
         order = [*range(half), *range(rotated, middle), *range(half, rotated), *range(middle, dim)]
         return weight.unflatten(0, (-1, dim))[:, order].flatten(0, 1)
 
@@ -150,7 +160,8 @@ class Qwen3_5(Qwen3):
         self.norm = norm_weight(backend, config.hidden_size)
 
     def make_layers(self) -> list[DecoderLayer]:
-        config, backend = self.config, self.backend
+        config = self.config
+        backend = self.backend
         # Each kind of layer is numbered by itself, because KV and states are kept apart.
         kinds: dict[str, Any] = {
             FULL: (GatedAttention, count()),

@@ -11,18 +11,18 @@ that has a snapshot, and the row begins with a copy of it.
     The match of a b c d e f x ends after d, although there is KV for e and f. They are computed
     again, and the state after f becomes a snapshot, because others may begin in the same way.
 
-A snapshot takes a slot, the number of a state on the device. A slot holds as much as the KV of some
-hundred blocks, so only these snapshots are made:
+A snapshot takes a slot, the number of a state on the device. A slot takes as much memory as the
+KV of some hundred blocks, so only these snapshots are made:
 
-    kept       after the last full block of a prompt; if the prompt ends there, also one before
-    kept       where a match ran out of snapshots, although its KV went on: the second request with
-               a common prefix makes it, and the third uses it
-    rolling    after the last full block of any other chunk, and while decoding: the next one of the
-               sequence takes its place. When the sequence ends or is preempted, it is kept.
-    fork       before the last token of a prompt with several samples, for one step
+    kept       After the last full block of a prompt. If the prompt ends there, also a block before.
+    kept       After the last block of a match whose KV was cached and whose snapshot was not. The
+               second request with a common prefix makes it, and the third uses it.
+    latest     After the last full block of any other chunk, and while decoding. The next snapshot
+               of the sequence replaces it. If the sequence ends or is preempted, it is kept.
+    fork       Before the last token of a prompt with several samples, for one step.
 
 A preempted sequence thus repeats at most one block. If no slot is free, the least recently used
-snapshot is lost, except those that roll. Without any slot, there is no snapshot.
+snapshot is evicted, except the latest ones of sequences. Without any slot, there is no snapshot.
 
 The runner copies states to rows before it computes anything, and a step then writes its snapshots.
 A slot that the plan reads may thus be written by the same plan. A sequence whose match ends at a
@@ -57,15 +57,21 @@ class StateBlockManager(BlockManager):
         self.free_slots = list(reversed(self.all_slots))  # taken from the end
         # Block -> its slot, the least recently used first.
         self.snapshots: OrderedDict[int, int] = OrderedDict()
-        self.rolling: dict[Sequence, int] = {}  # -> the block of its rolling snapshot
+        self.latest_snapshot: dict[
+            Sequence, int
+        ] = {}  # -> the block of the snapshot that its next one replaces
         # A snapshot whose block is not cached yet, because its last token is in flight.
-        self.unknown: dict[Sequence, tuple[int, int]] = {}  # -> (number of tokens, slot)
-        self.fork_slots: dict[Sequence, int] = {}  # of parents
-        self.wanted: dict[Sequence, int] = {}  # -> number of tokens where its match ran out
-        # These belong to the plan that is being made; see `fill_copies`.
-        self._sources: dict[Sequence, int] = {}  # the state with which it begins
+        self.uncached_snapshots: dict[Sequence, tuple[int, int]] = {}  # -> (number of tokens, slot)
+        self.fork_slots: dict[Sequence, int] = {}  # parent -> the slot that its forks begin with
+        self.resumable_at: dict[
+            Sequence, int
+        ] = {}  # -> number of tokens where its match lacked a snapshot
+        self._begin_plan()
+
+    def _begin_plan(self) -> None:
+        self._sources: dict[Sequence, int] = {}  # the state with which a sequence begins
         self._saves: list[StateSave] = []
-        self._fresh: set[int] = set()  # slots that it writes
+        self._fresh: set[int] = set()  # slots that the plan writes
         self._returned: list[int] = []  # slots that the next plan may write
 
     def stats(self) -> dict[str, int]:
@@ -92,7 +98,7 @@ class StateBlockManager(BlockManager):
         with_kv = super().match(seq)
         super().attach_cached(seq, matched)
         if len(with_kv) > len(matched):
-            self.wanted[seq] = len(with_kv) * self.block_size
+            self.resumable_at[seq] = len(with_kv) * self.block_size
         if matched:
             self.state_hits += 1
             last = matched[-1].block_id
@@ -102,8 +108,8 @@ class StateBlockManager(BlockManager):
 
     def _keep(self, block_id: int) -> None:
         """Keep the snapshot of a block when the sequence that made it continues."""
-        for seq in [seq for seq, rolling in self.rolling.items() if rolling == block_id]:
-            del self.rolling[seq]
+        for seq in [seq for seq, latest in self.latest_snapshot.items() if latest == block_id]:
+            del self.latest_snapshot[seq]
 
     # ---- forks ----
 
@@ -122,18 +128,16 @@ class StateBlockManager(BlockManager):
 
     def cache_blocks(self, seq: Sequence, start: int) -> None:
         super().cache_blocks(seq, start)
-        end, fork_at = seq.num_computed, seq.num_prompt - 1
+        end = seq.num_computed
+        fork_at = seq.num_prompt - 1
         if seq.forks and start <= fork_at < end and fork_at and seq not in self.fork_slots:
             slot = self._save(seq, fork_at)
             if slot is not None:
                 self.fork_slots[seq] = slot
         if not self.enable_prefix_caching:
             return
-        if seq in self.wanted and start < self.wanted[seq] <= end:
-            position = self.wanted.pop(seq)
-            block = self._cached_block(seq, position)
-            if block is not None:
-                self._snapshot(seq, position, block)
+        if seq in self.resumable_at and start < self.resumable_at[seq] <= end:
+            self._snapshot_of_cached(seq, self.resumable_at.pop(seq))
         boundary = end // self.block_size * self.block_size
         if boundary <= start:
             return
@@ -141,27 +145,27 @@ class StateBlockManager(BlockManager):
         before = boundary - self.block_size
         if boundary == seq.num_prompt == end and before > start:
             # The same prompt again computes its last token, and cannot use the last snapshot.
-            block = self._cached_block(seq, before)
-            if block is not None:
-                self._snapshot(seq, before, block)
+            self._snapshot_of_cached(seq, before)
 
-    def _cached_block(self, seq: Sequence, position: int) -> Block | None:
-        """Return the cached block whose last token is the one before `position`, if any."""
-        return self.find(self.block_hash(seq, position // self.block_size - 1))
+    def _snapshot_of_cached(self, seq: Sequence, position: int) -> None:
+        """Save the state after `position` tokens, if the block that ends there is cached."""
+        block = self.find(self.block_hash(seq, position // self.block_size - 1))
+        if block is not None:
+            self._snapshot(seq, position, block)
 
     def _snapshot_at_boundary(self, seq: Sequence, boundary: int) -> None:
         """Make a snapshot after the last full block that the plan computes."""
         if seq.num_cached_blocks * self.block_size < boundary:
             if (slot := self._save(seq, boundary)) is not None:
-                self._return_unknown(seq)
-                self.unknown[seq] = boundary, slot
+                self._return_uncached(seq)
+                self.uncached_snapshots[seq] = boundary, slot
             return
         block = self.hash_to_block[seq.block_hashes[seq.num_cached_blocks - 1]]
-        rolls = boundary != seq.num_prompt // self.block_size * self.block_size
+        is_latest = boundary != seq.num_prompt // self.block_size * self.block_size
         if block.block_id not in self.snapshots:
-            self._roll(seq)
-        if self._snapshot(seq, boundary, block) and rolls:
-            self.rolling[seq] = block.block_id
+            self._drop_latest(seq)
+        if self._snapshot(seq, boundary, block) and is_latest:
+            self.latest_snapshot[seq] = block.block_id
 
     def _snapshot(self, seq: Sequence, position: int, block: Block) -> bool:
         """Save the state after `position` tokens as the snapshot of a block. Returns success."""
@@ -180,21 +184,21 @@ class StateBlockManager(BlockManager):
 
     def cache_full_blocks(self, seq: Sequence) -> None:
         super().cache_full_blocks(seq)
-        boundary, slot = self.unknown.get(seq, (0, 0))
+        boundary, slot = self.uncached_snapshots.get(seq, (0, 0))
         if slot and seq.num_cached_blocks * self.block_size == boundary:
-            del self.unknown[seq]
+            del self.uncached_snapshots[seq]
             block = self.hash_to_block[seq.block_hashes[seq.num_cached_blocks - 1]]
-            self._roll(seq)
+            self._drop_latest(seq)
             if block.block_id in self.snapshots:
                 self._return_slot(slot)
             else:
                 self._attach(block, slot)
-                self.rolling[seq] = block.block_id
+                self.latest_snapshot[seq] = block.block_id
 
-    def _roll(self, seq: Sequence) -> None:
-        """Drop the rolling snapshot of `seq`, if it has one."""
-        if seq in self.rolling:
-            self._drop(self.rolling[seq])
+    def _drop_latest(self, seq: Sequence) -> None:
+        """Drop the latest snapshot of `seq`, if it has one that the next one replaces."""
+        if seq in self.latest_snapshot:
+            self._drop(self.latest_snapshot[seq])
 
     def _save(self, seq: Sequence, position: int) -> int | None:
         """Plan to save the state after `position` tokens. Returns the slot, or None."""
@@ -205,11 +209,11 @@ class StateBlockManager(BlockManager):
         return slot
 
     def _take_slot(self) -> int | None:
-        """Return a slot that the plan may write. The least recently used snapshot may be lost."""
+        """Return a slot that the plan may write, or None. May evict a snapshot for it."""
         if not self.free_slots:
-            rolling = set(self.rolling.values())
+            latest = set(self.latest_snapshot.values())
             for block_id, slot in self.snapshots.items():
-                if slot not in self._fresh and block_id not in rolling:
+                if slot not in self._fresh and block_id not in latest:
                     self._drop(block_id)
                     self.state_evictions += 1
                     break
@@ -224,9 +228,9 @@ class StateBlockManager(BlockManager):
         """Free a slot. If the plan that is being made writes it, the next plan may use it."""
         (self._returned if slot in self._fresh else self.free_slots).append(slot)
 
-    def _return_unknown(self, seq: Sequence) -> None:
-        if seq in self.unknown:
-            self._return_slot(self.unknown.pop(seq)[1])
+    def _return_uncached(self, seq: Sequence) -> None:
+        if seq in self.uncached_snapshots:
+            self._return_slot(self.uncached_snapshots.pop(seq)[1])
 
     # ---- blocks ----
 
@@ -237,9 +241,9 @@ class StateBlockManager(BlockManager):
 
     def _forget_blocks(self, seq: Sequence) -> None:
         super()._forget_blocks(seq)
-        for per_sequence in (self._sources, self.wanted, self.rolling):
+        for per_sequence in (self._sources, self.resumable_at, self.latest_snapshot):
             per_sequence.pop(seq, None)
-        self._return_unknown(seq)
+        self._return_uncached(seq)
         if seq in self.fork_slots:
             self._return_slot(self.fork_slots.pop(seq))
 
@@ -249,5 +253,5 @@ class StateBlockManager(BlockManager):
         for parent in [parent for parent in self.fork_slots if not parent.forks]:
             self._return_slot(self.fork_slots.pop(parent))
         self.free_slots += self._returned
-        self._sources, self._saves, self._fresh, self._returned = {}, [], set(), []
+        self._begin_plan()
         return super().fill_copies(plan)

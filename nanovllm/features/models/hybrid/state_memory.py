@@ -15,12 +15,12 @@ def num_states(config: EngineConfig, state_bytes: int, max_bytes: int) -> tuple[
     fewer sequences run at a time.
     """
     fit = max_bytes // 2 // state_bytes - 1  # the padding row has a state too
-    wanted = config.num_state_slots if config.enable_prefix_caching else 0
-    if wanted is None:
+    slots = config.num_state_slots if config.enable_prefix_caching else 0
+    if slots is None:
         rows = max(1, min(config.max_num_seqs, fit // (1 + SLOTS_PER_ROW)))
         slots = max(0, min(rows * SLOTS_PER_ROW, fit - rows))
     else:
-        rows, slots = max(1, min(config.max_num_seqs, fit - wanted)), wanted
+        rows = max(1, min(config.max_num_seqs, fit - slots))
     size = (rows + 1 + slots) * state_bytes
     if size > max_bytes:
         raise ValueError(

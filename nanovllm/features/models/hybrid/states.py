@@ -37,7 +37,8 @@ class States:
     def __init__(self, config: HybridConfig, num_states: int, backend: Backend) -> None:
         """Allocate the states. Their content is undefined until they are written."""
         self.num_states = num_states
-        layers, heads = config.num_linear_layers, config.linear_num_value_heads
+        layers = config.num_linear_layers
+        heads = config.linear_num_value_heads
         dims = config.linear_key_head_dim, config.linear_value_head_dim
         self.rule = backend.empty(layers, num_states, heads, *dims, dtype=torch.float32)
         self.conv = backend.empty(layers, num_states, KERNEL_SIZE - 1, config.conv_size)
@@ -88,7 +89,8 @@ class States:
                 segments.is_first.append(is_first)
                 targets = [save.target for save in saves if end - save.tokens_after == stop]
                 step.saves[number] += [(chunk.row, target) for target in targets]
-                start, is_first = stop, False
+                start = stop
+                is_first = False
         return step
 
     def of_decodes(self, rows: Tensor) -> StepStates:

@@ -49,7 +49,8 @@ def expert_linear(x: Tensor, module: Linear, ends: Tensor) -> Tensor:
     The weight [X O, I] of `module` has the rows of all experts in order.
     """
     outputs = module.weight.shape[0] // len(ends)
-    out, start = x.new_empty((len(x), outputs)), 0
+    out = x.new_empty((len(x), outputs))
+    start = 0
     weights = module.weight.split([outputs] * len(ends))
     for weight, end in zip(weights, ends.tolist(), strict=True):
         if start < end:

@@ -28,7 +28,8 @@ class SparseMLP(MLP):
     """
 
     def __init__(self, hidden_size: int, config: Experts, backend: Backend) -> None:
-        self.backend, self.config = backend, config
+        self.backend = backend
+        self.config = config
         self.router = backend.empty(config.num_experts, hidden_size)
         names = [f"experts.{i}." for i in range(config.num_experts)]
         inner = {f"{name}{kind}_proj": config.size for name in names for kind in ("gate", "up")}

@@ -42,7 +42,7 @@ FAULTS = MUTANTS | {
     ),
     "a snapshot where a match ran out is one block early": Mutant(
         state_blocks,
-        "cache_blocks",
+        "_snapshot_of_cached",
         "self._snapshot(seq, position, block)",
         "self._snapshot(seq, position - self.block_size, block)",
     ),
@@ -75,13 +75,13 @@ FAULTS = MUTANTS | {
         "False",
     ),
     "a snapshot in flight is not returned": Mutant(
-        state_blocks, "_forget_blocks", "self._return_unknown(seq)", "pass"
+        state_blocks, "_forget_blocks", "self._return_uncached(seq)", "pass"
     ),
     "a preempted sequence still copies a state": Mutant(
         state_blocks,
         "_forget_blocks",
-        "(self._sources, self.wanted, self.rolling)",
-        "(self.wanted, self.rolling)",
+        "(self._sources, self.resumable_at, self.latest_snapshot)",
+        "(self.resumable_at, self.latest_snapshot)",
     ),
 }
 
