@@ -87,6 +87,14 @@ def run_lesson(what: str, answers: list[str] | None = None) -> None:
     show_command(questions, f"python -m lessons {what} --answers")
 
 
+def shows_times(what: str, given: dict[str, Any]) -> bool:
+    """Return whether a command shows times: a lesson says so, and a check may end with a ladder."""
+    if what == "build":
+        return "check" in given
+    lessons = map(load, parts(what) or [what])
+    return "answers" not in given and any(getattr(m, "SHOWS_TIMES", False) for m in lessons)
+
+
 def run(what: str, given: dict[str, Any]) -> None:
     """Run a lesson or an exercise with the arguments that are given. Raises ValueError."""
     function = partial(run_lesson, what) if parts(what) else load(what).run
@@ -94,8 +102,7 @@ def run(what: str, given: dict[str, Any]) -> None:
         raise ValueError(f"{what} takes no {given[name] if name == 'which' else '--' + name}")
     since = machine.cpu_seconds()
     function(**given)
-    shows_times = "answers" not in given and what not in ("break", "puzzle")
-    if shows_times and (others := machine.other_load(since)) > BUSY:
+    if shows_times(what, given) and (others := machine.other_load(since)) > BUSY:
         print(f"The machine is busy: the times mean little. Others took {others:.0%} of the CPU.")
 
 

@@ -22,6 +22,7 @@ from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.features.sampling.structured import GrammarCompiler, Matcher
 from nanovllm.sampling_params import StructuredOutputsParams
 
+SHOWS_TIMES = True
 PROMPT = "What is 12 + 30?\n"
 SCHEMA = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
 PARAMS = StructuredOutputsParams(json=SCHEMA | {"additionalProperties": False})
@@ -81,5 +82,4 @@ QUESTIONS = Questions("""
 
 IN_VLLM = """`StructuredOutputManager.grammar_bitmask` in `v1/structured_output/__init__.py`
 computes the masks while the model runs, and `apply_grammar_bitmask` in
-`v1/structured_output/utils.py` applies them. There are four libraries to choose from; here there is
-one."""
+`v1/structured_output/utils.py` applies them. One of four libraries makes them."""

@@ -18,6 +18,7 @@ from lessons.lesson import decode_plan, make_llm, prompt_plan, runner_of, shape_
 from lessons.show import Questions, faster, link, say, show_source, show_table
 from nanovllm import LLM
 
+SHOWS_TIMES = True
 # A way to generate: (llm, prompt, number of output tokens) -> each token, and how many tokens the
 # model computed for it.
 Way = Callable[[LLM, list[int], int], Iterator[tuple[int, int]]]

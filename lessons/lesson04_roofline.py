@@ -31,6 +31,7 @@ from nanovllm.plan import StepPlan
 from tools.benchmarks import roofline
 from tools.benchmarks.workloads import Workload
 
+SHOWS_TIMES = True
 # The part of Qwen3-0.6B that is timed.
 LAYERS = 4
 VOCAB = 16_384

@@ -21,6 +21,8 @@ from lessons.lesson import Counters, make_llm, timed
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM, SamplingParams
 
+SHOWS_TIMES = True
+
 
 def prompt(num_tokens: int) -> dict[str, list[int]]:
     return {"prompt_token_ids": [5 + i % 100 for i in range(num_tokens)]}

@@ -24,6 +24,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.plan import StepOutput, StepPlan
 from tools.benchmarks.modes import NoModel
 
+SHOWS_TIMES = True
 DEVICE_MS, HOST_MS = 5, 3  # of one step
 
 

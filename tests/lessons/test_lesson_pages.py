@@ -135,6 +135,13 @@ def test_links_lead_to_the_lines_that_the_page_shows(number: str) -> None:
         assert link.startswith("http") or (PAGES / link.partition("#")[0]).exists(), link
 
 
+@pytest.mark.parametrize("number", STEMS)
+def test_a_lesson_that_shows_times_says_so(number: str) -> None:
+    """Its page names the machine, and its command says if the machine is busy."""
+    assert ("\n\nFigures: " in page(number)) == command.shows_times(number, {})
+    assert not command.shows_times(number, {"answers": []})
+
+
 def test_the_index_has_all_pages_and_there_are_no_others() -> None:
     index = (PAGES.parent / "lessons.md").read_text()
     assert all(f"| [{n}](lessons/{stem}.md) | " in index for n, stem in STEMS.items())

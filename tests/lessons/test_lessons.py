@@ -235,6 +235,23 @@ def test_the_list(
     assert "python -m lessons ladder " in printed
 
 
+def test_only_commands_that_show_times_say_that_the_machine_is_busy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command.machine, "other_load", lambda since: 0.5)
+    command.run("break", {})
+    command.run("build", {})
+    assert "The machine is busy" not in capsys.readouterr().out
+    monkeypatch.setattr(command.load("ladder"), "run", lambda: None)
+    command.run("ladder", {})
+    assert "The machine is busy: the times mean little. Others took 50%" in capsys.readouterr().out
+    check = {"which": "slots", "check": "slots.py"}
+    assert command.shows_times("build", check)
+    assert [what for what in command.LESSONS if command.shows_times(what, {})] == [
+        *("3", "4", "6b", "11a", "11c", "structured_outputs")
+    ]
+
+
 def test_every_lesson_has_a_title_and_a_place_in_the_docs() -> None:
     docs = (Path(__file__).parents[2] / "docs" / "lessons.md").read_text()
     for name, module in command.LESSONS.items():
