@@ -35,7 +35,9 @@ def run() -> None:
     QUESTIONS.show(1)
     say(f"""A search with beam_width={WIDTH} continues {PROMPT!r} by {LENGTH} tokens. The first step
         computes the prompt once, for all beams. In each step that follows, the last token of each
-        beam is computed. A number in parentheses is the log-probability of a beam so far:""")
+        beam is computed. A number in parentheses is the log-probability of a beam so far. A beam
+        without a token is one of which no candidate was chosen. The columns free, cached and shared
+        count blocks while a step runs (lesson 8):""")
     print(trace, end="\n\n")
     say("""After step 2, two of the three best candidates continue 0.0, so it is forked. None
         continues 0.2, which is dropped. In step 4 all block tables begin with block 2: what the
@@ -73,4 +75,4 @@ QUESTIONS = Questions("""
 
 IN_VLLM = """`BeamSearchOfflineMixin.beam_search` in `entrypoints/generate/beam_search/offline.py`
 runs outside of the engine: in each step every beam is a new request for one token, which finds the
-blocks of the beam in the prefix cache. The scheduler knows no beams and no forks."""
+blocks of the beam in the prefix cache."""

@@ -44,7 +44,8 @@ def run() -> None:
     a, b = encode(PROMPTS["A"]), encode(PROMPTS["B"])
     say(f"""Prompts A, {PROMPTS["A"]!r}, and B, {PROMPTS["B"]!r}, begin with the same 6 tokens.
         Blocks have 4 slots. Below is the trace of their first step. Its columns free, cached and
-        shared count blocks. A cached block is in the prefix cache, and no sequence owns it now.""")
+        shared count blocks while the step runs: a request that ends in the step still has its
+        blocks. A cached block is in the prefix cache, and no sequence owns it now.""")
     with Trace(llm) as trace:
         run_prompts(llm, [a, b])
     print(trace, end="\n\n")
@@ -84,8 +85,6 @@ def run() -> None:
         because a sequence releases its last block first. The table shows how many tokens of each
         prompt the next request would find in the cache:""")
     show_table(("after", "of A", "of C", "of D"), evict())
-    say("""In `match`, `targets` are tokens of a request that scores a given text. It needs logits
-        of earlier tokens too, so fewer blocks match.""")
     show_source(
         link("engine.block_manager.BlockManager.match"),
         link("engine.block_manager.BlockManager.cache_full_blocks"),

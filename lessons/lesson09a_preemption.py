@@ -4,8 +4,8 @@ Blocks are taken when they are needed, so nobody knows at admission how many a r
 All running requests may need a block when none is free, and each would wait for the others forever.
 The scheduler then preempts one of them: it loses its row and its blocks, and waits at the head of
 the queue. It keeps its tokens, and they are computed again when there is room, as in vLLM (Kwon et
-al. 2023, arXiv:2309.06180). Its text is not lost either: it is not in the scheduler (lesson
-1b). 4 blocks, of which A, the older request, and B have two each:
+al. 2023, arXiv:2309.06180). What its user has read stays too: the text is kept outside of the
+scheduler (lesson 1b). 4 blocks, of which A, the older request, and B have two each:
 
     blocks     [ A | A | B | B ]      A needs a third block, and none is free
     preempt    [ A | A |   |   ]      B waits with all of its tokens
@@ -35,8 +35,13 @@ def run() -> None:
         and none is free. Request 1, which was admitted last, loses its blocks and returns to the
         head of the queue with its tokens. A fork, which the trace mentions, is another sample of a
         request (elective `samples`):""")
-    print(runs[8, True][0], end="\n\n")
+    before, step, after = str(runs[8, True][0]).partition("\n  10 ")
+    print(before, end="\n\n")
+    say("""Step 9 counts its blocks while it runs, so the 5 blocks of request 0, which ends in it,
+        are not yet free. They can be taken in step 10.""")
     QUESTIONS.show(2)
+    print(step.strip("\n") + after, end="\n\n")
+    QUESTIONS.show(3)
     say("""The tokens are the same as in a large pool: to compute known tokens is what a step does
         with every prompt. Request 1 has 17 tokens, and all but the last had been computed. With
         prefix caching, the blocks that it lost stay in the cache until they are evicted. Step 10
@@ -71,6 +76,12 @@ QUESTIONS = Questions("""
     could take the blocks from each other without end. A late request can have a long prompt, so it
     need not have the fewest tokens.
     Hint: Which rule guarantees that at least one request ends?
+
+    Who computes what in step 10? Request 1 has 17 tokens, and the cache has the blocks 4, 5 and 6
+    with its first 12. How many tokens does it compute?
+    Answer: 5. Positions 12 to 16. The first four of them are computed again, and the token at
+    position 16 has only been sampled.
+    Hint: Which of its positions are in none of the three blocks?
 
     A request with a prompt of 10 tokens is preempted when it has sampled 4 tokens. The prefix cache
     is off. How many tokens does it compute when it runs again, before it samples the next one?
