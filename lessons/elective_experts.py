@@ -112,5 +112,5 @@ QUESTIONS = Questions("""
 
 IN_VLLM = """`fused_topk` in `model_executor/layers/fused_moe/router/fused_topk_router.py` chooses
 the experts, and `moe_align_block_size` in `model_executor/layers/fused_moe/moe_align_block_size.py`
-sorts the rows, so that each tile of a kernel has rows of one expert. Experts can also be divided
-among GPUs (expert parallelism)."""
+sorts the rows, so that each tile of a kernel has rows of one expert. It can divide experts among
+GPUs (expert parallelism)."""

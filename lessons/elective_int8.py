@@ -83,5 +83,5 @@ QUESTIONS = Questions("""
 
 IN_VLLM = """`CompressedTensorsW8A8Int8` in
 `model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_w8a8_int8.py`.
-Most methods are for checkpoints whose weights were rounded before, with calibrated scales; here
-they are rounded while they are loaded."""
+Most methods are for checkpoints whose weights were rounded before; here they are rounded while they
+are loaded."""

@@ -57,5 +57,5 @@ QUESTIONS = Questions("""
 """)
 
 IN_VLLM = """`ParentRequest` in `v1/engine/parallel_sampling.py`: parallel sampling is n requests,
-which share full blocks through the prefix cache. There are no forks, and the last block of the
-prompt is computed by each."""
+which share full blocks through the prefix cache. There are no forks: each computes the last block
+of the prompt."""

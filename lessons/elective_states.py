@@ -132,5 +132,5 @@ QUESTIONS = Questions("""
 """)
 
 IN_VLLM = """`QwenGatedDeltaNetAttention` in
-`model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py` computes the delta rule. On a GPU a prompt
-is computed in chunks of tokens and not token by token, in vLLM as here."""
+`model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py` computes the delta rule. A state is in a
+block of the KV pool; here it has a pool of its own."""

@@ -36,11 +36,10 @@ def run() -> None:
         by their number in a vocabulary of {engine.input_processor.vocab_size:,}. The ids:""")
     texts = [repr(decode([token])) for token in ids]
     show_table(("position", *map(str, range(len(ids)))), [("text", *texts), ("id", *ids)])
-    say(f"""3. The Sequence has the tokens. num_computed of them are in the steps planned so far:
-        the cache has, or is going to have, their keys and values, which later tokens read. The
-        cache is divided into blocks of {engine.scheduler.block_manager.block_size} places;
-        block_table lists the blocks of the Sequence. It waits for its first step, so it has
-        none:""")
+    say(f"""3. The Sequence has the tokens. num_computed counts those that are a part of a step,
+        which has run or is only planned. (The cache keeps two vectors of each: lesson 3.) The cache
+        is divided into blocks of {engine.scheduler.block_manager.block_size} places; block_table
+        lists the blocks of the Sequence. It waits for its first step, so it has none:""")
     request = engine.submit(PROMPT, SamplingParams(temperature=0))
     seq = request.samples[0].seq
     names = ("token_ids", "num_computed", "block_table", "status")
@@ -113,5 +112,6 @@ QUESTIONS = Questions("""
 IN_VLLM = """`EngineCore.step` in `v1/engine/core.py` is the loop of objects 4 to 7. The plan is a
 `SchedulerOutput`, which has the number of tokens of each request. A row is an index in the
 persistent batch, `InputBatch` in `v1/worker/gpu_input_batch.py`, and
-`GPUModelRunner._prepare_inputs` in `v1/worker/gpu_model_runner.py` makes the tensors. By default
-texts and the loop are in two processes."""
+`GPUModelRunner._prepare_inputs` in `v1/worker/gpu_model_runner.py` makes the tensors. (This is the
+model runner V1; docs/vllm-map.md has V2 too.) By default texts and the loop are in two
+processes."""

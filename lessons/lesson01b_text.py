@@ -49,10 +49,11 @@ def run() -> None:
         rows.append((token, repr(tokenizer.decode([token])), repr(detokenizer.add([token]))))
     show_table(("token", "alone", "new text"), rows)
     QUESTIONS.show(2)
-    say(f"""Stop strings: the answer to {PROMPT!r} is streamed with stop={STOPS}. The longest
-        has {max(map(len, STOPS))} characters, so at most the last {max(map(len, STOPS)) - 1} can be
-        the beginning of one. The engine does not compare them: it always holds back that many. When
-        the request ends, the rest is shown, or a stop string is cut off:""")
+    say(f"""Stop strings: the answer to {PROMPT!r} is streamed with stop={STOPS}. The longest has
+        {max(map(len, STOPS))} characters, so at most the last {max(map(len, STOPS)) - 1} can be the
+        beginning of one. The engine does not check whether they are: it holds back that many in any
+        case, as vLLM does. When the request ends, the rest is shown, or a stop string is cut
+        off:""")
     show_table(("token", "shown so far", "held back"), stream(llm, STOPS))
     say("""The end: the scheduler sees token ids, so it finds stop tokens and counts tokens. It has
         no text, so the engine looks for stop strings after the Detokenizer. A stop token is not

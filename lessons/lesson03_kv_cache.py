@@ -89,8 +89,8 @@ def run() -> None:
         {c.block_bytes(1, 2):,} bytes. This lesson reserved memory for the longest text that the
         model can read, and used little of it. Lessons 5, 8, 9 are about this memory.""")
     say("""In the engine, `run` computes the tokens of a plan, and `store` writes their keys and
-        values to the cache. For a decode the plan has only the number of a row. The row sampled the
-        token to compute in the step before, so it is on the device already.""")
+        values to the cache. For a decode the plan has only the number of a row. The token was
+        sampled in the step before, and the device still has it, at this row.""")
     show_source(
         link("runner.model_runner.ModelRunner.run"),
         link("models.attention.PlainAttention.store"),

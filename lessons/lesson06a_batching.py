@@ -1,10 +1,10 @@
 """Lesson 6a: continuous batching.
 
-A step of 4 rows takes hardly longer than a step of one (lesson 4), and lesson 5 has the memory for
-them. So an engine computes the next tokens of several requests, a batch, in one step.
-Each request of the batch has a row, and max_num_seqs is the number of rows. But requests do not
-end together. A static batch runs until its last request has ended, and the rows of the others are
-idle. With continuous batching a waiting request takes a row once one is free (Orca, OSDI 2022).
+A step of 4 rows takes much less than 4 times as long as a step of one (lesson 4), and lesson 5 has
+the memory for them. So an engine computes the next tokens of several requests, a batch, in one
+step. Each request of the batch has a row, and max_num_seqs is the number of rows. But requests do
+not end together. A static batch runs until its last request has ended, and the rows of the others
+are idle. With continuous batching a waiting request takes a row once one is free (Orca, OSDI 2022).
 
              static batches    continuous batching
     row 0    A A . . C C C     A A C C C      a letter: a step; A takes 2
@@ -68,9 +68,7 @@ def run() -> None:
 QUESTIONS = Questions("""
     Four requests with 2, 9, 3 and 2 output tokens run in four rows, and a fifth one waits. After
     how many steps does it begin with static batches, and with continuous batching?
-    (a) After 9 and after 9.
-    (b) After 9 and after 2.
-    (c) After 16 and after 2.
+    (a) After 9 and after 9. (b) After 9 and after 2. (c) After 16 and after 2.
     Answer: b. A static batch runs until its longest request has ended, although two rows are idle
     from the third step on. With continuous batching the fifth request takes one of these two.
     Hint: Which rows are free after two steps, and who may take them?
@@ -85,6 +83,7 @@ QUESTIONS = Questions("""
     Hint: In which steps is a row of a static batch idle, if all its requests are equally long?
 """)
 
-IN_VLLM = """`Scheduler.schedule` in `v1/core/sched/scheduler.py` admits in the same way. A row that
-becomes free is filled with the last one (`InputBatch.condense` in `v1/worker/gpu_input_batch.py`);
-here each request keeps its row."""
+IN_VLLM = """`Scheduler.schedule` in `v1/core/sched/scheduler.py` admits in the same way. In the
+model runner V1 the last row moves to one that becomes free (`InputBatch.condense` in
+`v1/worker/gpu_input_batch.py`). In V2 each request keeps its row, as here (`RequestState` in
+`v1/worker/gpu/states.py`)."""

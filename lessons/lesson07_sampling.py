@@ -102,7 +102,7 @@ QUESTIONS = Questions("""
     Hint: Who advances the generator between two draws of the request?
 """)
 
-IN_VLLM = """`Sampler.sample` in `v1/sample/sampler.py` applies min_p before top_k and top_p. Its
-random numbers are noise for each token of the vocabulary, from a generator for each request with a
-seed (`random_sample` in `v1/sample/ops/topk_topp_sampler.py`), and not a function of the
-position."""
+IN_VLLM = """`Sampler.sample` in `v1/sample/sampler.py` applies min_p before top_k and top_p. Each
+token of the vocabulary gets a random number: in the model runner V1 from a generator of each
+request that has a seed (`random_sample` in `v1/sample/ops/topk_topp_sampler.py`), in V2 from seed
+and position, as here (`gumbel_noised_argmax` in `v1/worker/gpu/sample/gumbel.py`)."""

@@ -69,4 +69,4 @@ QUESTIONS = Questions("""
 
 IN_VLLM = """`reshape_and_cache_kernel_flash` in
 `v1/attention/ops/triton_reshape_and_cache_flash.py` is a small kernel to read next: its programs
-store keys and values in their slots. Many other kernels are written in CUDA."""
+store keys and values in their slots."""

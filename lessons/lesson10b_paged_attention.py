@@ -105,9 +105,10 @@ def run() -> None:
         exp2, one instruction, takes the place of exp:""")
     show_lines(kernels._attend_tile.fn, "scores = tl.dot", "return acc")
     say("""A program stores two things of its split: the result acc / l, and lse = m + log2 l, the
-        logarithm of its sum of exp2(score). So exp2(lse) acc / l is acc on the same scale for all
-        splits, and the merge is the mean of the results, weighted with exp2(lse). The largest lse
-        is subtracted first, so that no exp2 overflows:""")
+        logarithm of its sum of exp2(score). exp2(lse) is l exp2(m), so exp2(lse) times the result
+        is exp2(m) acc: the sum as if no maximum had been subtracted, which all splits share. The
+        merge is the mean of the results, weighted with exp2(lse). The largest lse is subtracted
+        first, so that no exp2 overflows:""")
     show_source(link(kernels._merge_splits.fn, "weights ="))
     say("Build it: `python -m lessons build softmax`.")
 
