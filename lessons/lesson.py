@@ -70,8 +70,8 @@ class Counters(Observer):
 
 
 def runner_of(llm: LLM) -> Any:
-    """Return the ModelRunner. With several ranks it is in an AgreeingRunner."""
-    return getattr(llm.engine.runner, "runner", llm.engine.runner)
+    """Return the ModelRunner."""
+    return llm.engine.runner
 
 
 def shape_of(name: str, **sizes: Any) -> ModelConfig:

@@ -24,6 +24,7 @@ from lessons.lesson import decode_plan, prompt_plan, shape_of, timed
 from lessons.show import Questions, faster, link, say, show_source, show_table
 from nanovllm.backends.cpu.compile import compile_now
 from nanovllm.config import EngineConfig
+from nanovllm.features.parallel.one_rank import OneRank
 from nanovllm.loading.make_runner import make_runner
 from nanovllm.loading.select_backend import pick_dtype
 from nanovllm.models.model_config import ModelConfig
@@ -53,7 +54,7 @@ def step_seconds(config: ModelConfig) -> list[float]:
     options = EngineConfig(
         device="cpu", load_format="dummy", max_num_seqs=rows, num_kv_cache_blocks=4 * rows
     )
-    runner = make_runner(options, config, {}, "a random model", PROMPT)
+    runner = make_runner(options, config, {}, "a random model", PROMPT, OneRank())
     tables = [[4 * row + i for i in (1, 2, 3, 4)] for row in range(rows)]  # blocks of 16 tokens
     runner.run(prompt_plan([[1] * (CONTEXT - 10)] * rows, tables))()
 

@@ -53,7 +53,7 @@ def run() -> None:
     say("""The parts, where you have written them, where they are here, and who does this in vLLM
         (docs/vllm-map.md has all names, and the files):""")
     show_table(("lesson and part", "build", "here, in nanovllm/", "in vLLM"), PARTS)
-    show_source(link("engine.llm_engine.LLMEngine.run_step", "self.runner.run"))
+    show_source(link("engine.llm_engine.LLMEngine._run_step", "self.runner.run"))
     say("""Build it: `python -m lessons build engine`. It imports your files of eight tasks: cache,
         slots, step, filter, prefix, eviction, policy and softmax. Its loop has about 50 lines. The
         check compares its answers with transformers', and its speed with transformers and nanovllm.

@@ -8,17 +8,17 @@ Importing it loads no torch, which `LLM()` needs and the control plane does not.
 
 __version__ = "0.2.0"
 
-from nanovllm.cli.trace.trace import Trace
-from nanovllm.features.sampling.repetition import RepetitionDetectionParams
-from nanovllm.features.sampling.tool_calls import parse_tool_calls
-from nanovllm.features.tasks.beam_search import BeamSearchOutput, BeamSearchSequence
-from nanovllm.features.tasks.embeddings.pooling import (
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.features.tasks.results import (
+    BeamSearchOutput,
+    BeamSearchSequence,
     EmbeddingOutput,
     EmbeddingRequestOutput,
-    PoolingParams,
+    LoglikelihoodOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
 )
-from nanovllm.features.tasks.loglikelihood import LoglikelihoodOutput
-from nanovllm.features.tasks.rerank import ScoringOutput, ScoringRequestOutput
 from nanovllm.inputs import TextPrompt, TokensPrompt
 from nanovllm.llm import LLM
 from nanovllm.outputs import (
@@ -28,8 +28,32 @@ from nanovllm.outputs import (
     RequestOutput,
     StreamOutput,
 )
-from nanovllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from nanovllm.sampling_params import (
+    BeamSearchParams,
+    PoolingParams,
+    RepetitionDetectionParams,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from nanovllm.utils.errors import GenerationError
+
+if TYPE_CHECKING:
+    from nanovllm.cli.trace.trace import Trace
+    from nanovllm.features.sampling.tool_calls import parse_tool_calls
+else:  # with a `__getattr__`, a type checker would accept every name
+
+    def __getattr__(name: str) -> Any:
+        """Import a name that few programs use, when it is first used (PEP 562)."""
+        if name == "Trace":
+            from nanovllm.cli.trace.trace import Trace
+
+            return Trace
+        if name == "parse_tool_calls":
+            from nanovllm.features.sampling.tool_calls import parse_tool_calls
+
+            return parse_tool_calls
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "LLM",
@@ -56,3 +80,7 @@ __all__ = [
     "Trace",
     "parse_tool_calls",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

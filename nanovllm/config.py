@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
@@ -177,6 +178,37 @@ class EngineConfig:
                     "enable_prefix_caching=True"
                 )
 
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
+        """Return the configuration of `LLM(**options)`.
+
+        None is the default of each option but `model`. The names of RENAMED and WITHOUT_EFFECT are
+        accepted too. Raises TypeError for an unknown option, and TypeError or ValueError for a
+        wrong value.
+        """
+        fields = cls.__dataclass_fields__
+        values: dict[str, Any] = {}
+        for name, value in options.items():
+            option = RENAMED.get(name, name)
+            if option not in fields and name not in WITHOUT_EFFECT:
+                raise TypeError(unknown_name("option", name, fields))
+            if value is None and name != "model":
+                continue
+            if (accepted := WITHOUT_EFFECT.get(name)) is not None:
+                if value not in accepted:
+                    raise ValueError(
+                        f"{name}={value!r:.80} is not supported; the engine works as with "
+                        f"{' or '.join(f'{name}={other!r}' for other in accepted)}"
+                    )
+            elif option in values and values[option] != value:
+                raise ValueError(
+                    f"{name}={value!r} sets {option}, which is {values[option]!r} already; give "
+                    "one of them"
+                )
+            else:
+                values[option] = value
+        return cls(**values)
+
     @property
     def token_budget(self) -> int:
         """`max_num_batched_tokens`, which loading/make_engine.py sets for a CPU."""
@@ -194,38 +226,8 @@ class EngineConfig:
         return int(os.environ["RANK"]) if self.tensor_parallel_size > 1 else 0
 
 
-def engine_config(options: Mapping[str, Any]) -> EngineConfig:
-    """Return the configuration of `LLM(**options)`. None is the default of each option but `model`.
-
-    The names of RENAMED and WITHOUT_EFFECT are accepted too. Raises TypeError for an unknown
-    option, and TypeError or ValueError for a wrong value.
-    """
-    fields = EngineConfig.__dataclass_fields__
-    values: dict[str, Any] = {}
-    for name, value in options.items():
-        option = RENAMED.get(name, name)
-        if option not in fields and name not in WITHOUT_EFFECT:
-            raise TypeError(unknown_name("option", name, fields))
-        if value is None and name != "model":
-            continue
-        if (accepted := WITHOUT_EFFECT.get(name)) is not None:
-            if value not in accepted:
-                raise ValueError(
-                    f"{name}={value!r:.80} is not supported; the engine works as with "
-                    f"{' or '.join(f'{name}={other!r}' for other in accepted)}"
-                )
-        elif option in values and values[option] != value:
-            raise ValueError(
-                f"{name}={value!r} sets {option}, which is {values[option]!r} already; give one of "
-                "them"
-            )
-        else:
-            values[option] = value
-    return EngineConfig(**values)
-
-
 def with_parameters_of(
     source: Callable[P, object],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Tell editors and type checkers that an `__init__` has the parameters of `source`."""
-    return lambda init: init
+    """Give an `__init__` the signature of the class `source`, for help(), editors and mypy."""
+    return functools.wraps(source.__init__, assigned=())

@@ -182,4 +182,4 @@ class LogitRules:
     logprob_token_ids: tuple[int, ...] = ()  # reported too
     logits_processors: tuple[Callable[..., Any], ...] = ()
     grammar: Any = None  # nanovllm.features.sampling.structured.Grammar
-    thinking: Any = None  # nanovllm.features.sampling.thinking.Thinking
+    thinking: Any = None  # nanovllm.engine.thinking.Thinking

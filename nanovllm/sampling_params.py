@@ -1,4 +1,4 @@
-"""The parameters of requests, with the names of vLLM: of sampling, grammars and beam searches."""
+"""The parameters of requests, with the names of vLLM: of sampling, beam searches and embeddings."""
 
 from __future__ import annotations
 
@@ -44,6 +44,29 @@ class StructuredOutputsParams:
             )
 
 
+@dataclass(frozen=True)
+class RepetitionDetectionParams:
+    """When an output counts as repetitive, with the names of vLLM.
+
+    It ends if its last tokens are a pattern `min_count` times in a row. Raises TypeError for a
+    wrong type or an unknown field, ValueError for a wrong value.
+    """
+
+    max_pattern_size: Annotated[int, 0, math.inf] = 0  # tokens; 0: nothing is detected
+    min_pattern_size: Annotated[int, 0, math.inf] = 0  # 0 is the same as 1
+    min_count: Annotated[int, 0, math.inf] = 0
+
+    def __post_init__(self) -> None:
+        check_scalars(self)
+        sizes = (
+            f"min_pattern_size={self.min_pattern_size}, max_pattern_size={self.max_pattern_size}"
+        )
+        if self.min_pattern_size > self.max_pattern_size:
+            raise ValueError(f"{sizes}: the first must be at most the second")
+        if self.max_pattern_size and self.min_count < 2:
+            raise ValueError(f"min_count must be at least 2, not {self.min_count}, with {sizes}")
+
+
 # (output ids, logits [V] float32) -> logits [V], or (prompt ids, output ids, logits) -> logits.
 # Called for each token of the request, with logits on the engine's device.
 LogitsProcessor: TypeAlias = Callable[..., Any]
@@ -82,7 +105,8 @@ class SamplingParams:
         -> logits, called for each token with lists of ids and float32 logits [V].
     structured_outputs: a grammar that the output follows; see StructuredOutputsParams.
     logprob_token_ids: report the log-probabilities of these tokens at each position.
-    repetition_detection: end an output that repeats itself; see features/sampling/repetition.py.
+    repetition_detection: end an output that repeats itself; see
+        RepetitionDetectionParams.
     thinking_token_budget: end the thinking after this number of tokens; -1: no limit.
 
     Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value. Fields may
@@ -219,3 +243,35 @@ class BeamSearchParams:
 
     def __post_init__(self) -> None:
         check_scalars(self)
+
+
+@dataclass(slots=True)
+class PoolingParams:
+    """Parameters of an embedding. None uses the setting of the checkpoint, or else the default.
+
+    Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value. The fields
+    are checked again when a request uses them.
+    """
+
+    # Number of leading dimensions to keep (Matryoshka, Kusupati et al. 2022, arXiv:2205.13147).
+    # The default is all.
+    dimensions: Positive | None = None
+    normalize: bool | None = None  # divide the kept dimensions by their L2 norm; default True
+    # The name of a prompt of the checkpoint, such as "query". It is prepended to the text.
+    prompt_name: str | None = None
+    use_activation: bool | None = None  # vLLM's name of `normalize`
+
+    def __post_init__(self) -> None:
+        check_scalars(self)
+        if self.use_activation is not None:
+            if self.normalize not in (None, self.use_activation):
+                raise ValueError("normalize and use_activation are two names of one field")
+            self.normalize = self.use_activation
+            self.use_activation = None
+
+
+@dataclass(frozen=True)
+class ScoringParams:
+    """Parameters of a request that scores the last tokens of its prompt, the continuation."""
+
+    num_tokens: int  # of the continuation; at least one token precedes them

@@ -8,7 +8,7 @@ from checkpoints import random_llm
 from wrong_values import NAN
 
 from nanovllm import LLM
-from nanovllm.config import RENAMED, WITHOUT_EFFECT, EngineConfig, engine_config
+from nanovllm.config import RENAMED, WITHOUT_EFFECT, EngineConfig
 
 OPTIONS = [
     ({"max_num_seq": 4}, TypeError, "'max_num_seqs'"),
@@ -102,12 +102,16 @@ def test_options(path: Path, options: dict, error: type[Exception], word: str) -
 
 def test_other_names() -> None:
     for options in ({"kvcache_block_size": 4}, {"block_size": 4, "kvcache_block_size": 4}):
-        assert engine_config(options) == EngineConfig(block_size=4)
-    assert engine_config({"num_kvcache_blocks": 9}) == EngineConfig(num_kv_cache_blocks=9)
-    assert engine_config({"num_gpu_blocks_override": 9}) == EngineConfig(num_kv_cache_blocks=9)
-    assert engine_config({"kv_offloading_size": 2.5}) == EngineConfig(swap_space=2.5)
+        assert EngineConfig.from_options(options) == EngineConfig(block_size=4)
+    assert EngineConfig.from_options({"num_kvcache_blocks": 9}) == EngineConfig(
+        num_kv_cache_blocks=9
+    )
+    assert EngineConfig.from_options({"num_gpu_blocks_override": 9}) == EngineConfig(
+        num_kv_cache_blocks=9
+    )
+    assert EngineConfig.from_options({"kv_offloading_size": 2.5}) == EngineConfig(swap_space=2.5)
     options = {"kvcache_block_size": 4, "block_size": None}
-    assert engine_config(options).block_size == 4
+    assert EngineConfig.from_options(options).block_size == 4
     assert options == {"kvcache_block_size": 4, "block_size": None}
     for other, name in RENAMED.items():
         assert name in EngineConfig.__dataclass_fields__
@@ -117,19 +121,19 @@ def test_other_names() -> None:
 def test_none_is_the_default_of_every_option() -> None:
     """As in vLLM, whose defaults are None for some of them."""
     names = [*EngineConfig.__dataclass_fields__, *RENAMED, *WITHOUT_EFFECT]
-    assert engine_config(dict.fromkeys(names[1:])) == EngineConfig()
+    assert EngineConfig.from_options(dict.fromkeys(names[1:])) == EngineConfig()
     with pytest.raises(TypeError, match="model must be a directory or a name, not None"):
         LLM(None)  # as in LLM(os.environ.get("MODEL"))
     with pytest.raises(TypeError, match="'max_num_seq'; did you mean 'max_num_seqs'"):
-        engine_config({"max_num_seq": None})
+        EngineConfig.from_options({"max_num_seq": None})
 
 
 def test_options_that_say_what_happens_anyway() -> None:
     for name, values in WITHOUT_EFFECT.items():
         for value in values:
-            assert engine_config({name: value}) == EngineConfig()
+            assert EngineConfig.from_options({name: value}) == EngineConfig()
         with pytest.raises(ValueError, match=f"{name}='other' is not supported"):
-            engine_config({name: "other"})
+            EngineConfig.from_options({name: "other"})
     assert not WITHOUT_EFFECT.keys() & EngineConfig.__dataclass_fields__.keys()
 
 

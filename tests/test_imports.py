@@ -17,12 +17,14 @@ RULE = (
     "< features < loading < llm < cli"
 )
 GROUPS = [[set(group.split(", ")) for group in rank.split(" | ")] for rank in RULE.split(" < ")]
-# The functions of the core that import backends, features or commands, by module.
+# The functions of the core that import backends, features or commands, by module. They do so for
+# some models, devices, options or calls only; what always runs is imported at the head of a file.
 IMPORTING = {
-    "llm": "",  # at its head
+    "": " __getattr__",
+    "llm": " load_prefix_cache load_weights loglikelihood save_prefix_cache score sleep wake_up",
     "loading.checkpoint": "__init__ as_listed config_class find_checkpoint read_config",
-    "loading.make_engine": "all_tasks find_files load_engine make_engine",
-    "loading.make_runner": "load_model make_backend make_cache make_eager_runner make_fast_steps make_runner",
+    "loading.make_engine": "all_tasks beam_search embedding find_files grammar_compiler load_engine make_engine pooling scoring",
+    "loading.make_runner": "load_model make_backend make_cache make_fast_steps make_rules make_runner on_gpu",
     "loading.memory": "plan_memory",
     "loading.select_backend": "pick_backend",
 }
@@ -103,7 +105,7 @@ def test_imports_point_one_way(module: str, path: Path) -> None:
 def test_functions_that_import_features() -> None:
     """The core imports features and backends in these functions only."""
     found: dict[str, list[str]] = {}
-    for module, path in modules():
+    for module, path in [("nanovllm.", PACKAGE / "__init__.py"), *modules()]:
         if place(module) in {"backends", "features", "cli"}:
             continue
         tree = ast.parse(path.read_text())
@@ -149,6 +151,19 @@ def test_histories_run_without_torch() -> None:
         "for seed in range(100): run_history(seed)\n"
         "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     )
+
+
+def test_a_plain_prompt_needs_no_feature() -> None:
+    """It imports the classes of results alone, which the methods of LLM name."""
+    done = fresh.run(
+        "import sys; from nanovllm import LLM\n"
+        "llm = LLM(device='cpu', attention_backend='sdpa')\n"
+        "llm.generate('What is 2 + 3?\\n', use_tqdm=False)\n"
+        "places = ('nanovllm.features.', 'nanovllm.cli.')\n"
+        "print(*sorted(name for name in sys.modules if name.startswith(places)))"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["nanovllm.features.tasks", "nanovllm.features.tasks.results"]
 
 
 @pytest.mark.slow

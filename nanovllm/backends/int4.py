@@ -84,6 +84,9 @@ class Int4Weight:
     def nbytes(self) -> int:
         return self.values.nbytes + self.scale.nbytes
 
+    def tensors(self) -> list[Tensor]:
+        return [self.values, self.scale]
+
     def split(self, sizes: list[int]) -> Sequence[Int4Weight]:
         """Return views of consecutive rows, `sizes` outputs each."""
         parts = zip(self.values.split(sizes), self.scale.split(sizes), strict=True)

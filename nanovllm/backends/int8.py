@@ -69,6 +69,9 @@ class Int8Weight:
     def nbytes(self) -> int:
         return self.values.nbytes + self.scale.nbytes
 
+    def tensors(self) -> list[Tensor]:
+        return [self.values, self.scale]
+
     def split(self, sizes: list[int]) -> Sequence[Int8Weight]:
         """Return views of consecutive rows, `sizes` outputs each."""
         parts = zip(self.values.split(sizes), self.scale.split(sizes), strict=True)

@@ -151,7 +151,7 @@ def cases(device: torch.device) -> Iterator[Case]:
 
     @cache
     def backends(dtype: torch.dtype, weights: str) -> Backends:
-        backend = pick_backend("triton" if on_gpu else "numba", device, dtype, 10**9)
+        backend = pick_backend("triton" if on_gpu else "numba", device, dtype, lambda: 10**9)
         plain: Any = quantized[weights](Backend(device, dtype))
         plain.rounds_inputs = not on_gpu  # the interpreter's kernels are a GPU's, and do not
         return quantized[weights](backend), plain

@@ -201,7 +201,8 @@ class BlockManager:
         self._forget_blocks(seq)
 
     def _forget_blocks(self, seq: Sequence) -> None:
-        seq.block_table, seq.needs_copy_on_write = [], False
+        seq.block_table = []
+        seq.needs_copy_on_write = False
         seq.num_computed = seq.num_cached_blocks = 0
         del seq.block_hashes[len(seq.token_ids) // self.block_size :]  # of removed tokens
 

@@ -7,15 +7,16 @@ instead.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import abc
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.chat_template import Message, render
 from nanovllm.engine.detokenizer import Tokenizer
-from nanovllm.engine.request import Progress, Request, Sample, Task, TaskFactory
-from nanovllm.engine.sampling import Sampling
+from nanovllm.engine.progress import Progress
+from nanovllm.engine.request import Request, Sample, Task
 from nanovllm.engine.sequence import Sequence
 from nanovllm.inputs import ParsedPrompt, Prompt, parse_prompt
 from nanovllm.sampling_params import SamplingParams
@@ -34,11 +35,15 @@ class InputProcessor:
     default_sampling_params: SamplingParams
     seed: int
     max_logprobs: int = 20
-    grammars: GrammarCompiler | None = None
-    # Class of parameters -> the function that makes the task of a request.
-    task_factories: dict[type, TaskFactory] = field(
-        default_factory=lambda: {SamplingParams: Sampling}
-    )
+    make_grammars: Callable[[], GrammarCompiler] | None = None  # set by make_engine
+    # Class of parameters -> the function that checks them, and makes the task of a request.
+    task_factories: dict[type, Callable[[InputProcessor, Any], Task]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def grammars(self) -> GrammarCompiler:
+        """The compiler of grammars, which the first request with a grammar makes."""
+        assert self.make_grammars is not None, "make_engine sets it"
+        return self.make_grammars()
 
     def check(
         self,
@@ -72,7 +77,8 @@ class InputProcessor:
                     raise ValueError("the prompt is empty; give at least one token")
                 self.check_vocabulary("the prompt has", token_ids)
                 length = len(token_ids)
-                seq = Sequence("", 0, token_ids, length, task.max_length(length))
+                max_length = task.max_length(length, self.max_model_len)
+                seq = Sequence("", 0, token_ids, length, max_length)
             seq.result_kind = task.result_kind
             requests.append(Request(task, text, progress, stream, i, samples=[Sample(seq)]))
         return requests
@@ -85,21 +91,6 @@ class InputProcessor:
                 return factory(self, params)
         known = " or ".join(kind.__name__ for kind in self.task_factories)
         raise TypeError(f"sampling_params must be a {known}, not {params!r}")
-
-    def check_length(self, num_tokens: int, limit: int) -> None:
-        """Raise ValueError if a prompt is longer than `limit` tokens."""
-        if num_tokens > limit:
-            raise ValueError(
-                f"the prompt has {num_tokens} tokens, and may have {limit} with "
-                f"max_model_len={self.max_model_len}; shorten it, or raise max_model_len, which "
-                "the model and the KV cache limit"
-            )
-
-    def max_length(self, num_tokens: int, max_tokens: int | None) -> int:
-        """Return the maximum length of a sequence. Raises ValueError if the prompt is too long."""
-        self.check_length(num_tokens, self.max_model_len - 1)
-        room = self.max_model_len - num_tokens
-        return num_tokens + min(max_tokens or room, room)
 
     def check_vocabulary(self, what: str, ids: Collection[int] | None) -> None:
         """Raise ValueError for a token id outside the vocabulary."""

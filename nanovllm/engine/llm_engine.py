@@ -7,29 +7,30 @@
 It owns the scheduler and the requests. `run_step` is one step, and `run` is the loop.
 """
 
+import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from nanovllm.config import EngineConfig
+from nanovllm.engine import results
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.observer import NO_OBSERVER
+from nanovllm.engine.progress import Progress
 from nanovllm.engine.recovery import revert_in_flight
-from nanovllm.engine.request import Progress, Request
+from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import InFlightStep, Scheduler
-from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.engine.threads import SharedEngine, hold_interrupt, run_by_one_thread
+from nanovllm.engine.stats import stats
+from nanovllm.engine.threads import EngineLocks, hold_interrupt
 from nanovllm.inputs import Prompt
-from nanovllm.plan import RowResult, Runner, StepOutput
+from nanovllm.plan import Runner, StepOutput
 from nanovllm.utils.checks import check_scalar
-from nanovllm.utils.errors import GrammarError
-from nanovllm.utils.log import logger
-
-ONLY_A_TOKEN = RowResult()
 
 
-class LLMEngine(SharedEngine):
+class LLMEngine:
     def __init__(
         self,
         config: EngineConfig,
@@ -38,7 +39,10 @@ class LLMEngine(SharedEngine):
         block_manager: BlockManager | None = None,
     ) -> None:
         """block_manager: manages the blocks of the runner. None: a new BlockManager."""
-        super().__init__()
+        self._locks = EngineLocks()
+        # Whether a step runs, or has failed and is not reverted: Ctrl-C came before that once more.
+        self._is_changing = False
+        self._to_abort: deque[Request] = deque()
         sizes = runner.num_blocks, config.block_size, config.enable_prefix_caching
         block_manager = block_manager or BlockManager(*sizes)
         self.input_processor = input_processor
@@ -50,10 +54,16 @@ class LLMEngine(SharedEngine):
         self.async_scheduling = runner.async_scheduling if overlaps is None else overlaps
         self.observer = NO_OBSERVER  # see nanovllm/cli/trace/trace.py
         self.checkpoint: Any = None  # for features/kv/disk_cache.py
-        self.requests = {}
+        self.blocked = ""  # why requests are refused now, as after `LLM.sleep`
+        self.requests: dict[str, Request] = {}  # those that have not ended, by id
         self.finished: dict[str, Any] = {}  # outputs that `step` has not returned yet, by id
         self.progress = Progress()  # of all requests
         self.num_requests = 0
+
+    @property
+    def lock(self) -> threading.Lock:
+        """The lock of scheduler, requests and results. It is not held while the runner works."""
+        return self._locks.lock
 
     # ---- requests ----
 
@@ -64,7 +74,8 @@ class LLMEngine(SharedEngine):
         name = "request_id of add_request(prompt, sampling_params, request_id)"
         request_id = check_scalar(name, request_id or "", str)
         [request] = self.input_processor.check([(prompt, sampling_params)], Progress())
-        request.request_id, request.returned_by_step = request_id, True
+        request.request_id = request_id
+        request.returned_by_step = True
         self.add([request])
         return request.request_id
 
@@ -81,7 +92,13 @@ class LLMEngine(SharedEngine):
                 if pressed:
                     break
                 with self.lock:
+                    self.check_blocked()
                     self._add(request)
+
+    def check_blocked(self) -> None:
+        """Raise RuntimeError if requests are refused now."""
+        if self.blocked:
+            raise RuntimeError(self.blocked)
 
     def _add(self, request: Request) -> None:
         """Give a request its id, and queue its first sequence. The lock is held."""
@@ -115,16 +132,39 @@ class LLMEngine(SharedEngine):
     def abort_all(self) -> None:
         self.abort(list(self.requests.values()))
 
+    def abort(self, requests: Iterable[Request], wait: bool = False) -> None:
+        """End the requests that are unfinished. A newer request with the same id is not affected.
+
+        wait: whether to wait for the lock. A stream must not, because the garbage collector can
+            close it while this thread holds the lock. Its requests then end before the next step.
+        """
+        self._to_abort.extend(requests)
+        with hold_interrupt():
+            if (lock := self._locks.unchecked).acquire(blocking=wait):
+                try:
+                    if self._is_changing and not self._locks.is_stepping:
+                        self.revert(KeyboardInterrupt())
+                        self._is_changing = False
+                    while self._to_abort:
+                        self._abort_request(self._to_abort.popleft())
+                finally:
+                    lock.release()
+
+    def _run_pending_aborts(self) -> None:
+        if self._to_abort:
+            self.abort(())
+
     def _abort_request(self, request: Request) -> None:
+        """End a request in any state, unless it has ended. The lock is held."""
         if self.requests.get(request.request_id) is request:  # it has not ended
             request.returned_by_step = False
             for seq in request.seqs:
                 self.scheduler.finish(seq, "abort")
-            self._end([request])
+            results.end(self, [request])
 
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` has requests left to run or outputs to return."""
-        self.run_pending_aborts()
+        self._run_pending_aborts()
         return bool(self.requests or self.finished)
 
     # ---- steps ----
@@ -151,13 +191,35 @@ class LLMEngine(SharedEngine):
                 self.finished = finished | self.finished
             raise
 
-    @run_by_one_thread
     def run_step(self) -> None:
+        """Run one step for the requests of all threads, or wait for the one that another runs.
+
+        After an error or Ctrl-C, which this method raises, all requests can continue.
+        """
+        with self._locks.one_step() as is_mine:
+            if not is_mine:
+                return
+            try:
+                if self._is_changing:
+                    with hold_interrupt(), self.lock:
+                        self.revert(KeyboardInterrupt())
+                self._is_changing = True
+                self._run_pending_aborts()
+                self._run_step()
+                self._run_pending_aborts()
+                self._is_changing = False
+            except BaseException as error:
+                with hold_interrupt(), self.lock:
+                    self.revert(error)
+                    self._is_changing = False
+                raise
+
+    def _run_step(self) -> None:
         """Plan and launch one step, and commit the steps whose results are due.
 
         With async scheduling, the previous step is due while the device computes the new one. All
         steps are due if none can be launched, or if the next plan depends on the drafts of this
-        one. After an error or Ctrl-C, which this method raises, all requests can continue.
+        one.
         """
         step = self._schedule()
         if step is not None:
@@ -192,84 +254,35 @@ class LLMEngine(SharedEngine):
                     metrics.first_token_time = time.monotonic()
                     for progress in (self.progress, seq.request.progress):
                         progress.start(seq.request)
-            for row, error in output.errors.items():
-                if step.seqs[row].request is not None:  # it has not ended
-                    self._record_error(step.seqs[row].request, error)
-            results = {step.seqs[row]: result for row, result in output.results.items()}
-            for seq in updated:
-                if seq.request.is_watched:
-                    results.setdefault(seq, ONLY_A_TOKEN)
-            if self._receive(results):
-                seqs = (*updated, *results)
-                self._end([seq.request for seq in seqs if seq.finish_reason is not None])
+            if results.receive(self, step, updated, output):
                 self.observer.committed(step, updated, output)
 
-    def _receive(self, results: dict[Sequence, RowResult]) -> bool:
-        """Pass results to the tasks. Returns False if an error reverted all steps in flight."""
-        for seq, result in results.items():
-            request = seq.request
-            if request is None:  # it ended while the step was in flight
-                continue
-            try:
-                request.task.receive(request, seq, result)
-            except Exception as error:  # ends only this request
-                self._record_error(request, error)
-                for other in request.seqs:
-                    other.finish_reason, other.stop_reason = "error", None
-                if request.task.changes_queues:  # they may be inconsistent
-                    self._revert(error)
-                    return False
-        return True
+    def revert(self, error: BaseException) -> None:
+        """Restore a state from which all requests can continue. Any line may have failed.
 
-    def _record_error(self, request: Request, error: Exception) -> None:
-        request.error = error
-        progress = request.progress
-        if progress.error is None and not isinstance(error, GrammarError):
-            progress.error = error  # ends the call; with a GrammarError, other requests continue
-        if request.returned_by_step:  # `step` returns the result with finish_reason "error"
-            logger.error("request %s failed", request.request_id, exc_info=error)
-
-    def _end(self, requests: Iterable[Request | None]) -> None:
-        """Finish sequences with a finish reason. Make the output of each request that has ended."""
-        for request in dict.fromkeys(requests):
-            if request is None:  # it has ended before
-                continue
-            for seq in request.seqs:
-                if seq.finish_reason is not None:
-                    self.scheduler.finish(seq, seq.finish_reason, seq.stop_reason)
-            if all(seq.status is Status.FINISHED for seq in request.seqs):
-                self._make_output(request)
-                request.ended = True
-                for progress in (self.progress, request.progress):
-                    progress.end(request)
-                if request.stream:
-                    request.progress.changed.add(request)
-                self.requests.pop(request.request_id, None)
-                # A step in flight refers to the sequences, but must not keep the request in memory.
-                for seq in request.seqs:
-                    seq.request = None
-
-    def _make_output(self, request: Request) -> None:
-        request.metrics.finished_time = time.monotonic()
-        request.metrics.num_preemptions = sum(seq.preemptions for seq in request.seqs)
-        if request.stream:
-            return
-        try:
-            request.output = request.task.output(request)
-        except Exception as error:
-            self._record_error(request, error)
-            request.output = request.task.error_output(request)
-        if request.returned_by_step and request.output is not None:
-            self.finished[request.request_id] = request.output
-
-    def _revert(self, error: BaseException) -> None:
-        """Restore a state from which all requests can continue. Any line may have failed."""
+        The lock is held.
+        """
         requests = list(self.requests.values())
         revert_in_flight(self.scheduler, [seq for r in requests for seq in r.task.rewind(r)])
-        self._end(requests)
+        results.end(self, requests)
         self.observer.reverted(error)
 
     # ---- the state of the engine ----
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Hold the lock while nothing runs: requests that are added meanwhile wait for the end.
+
+        Raises RuntimeError if a request is unfinished or a step runs.
+        """
+        self._run_pending_aborts()
+        with self.lock:
+            if self.requests or self._locks.is_stepping:
+                raise RuntimeError(
+                    "prefix cache and weights cannot be saved, loaded or freed while requests "
+                    "run; wait for their end, or abort them"
+                )
+            yield
 
     def reset_prefix_cache(self) -> bool:
         """See `LLM.reset_prefix_cache`."""
@@ -278,21 +291,5 @@ class LLMEngine(SharedEngine):
 
     def stats(self) -> dict[str, int | float]:
         """See `LLM.stats`. Does not wait for the lock: a step may change counters meanwhile."""
-        scheduler = self.scheduler
-        blocks = scheduler.block_manager
-        self.run_pending_aborts()
-        others = {} if scheduler.speculation is None else scheduler.speculation.stats()
-        return {
-            "running": len(scheduler.running),
-            "waiting": scheduler.num_unfinished - len(scheduler.running),
-            "blocks_in_use": blocks.num_blocks - blocks.num_available,
-            "blocks_evictable": len(blocks.evictable),
-            "blocks_free": len(blocks.free),
-            "prefix_hit_rate": scheduler.cached_tokens / max(1, scheduler.prompt_tokens),
-            "preemptions": scheduler.preemptions,
-            "evictions": blocks.evictions,
-            "recomputed_tokens": scheduler.recomputed_tokens,
-            "prompt_tokens": self.progress.num_prompt_tokens,
-            "output_tokens": self.progress.num_output_tokens,
-            **(blocks.stats() | others),
-        }
+        self._run_pending_aborts()
+        return stats(self.scheduler, self.progress)

@@ -8,7 +8,7 @@ from nanovllm.engine.sequence import Sequence
 
 # The waiting sequence with the smallest key is admitted first.
 PolicyKey = Callable[[Sequence, BlockManager], int]
-HEAD = -sys.maxsize  # the key of preempted sequences and forks, smaller than every policy's
+FIRST = -sys.maxsize  # the key of preempted sequences and forks, smaller than every policy's
 AGING = 16  # with "sjf", each position in the order of arrival counts as this many tokens
 
 

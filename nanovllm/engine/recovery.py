@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nanovllm.engine.policies import HEAD
+from nanovllm.engine.policies import FIRST
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
@@ -44,7 +44,7 @@ def revert_in_flight(scheduler: Scheduler, seqs: Iterable[Sequence]) -> None:
             scheduler.finish_if_complete(seq)
         if not seq.awaits_token and seq.finish_reason is None:
             is_new = not seq.preemptions and seq.parent is None
-            key = scheduler.policy_key(seq, scheduler.block_manager) if is_new else HEAD
+            key = scheduler.policy_key(seq, scheduler.block_manager) if is_new else FIRST
             scheduler.queue(seq, key)
     left = (seq for seq in unfinished if seq.status is not Status.FINISHED)
     scheduler.num_unfinished = sum(1 + len(seq.forks) for seq in left)

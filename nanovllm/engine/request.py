@@ -1,6 +1,6 @@
 """Request: one prompt of a caller, with its state and its results. Task: what is done with it.
 
-    Sampling    engine/sampling.py                     new tokens
+    Sampling    engine/sampling.py                  new tokens
     Embedding   features/tasks/embeddings/          the hidden state of the prompt's last token
     Scoring     features/tasks/loglikelihood.py     log-probabilities of the prompt's last tokens
     BeamSearch  features/tasks/beam_search.py       the most likely outputs
@@ -12,18 +12,17 @@ one request is in its Request.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.progress import Progress
+from nanovllm.engine.repetition import Repetition
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.thinking import Splitter
 from nanovllm.inputs import ParsedPrompt
 from nanovllm.outputs import Logprob, RequestMetrics, StreamOutput
 from nanovllm.plan import ResultKind, RowResult
-
-if TYPE_CHECKING:
-    from nanovllm.engine.input_processor import InputProcessor
 
 
 @dataclass(slots=True)
@@ -35,10 +34,11 @@ class Sample:
     text: str = ""
     num_detokenized: int = 0  # output tokens that `text` contains
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    repetition: Repetition | None = None  # if the output ends when it repeats itself
+    splitter: Splitter | None = None  # if thinking is separated from the text
     chars_streamed: int = 0  # the part that a stream has returned so far
     tokens_streamed: int = 0
     stream_ended: bool = False
-    state: Any = None  # the data of its task
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +53,7 @@ class Request:
     samples: list[Sample] = field(default_factory=list)  # the first computes the prompt
     is_watched: bool = False  # whether its task receives every token, as for stop strings
     state: Any = None  # the data of its task
+    prompt_logprobs: dict[int, dict[int, Logprob]] | None = None  # by position, if requested
     ended: bool = False
     output: Any = None  # made by its task when it ends
     error: Exception | None = None  # the error that ended only this request
@@ -67,36 +68,9 @@ class Request:
         return sum(sample.seq.num_output for sample in self.samples)  # tokens
 
 
-@dataclass(slots=True)
-class Progress:
-    """Counters of the requests of one call or of an engine, updated when a request changes."""
-
-    num_ended: int = 0
-    num_prompt_tokens: int = 0  # of requests that have their first token
-    num_ended_tokens: int = 0  # output tokens of requests that have ended
-    started: set[Request] = field(default_factory=set)  # have a token, and have not ended
-    changed: set[Request] = field(default_factory=set)  # streams with results to read
-    error: Exception | None = None  # the first error that ended a request
-
-    @property
-    def num_output_tokens(self) -> int:
-        # A copy, because another thread may run a step meanwhile.
-        return self.num_ended_tokens + sum(r.num_output for r in list(self.started))
-
-    def start(self, request: Request) -> None:
-        self.num_prompt_tokens += request.samples[0].seq.num_prompt
-        self.started.add(request)
-
-    def end(self, request: Request) -> None:
-        self.num_ended += 1
-        self.num_ended_tokens += request.num_output
-        self.started.discard(request)
-
-
 class Task(ABC):
     """The engine calls these methods. An error ends only the request of the call."""
 
-    input_processor: InputProcessor
     params: Any
     result_kind: ResultKind  # the result of a row whose known tokens are computed
     changes_queues = False  # whether `receive` changes the scheduler's queues
@@ -105,9 +79,11 @@ class Task(ABC):
         """Return the prompt to run. Text without token ids will be encoded."""
         return prompt
 
-    def max_length(self, num_tokens: int) -> int:
-        """Return the maximum length of a sequence. Raises ValueError if it can never run."""
-        return self.input_processor.max_length(num_tokens, self.params.max_tokens)
+    def max_length(self, num_tokens: int, max_model_len: int) -> int:
+        """Return the maximum length of a sequence. Raises ValueError if the prompt is too long."""
+        check_length(num_tokens, max_model_len - 1, max_model_len)
+        room = max_model_len - num_tokens
+        return num_tokens + min(self.params.max_tokens or room, room)
 
     def start(self, request: Request) -> None:  # noqa: B027, most tasks override it
         """Complete a new request, which has one sample, before it is queued."""
@@ -138,4 +114,11 @@ class Task(ABC):
         return request.seqs
 
 
-TaskFactory: TypeAlias = "Callable[[InputProcessor, Any], Task]"  # checks the parameters
+def check_length(num_tokens: int, limit: int, max_model_len: int) -> None:
+    """Raise ValueError if a prompt is longer than `limit` tokens."""
+    if num_tokens > limit:
+        raise ValueError(
+            f"the prompt has {num_tokens} tokens, and may have {limit} with "
+            f"max_model_len={max_model_len}; shorten it, or raise max_model_len, which "
+            "the model and the KV cache limit"
+        )

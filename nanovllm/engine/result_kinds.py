@@ -16,8 +16,14 @@ if TYPE_CHECKING:
 
 # The fields that a fork has from its parent.
 SHARED = (
-    *("request_id", "arrival", "num_prompt", "max_length", "stop_token_ids", "request"),
-    *("result_kind", "num_candidates"),
+    "request_id",
+    "arrival",
+    "num_prompt",
+    "max_length",
+    "stop_token_ids",
+    "request",
+    "result_kind",
+    "num_candidates",
 )
 
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from nanovllm.engine import result_kinds
 from nanovllm.engine.block_manager import Block, BlockManager
-from nanovllm.engine.policies import HEAD, POLICIES
+from nanovllm.engine.policies import FIRST, POLICIES
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.plan import COMPLETE, Chunk, NewRow, ResultKind, StepOutput, StepPlan
 
@@ -85,7 +85,7 @@ class Scheduler:
         self.num_unfinished += 1 + len(seq.forks)
         self.queue(seq, self.policy_key(seq, self.block_manager))
 
-    def queue(self, seq: Sequence, key: int = HEAD) -> None:
+    def queue(self, seq: Sequence, key: int = FIRST) -> None:
         """Insert a sequence into the queue by its key. By default, it becomes the head."""
         seq.status, seq.queue_key = Status.WAITING, (key, seq.arrival, seq.index)
         insort(self.waiting, seq, key=lambda waiting: waiting.queue_key)
@@ -256,7 +256,6 @@ class Scheduler:
     def commit(self, step: InFlightStep, token_ids: list[int]) -> list[Sequence]:
         """Append the tokens of `step.sampling_seqs`. Returns the sequences that got a result."""
         self.in_flight.popleft()  # the same step
-        block_size = self.block_manager.block_size
         updated = result_kinds.commit_other_results(self, step)
         results: Iterable[tuple[Sequence, int]] = zip(step.sampling_seqs, token_ids, strict=True)
         if self.speculation is not None:
@@ -275,7 +274,7 @@ class Scheduler:
             seq.token_ids.append(token)
             seq.num_output_placeholders -= 1
             length = len(seq.token_ids)
-            if length % block_size == 0 and seq.num_computed >= length:
+            if length % self.block_manager.block_size == 0 and seq.num_computed >= length:
                 # The step in flight after this one computes the KV of this token.
                 self.block_manager.cache_full_blocks(seq)
             self.finish_if_complete(seq)

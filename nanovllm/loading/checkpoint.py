@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nanovllm.config import EMBEDDED
 from nanovllm.models.model_config import ModelConfig, find_family, name_architectures
-from nanovllm.models.weights import EMBEDDINGS, HEAD
+from nanovllm.models.weights import EMBEDDINGS, LM_HEAD
 from nanovllm.plan import FILTERS
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import located, scalar_fields, similar
@@ -48,9 +48,6 @@ def find_checkpoint(
 
     Raises ValueError with a remedy. Weights are fetched from the hub only if `weights` is true.
     """
-    from nanovllm.features.formats.gguf.named import convert_command, find_named
-    from nanovllm.features.formats.hub import download
-
     if not isinstance(model, str | os.PathLike):
         raise TypeError(f"model must be a directory or a name, not {model!r}")
     name = os.fspath(model)
@@ -60,8 +57,12 @@ def find_checkpoint(
     # os.path returns False if a parent directory is not accessible; Path can raise an error.
     if os.path.isdir(path):
         if weights and not list(path.glob("*.safetensors")) and (gguf := list(path.glob("*.gguf"))):
+            from nanovllm.features.formats.gguf.named import convert_command
+
             raise ValueError(f"{name} has no *.safetensors; {convert_command(gguf[0])}")
         return path
+    from nanovllm.features.formats.gguf.named import convert_command, find_named
+
     if os.path.exists(path):
         with path.open("rb") as file:
             is_gguf = path.suffix == ".gguf" or file.read(4) == b"GGUF"  # as a blob of Ollama
@@ -75,9 +76,12 @@ def find_checkpoint(
         remedy = f"give a directory, a hub id like Qwen/Qwen3-0.6B, {EMBEDDED!r}, or 'smollm2-135m'"
         near = similar(name, [EMBEDDED, "smollm2-135m"])
         raise ValueError(f"there is no directory {name!r}; {near or remedy}")
+    from nanovllm.features.formats.hub import download
+
     directory = download(name, revision, WANTED, SKIPPED)
     if weights:
-        commit, files = directory.name, sorted(set(read_index(directory).values()))
+        commit = directory.name
+        files = sorted(set(read_index(directory).values()))
         if files:  # also of an adapter, which may be beside a model
             download(name, commit, [*files, "adapter_model.safetensors"], [])
         if not any((directory / file).is_file() for file in files):
@@ -143,7 +147,8 @@ class Checkpoint:
 
         Without this file, they come from config.json and SamplingParams().
         """
-        path, declared = self.directory / "generation_config.json", scalar_fields(SamplingParams)
+        path = self.directory / "generation_config.json"
+        declared = scalar_fields(SamplingParams)
         fields: Fields = {
             theirs: declared[ours][:2] for theirs, ours in SAMPLING_FIELDS.items()
         } | {"do_sample": (bool, ())}
@@ -190,21 +195,27 @@ class Checkpoint:
     def match_head(self, files: Mapping[Path, Any]) -> tuple[ModelConfig, bool]:
         """Return the config of the model that `files` contain, and whether it has a head.
 
-        A head in the files is used whatever tie_word_embeddings says, as in transformers. If it
-        equals the embeddings, or if there is none, the model has one tensor for both. Without
-        files, config.json decides.
+        As in transformers, a head in the files is used unless tie_word_embeddings is true and it
+        equals the embeddings, as in files of older versions: one tensor then serves for both. This
+        saves the memory of a head. Without files, config.json decides.
         """
         config = self.model_config
-        names = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118
-        if HEAD in names:
-            head = names[HEAD].get_tensor(HEAD)
-            tables = [names[name].get_tensor(name) for name in EMBEDDINGS if name in names]
-            is_tied, has_head = any(are_equal(head, table) for table in tables), True
+        if any(LM_HEAD in file.keys() for file in files.values()):  # noqa: SIM118
+            is_tied = config.tie_word_embeddings and self.head_equals_embeddings(files)
+            has_head = True
         else:
             is_whole = not files and not config.architecture.endswith("Model")
             has_head = config.tie_word_embeddings or is_whole
             is_tied = config.tie_word_embeddings or not has_head
         return replace(config, tie_word_embeddings=is_tied), has_head
+
+    @staticmethod
+    def head_equals_embeddings(files: Mapping[Path, Any]) -> bool:
+        """Compare the head in the files with the embeddings, which they may lack."""
+        names = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118
+        head = names[LM_HEAD].get_tensor(LM_HEAD)
+        tables = (names[name].get_tensor(name) for name in EMBEDDINGS if name in names)
+        return any(are_equal(head, table) for table in tables)
 
 
 def read_config(directory: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -279,13 +290,13 @@ def weight_files(directory: Path) -> tuple[list[Path], dict[str, Path]]:
 
 def as_listed(files: dict[Path, Any], listed: Mapping[str, Path]) -> dict[Path, Any]:
     """Return the open files, each without the tensors that the index reads from another file."""
-    from nanovllm.features.formats.adapter import MergedFile
-
     names = {path: dict.fromkeys(file.keys()) for path, file in files.items()}
     for path, file in files.items():
         kept = {
             x: x for x in names[path] if path == (of := listed.get(x, path)) or x not in names[of]
         }
         if len(kept) < len(names[path]):
+            from nanovllm.features.formats.adapter import MergedFile
+
             files[path] = MergedFile(file, kept, {})
     return files

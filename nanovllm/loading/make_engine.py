@@ -2,38 +2,52 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import FORMATS, MAX_DRAFT_STEP, EngineConfig, SpeculativeConfig
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.detokenizer import Tokenizer
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request import Task, TaskFactory
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.request import Task
+from nanovllm.engine.sampling import Sampling
+from nanovllm.engine.thinking import check_markers
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 from nanovllm.loading.make_runner import make_runner
 from nanovllm.loading.select_backend import pick_device
 from nanovllm.loading.tokenizer import adds_eos, load_tokenizer
-from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.sampling_params import (
+    BeamSearchParams,
+    PoolingParams,
+    SamplingParams,
+    ScoringParams,
+)
 from nanovllm.utils.checks import located
 
 if TYPE_CHECKING:
-    from nanovllm.features.parallel.ranks import Ranks
+    from nanovllm.features.parallel.one_rank import OneRank
+    from nanovllm.features.sampling.structured import GrammarCompiler
     from nanovllm.features.tasks.embeddings.pooling import PoolingSettings
 
 # With a hidden size of 1024, the largest activations of so many tokens take less than 32 MiB. glibc
 # returns larger ones to Linux, which clears each page again: 6 to 10 % of the CPU time of a prompt.
 CPU_TOKEN_BUDGET = 2048
+# Files of sentence-transformers, which a checkpoint of an embedding model has.
+POOLING_FILES = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json")
 
 
 def make_engine(config: EngineConfig) -> LLMEngine:
     """Find and load the checkpoint and its tokenizer, and build the engine."""
+    from nanovllm.features.parallel.one_rank import OneRank
+
     if config.tensor_parallel_size == 1:
-        return load_engine(config, *find_files(config))
+        return load_engine(config, *find_files(config), OneRank())
     from nanovllm.features.parallel.ranks import Ranks
 
     ranks = Ranks(config)
@@ -64,14 +78,9 @@ def find_files(config: EngineConfig) -> tuple[Checkpoint, Path]:
 
 
 def load_engine(
-    config: EngineConfig, checkpoint: Checkpoint, tokenizer_dir: Path, ranks: Ranks | None = None
+    config: EngineConfig, checkpoint: Checkpoint, tokenizer_dir: Path, ranks: OneRank
 ) -> LLMEngine:
     """Load the weights and the tokenizer in `tokenizer_dir`, and build the engine."""
-    from nanovllm.features.sampling.logit_rules.sampling_with_rules import with_parser
-    from nanovllm.features.sampling.structured import GrammarCompiler
-    from nanovllm.features.tasks.embeddings.pooling import PoolingParams
-    from nanovllm.features.tasks.embeddings.sentence_transformers import read_pooling_settings
-
     if config.quantization in FORMATS:
         check_format(config.quantization, checkpoint)
         config = replace(config, quantization=None)
@@ -96,7 +105,7 @@ def load_engine(
         default_params,
         config.seed,
         max_logprobs=config.max_logprobs,
-        grammars=GrammarCompiler(tokenizer, model_config.vocab_size, eos_token_ids),
+        make_grammars=partial(grammar_compiler, tokenizer, model_config.vocab_size, eos_token_ids),
     )
     block_manager: BlockManager | None = None
     if runner.host_pool is not None:
@@ -112,8 +121,7 @@ def load_engine(
             *(runner.num_blocks, config.block_size, config.enable_prefix_caching),
             *(config.max_num_seqs, runner.states.num_states),
         )
-    agreeing = runner if ranks is None else ranks.agreeing(runner)
-    engine = LLMEngine(config, agreeing, input_processor, block_manager)
+    engine = LLMEngine(config, runner, input_processor, block_manager)
     engine.checkpoint = checkpoint
     if isinstance(config.speculative_config, SpeculativeConfig):
         from nanovllm.features.sampling.ngram import NgramSpeculation
@@ -121,11 +129,8 @@ def load_engine(
         max_tokens = MAX_DRAFT_STEP[pick_device(config.device).type]
         speculation = NgramSpeculation(config.speculative_config, max_tokens)
         engine.scheduler.speculation = speculation
-    pooling = read_pooling_settings(checkpoint.directory, model_config.hidden_size)
-    pooling = replace(pooling, add_eos_token=tokenizer is not None and adds_eos(tokenizer_dir))
-    input_processor.task_factories = all_tasks(engine.scheduler, pooling)
-    if parser := config.reasoning_parser:
-        input_processor.task_factories[SamplingParams] = with_parser(input_processor, parser)
+    add_eos_token = tokenizer is not None and adds_eos(tokenizer_dir)
+    input_processor.task_factories = all_tasks(engine, config.reasoning_parser, add_eos_token)
     if not has_head:
         kinds = set(input_processor.task_factories) - {PoolingParams}
         input_processor.task_factories |= dict.fromkeys(kinds, refuse_without_head)
@@ -142,18 +147,59 @@ def check_format(quantization: str, checkpoint: Checkpoint) -> None:
         )
 
 
-def all_tasks(scheduler: Scheduler, pooling: PoolingSettings) -> dict[type, TaskFactory]:
-    """Return the functions that make the task of a request, by the class of its parameters."""
-    from nanovllm.features.sampling.logit_rules.sampling_with_rules import SamplingWithRules
-    from nanovllm.features.tasks.beam_search import BeamSearch
-    from nanovllm.features.tasks.embeddings.pooling import Embedding, PoolingParams
-    from nanovllm.features.tasks.loglikelihood import Scoring, ScoringParams
+def grammar_compiler(
+    tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: frozenset[int]
+) -> GrammarCompiler:
+    """Return the compiler of grammars, for the first request that has a grammar."""
+    from nanovllm.features.sampling.structured import GrammarCompiler
+
+    return GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
+
+
+def all_tasks(
+    engine: LLMEngine, parser: str | None, add_eos_token: bool
+) -> dict[type, Callable[[InputProcessor, Any], Task]]:
+    """Return the functions that make the task of a request, by the class of its parameters.
+
+    parser: the option reasoning_parser.
+    add_eos_token: whether the token ids of a text to embed end with the EOS token.
+
+    Raises ValueError if the model has no markers of thinking, or broken settings of embeddings.
+    """
+    scheduler, checkpoint = engine.scheduler, engine.checkpoint  # not the engine, for its memory
+    if parser is not None:
+        check_markers(engine.input_processor, f"reasoning_parser={parser!r}")
+
+    @functools.cache
+    def pooling() -> PoolingSettings:
+        from nanovllm.features.tasks.embeddings.sentence_transformers import read_pooling_settings
+
+        directory, size = checkpoint.directory, checkpoint.model_config.hidden_size
+        return replace(read_pooling_settings(directory, size), add_eos_token=add_eos_token)
+
+    if any((checkpoint.directory / name).is_file() for name in POOLING_FILES):
+        pooling()  # now, because a file may be broken
+
+    def beam_search(inputs: InputProcessor, params: BeamSearchParams) -> Task:
+        from nanovllm.features.tasks.beam_search import BeamSearch
+
+        return BeamSearch(inputs, params, scheduler)
+
+    def embedding(inputs: InputProcessor, params: PoolingParams) -> Task:
+        from nanovllm.features.tasks.embeddings.pooling import Embedding
+
+        return Embedding(inputs, params, pooling())
+
+    def scoring(inputs: InputProcessor, params: ScoringParams) -> Task:
+        from nanovllm.features.tasks.loglikelihood import Scoring
+
+        return Scoring(params)
 
     return {
-        SamplingParams: SamplingWithRules,
-        BeamSearchParams: partial(BeamSearch, scheduler=scheduler),
-        PoolingParams: partial(Embedding, settings=pooling),
-        ScoringParams: Scoring,
+        SamplingParams: partial(Sampling, separates=parser is not None),
+        BeamSearchParams: beam_search,
+        PoolingParams: embedding,
+        ScoringParams: scoring,
     }
 
 

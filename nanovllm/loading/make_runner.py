@@ -7,8 +7,8 @@ come last, because they read the KV cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,8 @@ from nanovllm.utils.host import check_fork, explain_out_of_memory
 from nanovllm.utils.log import logger
 
 if TYPE_CHECKING:
-    from nanovllm.features.parallel.ranks import Ranks
+    from nanovllm.features.parallel.one_rank import OneRank
+    from nanovllm.features.sampling.logit_rules.row_rules import RulesState
 
 
 def make_runner(
@@ -42,59 +43,63 @@ def make_runner(
     files: Mapping[Path, Any],
     name: str,
     max_model_len: int,
-    ranks: Ranks | None = None,
+    ranks: OneRank,
 ) -> ModelRunner:
-    """Make a ModelRunner for the model `name`, or for the part of this rank if there are `ranks`.
+    """Make a ModelRunner for this rank's part of the model `name`.
 
     `full_config` describes the model. `files` are its open safetensors files, or empty for random
     weights. Requests have at most `max_model_len` tokens, or fewer if memory limits them.
     """
-    from nanovllm.features.kernel_check.at_start import explain_lost_device
-
     # This comes before the division among ranks, whose errors name only sizes that do not fit.
     full_config.check_options(config)
     check_fork()
     device = pick_device(config.device)
-    on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    on_device = on_gpu(device) if device.type == "cuda" else nullcontext()
     remedy = (
         "out of memory; lower max_num_seqs, max_model_len or max_num_batched_tokens, or, if they "
         "are set, num_kv_cache_blocks, kv_cache_memory_bytes and swap_space"
     )
-    with on_device, explain_lost_device(device), explain_out_of_memory(remedy):
+    with on_device, explain_out_of_memory(remedy):
         free = memory.free_memory(device, config.tensor_parallel_size)
-        model_config = full_config if ranks is None else ranks.config_of_rank(full_config)
-        on_meta = model_config.model_class().on_meta(model_config)
-        backend = make_backend(config, on_meta, device, full_config.vocab_size)
+        model_config = ranks.config_of_rank(full_config)
+        backend = make_backend(config, model_config, device, full_config.vocab_size)
+        on_meta = model_config.model_class().on_meta(model_config, like=backend)
         budget = memory.plan_memory(config, on_meta, backend, free, name)
         config = budget.config  # with fewer sequences, if the states of more do not fit
         # The longest request that can fit limits the size of rows and rotary tables.
         num_blocks = budget.num_kv_blocks(max_model_len, free - budget.weight_bytes)
-        smallest = int if ranks is None else ranks.smallest  # of all ranks
-        longest = budget.fitted_length(max_model_len, smallest(num_blocks))
+        longest = budget.fitted_length(max_model_len, ranks.min(num_blocks))
         model = type(on_meta)(model_config, longest, backend)
         with backend.thread_limit():
             load_model(config, model, full_config, files, ranks)
         runner = make_eager_runner(config, model, full_config.vocab_size, longest)
+        runner.ranks = ranks
         scales = None
         if config.kv_cache_dtype != "auto":
             from nanovllm.features.formats.fp8_scales import read_fp8_scales
 
             scales = read_fp8_scales(files, model_config.kv_layers)
-        make_cache(runner, budget, longest, scales, smallest)
+        make_cache(runner, budget, longest, scales)
         runner.max_model_len = budget.fitted_length(longest, runner.num_blocks)
-        runner.make_fast_steps = partial(make_fast_steps, config, ranks)
+        runner.make_fast_steps = partial(make_fast_steps, config)
         runner.make_fast_steps(runner)
     log_sizes(runner, budget, name, max_model_len)
     return runner
 
 
-def make_backend(
-    config: EngineConfig, on_meta: Qwen3, device: torch.device, vocab_size: int
-) -> Backend:
-    """Make and check the backend for the model that `on_meta` describes."""
-    from nanovllm.backends.cpu.thread_limit import ThreadLimit
-    from nanovllm.features.kernel_check.at_start import checked
+@contextmanager
+def on_gpu(device: torch.device) -> Iterator[None]:
+    """Make `device` the current GPU, and explain an error that leaves it unusable."""
+    from nanovllm.features.kernel_check.at_start import explain_lost_device
 
+    with torch.cuda.device(device), explain_lost_device(device):
+        yield
+
+
+def make_backend(
+    config: EngineConfig, model_config: ModelConfig, device: torch.device, vocab_size: int
+) -> Backend:
+    """Make and check the backend of a model. `vocab_size` is that of all ranks."""
     if config.batch_invariant and config.attention_backend == "auto":
         # The engine waits for the kernels, and plain torch replaces none of them.
         kernels = "triton" if device.type == "cuda" else "numba"
@@ -104,19 +109,27 @@ def make_backend(
         needs = f"kv_cache_dtype={config.kv_cache_dtype!r} needs"
         instead = "use kv_cache_dtype='auto', or attention_backend='sdpa', which is slower"
         check_capability(device, (8, 9), needs, instead)
-    dtype = pick_dtype(config.dtype, device, on_meta.config.dtype)
-    num_weights = memory.num_weights(on_meta)
+    dtype = pick_dtype(config.dtype, device, model_config.dtype)
+
+    def num_weights() -> int:
+        return memory.num_weights(model_config.model_class().on_meta(model_config))
+
     backend = pick_backend(config.attention_backend, device, dtype, num_weights)
     if config.batch_invariant:
-        backend = backend.batch_invariant(config, on_meta.config)
+        backend = backend.batch_invariant(config, model_config)
     plain = Backend(device, dtype)
     if config.quantization is not None:
         from nanovllm.backends import int4, int8
 
         quantized = (int8 if config.quantization == "int8" else int4).quantized
         backend, plain = quantized(backend), quantized(plain)
-    backend = checked(backend, plain, config, on_meta, vocab_size)
+    if not backend.is_checked():
+        from nanovllm.features.kernel_check.at_start import checked
+
+        backend = checked(backend, plain, config, model_config, vocab_size)
     if device.type == "cpu":
+        from nanovllm.backends.cpu.thread_limit import ThreadLimit
+
         backend.thread_limit = limit = ThreadLimit()
         backend.before_layer = limit.adjust
     return backend
@@ -127,12 +140,10 @@ def load_model(
     model: Qwen3,
     full_config: ModelConfig,
     files: Mapping[Path, Any],
-    ranks: Ranks | None,
+    ranks: OneRank,
 ) -> None:
     """Load the weights of `model`, which is this rank's part."""
-    tensors = model.checkpoint_tensors()
-    if ranks is not None:
-        tensors = ranks.tensors_of_rank(tensors, full_config)
+    tensors = ranks.tensors_of_rank(model.checkpoint_tensors(), full_config)
     if files:
         load_weights(tensors, files, model.backend.before_layer)
     else:
@@ -141,26 +152,32 @@ def load_model(
         random_weights(tensors, config.seed, model.norm.device)
     for linear in model.linears():  # one at a time, to save memory
         model.backend.after_load(linear)
-    if ranks is not None:
-        ranks.connect(model, full_config.vocab_size)
+    ranks.connect(model, full_config.vocab_size)
 
 
 def make_eager_runner(
     config: EngineConfig, model: Qwen3, vocab_size: int, max_model_len: int
 ) -> ModelRunner:
     """Return a runner without a KV cache, and without captured or fused steps."""
-    from nanovllm.features.sampling.logit_rules.row_rules import RulesState
-    from nanovllm.runner.chunk_results import add_chunk_results
-
-    block_size, device = config.block_size, model.backend.device
+    block_size = config.block_size
+    device = model.backend.device
     max_blocks = -(-max_model_len // block_size)
     rows = Rows(config.max_num_seqs, max_blocks, block_size, device)
-    rows.rules = RulesState(config.max_num_seqs, max_blocks * block_size, vocab_size, device)
-    rows.rules.processed_logprobs = config.logprobs_mode == "processed_logprobs"
+    length = max_blocks * block_size
+    rows.make_rules = partial(make_rules, config, length, vocab_size, device)
     captures = model.backend.captures  # eager decodes then compute the same as captured decodes
-    runner = (DeviceRunner if captures else ModelRunner)(model, model.backend, rows)
-    runner.add_chunk_results = add_chunk_results
-    return runner
+    return (DeviceRunner if captures else ModelRunner)(model, model.backend, rows)
+
+
+def make_rules(
+    config: EngineConfig, length: int, vocab_size: int, device: torch.device
+) -> RulesState:
+    """Return the state of rules for rows of at most `length` tokens."""
+    from nanovllm.features.sampling.logit_rules.row_rules import RulesState
+
+    state = RulesState(config.max_num_seqs, length, vocab_size, device)
+    state.processed_logprobs = config.logprobs_mode == "processed_logprobs"
+    return state
 
 
 def make_cache(
@@ -168,7 +185,6 @@ def make_cache(
     budget: MemoryBudget,
     max_model_len: int,
     scales: list[Scales] | None,
-    smallest: Callable[[int], int],
 ) -> None:
     """Allocate a KV cache as large as options set or memory allows, and the host cache."""
     backend, model_config = runner.backend, runner.model.config
@@ -197,24 +213,23 @@ def make_cache(
     if runner.states is not None and backend.device.type == "cuda":
         # A CPU counts memory as free until it is written. `num_kv_blocks` subtracts the states.
         free += runner.states.nbytes
-    runner.num_blocks = smallest(budget.num_kv_blocks(max_model_len, free, scratch))
+    runner.num_blocks = runner.ranks.min(budget.num_kv_blocks(max_model_len, free, scratch))
     runner.attention = make_attention(runner.num_blocks + 1)
 
 
-def make_fast_steps(config: EngineConfig, ranks: Ranks | None, runner: ModelRunner) -> None:
+def make_fast_steps(config: EngineConfig, runner: ModelRunner) -> None:
     """Reduce the overhead of decodes: fuse the layers on a CPU, or capture on a GPU."""
-    backend, model = runner.backend, runner.model
+    backend, model, ranks = runner.backend, runner.model, runner.ranks
     # Fused layers have no all-reduce.
-    fused = backend.fuse_layers(model, runner.attention) if ranks is None else None
+    fused = backend.fuse_layers(model, runner.attention) if ranks.size == 1 else None
     runner.fused_model = fused or model
     runner.fused_step = backend.fuse_step(runner.fused_model, runner.attention, runner.rows)
     # A capture runs steps, in which ranks wait for each other: all of them capture, or none does.
-    smallest = int if ranks is None else ranks.smallest
-    if config.enforce_eager or not smallest(int(isinstance(runner, DeviceRunner))):
+    if config.enforce_eager or not ranks.min(int(isinstance(runner, DeviceRunner))):
         return
     assert isinstance(runner, DeviceRunner)
     with torch.inference_mode():
-        graphs = backend.capture_decode(runner.decode, runner.rows.positions, smallest)
+        graphs = backend.capture_decode(runner.decode, runner.rows.positions, ranks.min)
         if not graphs.replays:
             return
         chunks = None
@@ -224,9 +239,10 @@ def make_fast_steps(config: EngineConfig, ranks: Ranks | None, runner: ModelRunn
         if config.check_kernels:
             from nanovllm.features.kernel_check.at_start import replay_is_right
 
-            if not replay_is_right(runner, graphs, chunks, config.token_budget, ranks):
+            if not replay_is_right(runner, graphs, chunks, config.token_budget):
                 return
-        runner.graphs, runner.fused_model = graphs, chunks or runner.fused_model
+        runner.graphs = graphs
+        runner.fused_model = chunks or runner.fused_model
 
 
 def log_sizes(runner: ModelRunner, budget: MemoryBudget, name: str, max_model_len: int) -> None:

@@ -24,15 +24,9 @@ def num_weights(model: Qwen3) -> int:
     return sum(math.prod(tensor.shape) for tensor in model.checkpoint_tensors())
 
 
-def weight_bytes(model: Qwen3, backend: Backend) -> int:
-    """Return the bytes of the weights as `backend` stores them before `after_load`."""
-    meta = type(backend)(torch.device("meta"), backend.dtype)
-    size, num_others = 0, num_weights(model)
-    for linear in model.linears():
-        outputs, inputs = linear.weight.shape
-        size += meta.make_weight(outputs, inputs, [*linear.projections]).nbytes
-        num_others -= outputs * inputs
-    return size + num_others * backend.dtype.itemsize
+def weight_bytes(model: Qwen3) -> int:
+    """Return the bytes of the weights of a model that is not loaded."""
+    return sum(tensor.nbytes for tensor in model.tensors())
 
 
 @dataclass(frozen=True)
@@ -95,7 +89,8 @@ class MemoryBudget:
 
         Raises ValueError if the option max_model_len is set to more.
         """
-        config, num_tokens = self.config, num_blocks * self.config.block_size
+        config = self.config
+        num_tokens = num_blocks * self.config.block_size
         if config.max_model_len is not None and config.max_model_len > num_tokens:
             needed = -(-config.max_model_len // config.block_size)
             num_bytes = (needed + 1) * self.block_bytes + self.state_bytes
@@ -113,10 +108,11 @@ def plan_memory(
 ) -> MemoryBudget:
     """Divide `free` bytes between weights, states and KV cache, before they are allocated.
 
-    `on_meta` has the sizes of the model `name`. Raises ValueError if something does not fit.
+    `on_meta` is the model `name` on the meta device, with the weights of `backend`. Raises
+    ValueError if something does not fit.
     """
     model_config, dtype, device = on_meta.config, backend.dtype, backend.device
-    weights = weight_bytes(on_meta, backend)
+    weights = weight_bytes(on_meta)
     if weights > free:
         kind = config.quantization or str(dtype).removeprefix("torch.")
         smaller = ["dtype='bfloat16'", "quantization='int8'", "quantization='int4'"]

@@ -7,6 +7,8 @@ a CPU, float32 or bfloat16           cpu.backend   ("numba"), if Numba is instal
 anything else                        models.backend     ("sdpa")
 """
 
+from collections.abc import Callable
+
 import torch
 
 from nanovllm.models.backend import Backend
@@ -17,8 +19,13 @@ from nanovllm.utils.log import logger
 SMALL_MODEL = 100_000_000
 
 
-def pick_backend(name: str, device: torch.device, dtype: torch.dtype, num_weights: int) -> Backend:
-    """Return a backend by name. Raises ValueError if it is missing or cannot use the device."""
+def pick_backend(
+    name: str, device: torch.device, dtype: torch.dtype, num_weights: Callable[[], int]
+) -> Backend:
+    """Return a backend by name. Raises ValueError if it is missing or cannot use the device.
+
+    `num_weights` counts the weights of the model, if "auto" needs to know whether it is small.
+    """
     is_auto = name == "auto"
     if is_auto:
         name = "triton" if device.type == "cuda" else "numba"
@@ -31,8 +38,8 @@ def pick_backend(name: str, device: torch.device, dtype: torch.dtype, num_weight
             from nanovllm.backends.cpu.kernel_files import is_ready
 
             # Numba's backend refuses float16, with a reason.
-            can_wait = not is_auto or dtype is torch.float16 or num_weights >= SMALL_MODEL
-            if not can_wait and not is_ready(dtype):
+            can_wait = not is_auto or dtype is torch.float16 or is_ready(dtype)
+            if not can_wait and num_weights() < SMALL_MODEL:
                 # An engine keeps its backend: with another one, its tokens could change.
                 return Backend(device, dtype)
             from nanovllm.backends.cpu.backend import make_backend

@@ -58,9 +58,11 @@ class PlainAttention:
         of context, L, and a mask [Q, L], true if a query attends to a key. None means that query i
         attends to keys 0 to i.
         """
-        starts, batch.attention_metadata = batch.query_start_loc.tolist(), []
+        starts = batch.query_start_loc.tolist()
+        batch.attention_metadata = []
         for i, length in enumerate(batch.context_lens.tolist()):
-            tokens, mask = slice(*starts[i : i + 2]), None
+            tokens = slice(*starts[i : i + 2])
+            mask = None
             blocks = batch.block_tables[i, : -(-length // self.block_size)]
             if batch.query_lens[i] < length:  # the queries are the last tokens of the context
                 keys = torch.arange(length, device=blocks.device)
@@ -101,7 +103,8 @@ class PlainAttention:
     def attend(self, layer: int, q: Tensor, batch: ForwardBatch) -> Tensor:
         """Return causal attention [T, H * D] of q [T, H, D] over each sequence's context."""
         k_scale, v_scale = self.scales[layer]
-        q, out = q * k_scale, torch.empty_like(q)
+        q = q * k_scale
+        out = torch.empty_like(q)
         for tokens, blocks, length, mask in batch.attention_metadata:
             # The slots after the context may hold NaN, which would spread.
             kv = self.read_blocks(layer, blocks)[:, :, :length]

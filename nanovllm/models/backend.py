@@ -151,7 +151,7 @@ class Backend:
         self,
         decode: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
         positions: np.ndarray,
-        smallest: Callable[[int], int],
+        min_over_ranks: Callable[[int], int],
     ) -> DecodeGraphs:
         """Capture a decode step for as many sizes as possible; see DecodeGraphs."""
         raise NotImplementedError

@@ -70,6 +70,11 @@ class Linear:
         y = self.backend.linear(x, self)
         return y if self.reduce is None else self.reduce(y)
 
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that hold the weights."""
+        weight = [self.weight] if isinstance(self.weight, Tensor) else self.weight.tensors()
+        return weight if self.bias is None else [*weight, self.bias]
+
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         for kind, fused in (("weight", self.weight), ("bias", self.bias)):
             if fused is not None:

@@ -58,8 +58,12 @@ HARMLESS = r"""
 # Rope fields for positions in images. For text, the three rows of positions are equal.
 IMAGE_FIELDS = ("mrope_section", "mrope_interleaved")
 NEEDED = (
-    *("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"),
-    *("num_attention_heads", "num_hidden_layers"),
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
 )
 # The beginnings of the supported architectures' names, such as "Qwen3" of "Qwen3ForCausalLM", with
 # the values of fields that config.json does not have.

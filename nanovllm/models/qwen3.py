@@ -51,6 +51,10 @@ class SelfAttention:
     def linears(self) -> tuple[Linear, ...]:
         return self.qkv_proj, self.o_proj
 
+    def other_tensors(self) -> tuple[Tensor, ...]:
+        """Return the weights that are not in a Linear."""
+        return self.norms or ()
+
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         yield from self.qkv_proj.checkpoint_tensors(prefix)
         yield from self.o_proj.checkpoint_tensors(prefix)
@@ -70,6 +74,10 @@ class MLP:
     def linears(self) -> tuple[Linear, ...]:
         return self.gate_up_proj, self.down_proj
 
+    def other_tensors(self) -> tuple[Tensor, ...]:
+        """Return the weights that are not in a Linear."""
+        return ()
+
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         yield from self.gate_up_proj.checkpoint_tensors(prefix)
         yield from self.down_proj.checkpoint_tensors(prefix)
@@ -87,6 +95,11 @@ class DecoderLayer:
 
     def linears(self) -> tuple[Linear, ...]:
         return *self.self_attn.linears(), *self.mlp.linears()
+
+    def other_tensors(self) -> tuple[Tensor, ...]:
+        """Return the weights that are not in a Linear."""
+        norms = self.input_layernorm, self.post_attention_layernorm
+        return *norms, *self.self_attn.other_tensors(), *self.mlp.other_tensors()
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         yield from self.self_attn.checkpoint_tensors(prefix + self.self_attn.name)
@@ -137,14 +150,19 @@ class Qwen3:
         return MLP(self.config.hidden_size, self.config.intermediate_size, self.backend)
 
     @classmethod
-    def on_meta(cls, config: ModelConfig) -> Qwen3:
-        """Return a model on the meta device: its weights have sizes and take no memory."""
-        return cls(config, 1, Backend(torch.device("meta"), torch.bfloat16))
+    def on_meta(cls, config: ModelConfig, like: Backend | None = None) -> Qwen3:
+        """Return a model on the meta device: its weights have sizes and take no memory.
+
+        The weights are those of the backend `like`, or else of plain torch in bfloat16.
+        """
+        kind, dtype = (Backend, torch.bfloat16) if like is None else (type(like), like.dtype)
+        return cls(config, 1, kind(torch.device("meta"), dtype))
 
     def forward(self, batch: ForwardBatch, attention: PlainAttention) -> Tensor:
         """Return the hidden states [T, E] of the step's tokens, after the last norm."""
         x = self.embed_tokens[batch.input_ids]
-        rope, residual = self.rotary.at(batch.positions), None
+        rope = self.rotary.at(batch.positions)
+        residual: Tensor | None = None
         for layer in self.layers:
             self.backend.before_layer()
             x, residual = layer(x, residual, rope, batch, attention)
@@ -159,6 +177,16 @@ class Qwen3:
         for layer in self.layers:
             yield from layer.linears()
         yield self.lm_head
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors that hold the weights."""
+        for linear in self.linears():
+            yield from linear.tensors()
+        for layer in self.layers:
+            yield from layer.other_tensors()
+        yield self.norm
+        if not self.config.tie_word_embeddings:
+            yield self.embed_tokens
 
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
         """Yield the tensors of a checkpoint, each with the function that stores it."""

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from nanovllm.utils.log import progress_bar
 
-HEAD = "lm_head.weight"
+LM_HEAD = "lm_head.weight"
 EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight")
 # The ends of names that are skipped: tables that the config implies, a tied head, and scales of an
 # fp8 KV cache, which features/formats/fp8_scales.py reads if the cache is in fp8.
-IGNORED = ("rotary_emb.inv_freq", HEAD, "k_scale", "v_scale")
+IGNORED = ("rotary_emb.inv_freq", LM_HEAD, "k_scale", "v_scale")
 # The ends of names of tensors that only quantized weights have.
 OF_QUANTIZED = ("weight_scale", "weight_scale_inv", "scales", "qweight", "weight_packed")
 PREFIX = "model."  # of all other names; a model without a head may lack it

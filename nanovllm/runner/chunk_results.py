@@ -6,6 +6,8 @@ that waits for this copy.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,8 +16,10 @@ from nanovllm.models.backend import Backend, FusedModel
 from nanovllm.models.sampler import most_likely
 from nanovllm.models.transfers import start_copy, to_device
 from nanovllm.plan import Chunk, ResultKind, StepOutput, TokenLogprobs
-from nanovllm.runner.model_runner import PendingOutput
 from nanovllm.runner.rows import Rows
+
+if TYPE_CHECKING:
+    from nanovllm.runner.model_runner import PendingOutput
 
 
 def add_chunk_results(
@@ -117,7 +121,8 @@ def add_prompt_logprobs(
         for chunk in chunks:
             if not (targets := chunk.logprob_targets):
                 continue
-            result, k = done.result(chunk.row), chunk.num_logprobs
+            result = done.result(chunk.row)
+            k = chunk.num_logprobs
             # The targets are the first argument, so that zip takes no result after the last target.
             entries = zip(targets, all_packed, strict=False)
             result.prompt_logprobs = [unpack_logprobs(p, token, k) for token, p in entries]

@@ -29,7 +29,8 @@ class DeviceRows:
     """The arrays of Rows as tensors: N rows, and row N for padding."""
 
     def __init__(self, rows: Rows) -> None:
-        self.rows, device = rows, rows.device
+        self.rows = rows
+        device = rows.device
         self.block_tables = torch.tensor(rows.block_tables, device=device)  # [N + 1, B] int32
         self.positions = torch.tensor(rows.positions, device=device)  # [N + 1] int64
         self.params = torch.tensor(rows.params, device=device)  # [1 + filters, N + 1] float32
@@ -58,7 +59,8 @@ class DeviceRows:
 
         All filters are present, because a graph is captured before the used filters are known.
         """
-        num, size = rows.shape[0], self.rows.block_size
+        num = rows.shape[0]
+        size = self.rows.block_size
         self.positions[-1:].zero_()  # row N, which is padding, stays at position 0
         positions = self.positions[rows]
         self.positions[rows] = context_lens = positions + 1
@@ -99,8 +101,11 @@ class DeviceRunner(ModelRunner):
         rules = self.rows.rules_of(decode_rows)
         if rules is None:
             return PendingOutput(start_copy(tokens))
-        rows, of = to_device(np.array(decode_rows), self.device), self.device_rows
-        sampling = sampling_batch(of.params[:, rows], of.seeds[rows], of.positions[rows])
+        rows = to_device(np.array(decode_rows), self.device)
+        device = self.device_rows
+        sampling = sampling_batch(
+            device.params[:, rows], device.seeds[rows], device.positions[rows]
+        )
         return self.sample(hidden, sampling, rows, rules)
 
     def decode(self, rows: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:

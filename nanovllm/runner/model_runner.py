@@ -22,12 +22,15 @@ from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.transfers import start_copy
 from nanovllm.plan import ResultKind, StepOutput, StepPlan
+from nanovllm.runner.chunk_results import add_chunk_results
 from nanovllm.runner.rows import Rows
 
 if TYPE_CHECKING:
     from nanovllm.features.kv.host_cache.pool import HostPool
     from nanovllm.features.models.hybrid.states import States
+    from nanovllm.features.parallel.one_rank import OneRank
     from nanovllm.features.sampling.logit_rules.row_rules import RulesBatch
+    from nanovllm.features.weights.new_weights import MissingParts
 
 TOKEN_KINDS = (None, ResultKind.TOKEN)  # the results of chunks without optional features
 
@@ -51,23 +54,31 @@ class ModelRunner:
     attention: PlainAttention  # set by loading/make_runner.py, when the size of its cache is known
     num_blocks: int  # for requests; the null block is not counted
     max_model_len: int  # tokens of the longest request
+    ranks: OneRank  # the processes that share the model
 
     # ---- optional features, set by loading/make_runner.py ----
 
-    add_chunk_results: Callable[..., None]  # of runner/chunk_results.py
     host_pool: HostPool | None = None
     states: States | None = None
+    missing_parts: MissingParts | None = None
     make_fast_steps: Callable[[ModelRunner], None]  # for new_weights.py, sleep.py
 
     def __init__(self, model: Qwen3, backend: Backend, rows: Rows) -> None:
-        self.model, self.backend, self.rows = model, backend, rows
-        self.device, self.dtype = rows.device, model.embed_tokens.dtype
+        self.model = model
+        self.backend = backend
+        self.rows = rows
+        self.device = rows.device
+        self.dtype = model.embed_tokens.dtype
         self.async_scheduling = self.device.type == "cuda"  # the device works while the host plans
         self.fused_model: FusedModel = model  # or an object that computes the same in fewer calls
         self.fused_step: Callable[[StepPlan], np.ndarray | None] = lambda plan: None
 
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
         """Launch a step. Returns a function that waits for the device and returns the output."""
+        return self.ranks.run(plan, self.launch)
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepOutput]:
+        """Launch a step, as `run` does, on this rank alone."""
         with torch.inference_mode(), self.backend.thread_limit(), self.backend.step_context():
             self.rows.apply(plan)
             self._copy(plan)
@@ -91,7 +102,7 @@ class ModelRunner:
             output = self.sample(last, step.sampling_batch, step.sampling_rows, step.rules)
         if any(c.logprob_targets or c.result_kind not in TOKEN_KINDS for c in plan.chunks):
             model, backend = self.fused_model, self.backend
-            self.add_chunk_results(output, plan.chunks, hidden, self.rows, model, backend)
+            add_chunk_results(output, plan.chunks, hidden, self.rows, model, backend)
         return output
 
     def sample(

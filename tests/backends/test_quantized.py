@@ -318,8 +318,10 @@ def test_what_an_engine_stores(tmp_path: Path, kind: str, tie: bool) -> None:
             assert torch.equal(weight[torch.arange(len(wanted))], wanted.bfloat16()), name
     layers = [linear.weight.nbytes for linear in runner.model.linears()]
     others = [weight.nbytes for weight in stored.values() if isinstance(weight, torch.Tensor)]
-    assert sum(layers) + sum(others) == weight_bytes(runner.model, runner.backend)
-    plain = weight_bytes(runner.model, Backend(CPU, torch.bfloat16))
+    assert sum(layers) + sum(others) == weight_bytes(
+        Qwen3.on_meta(runner.model.config, runner.backend)
+    )
+    plain = weight_bytes(Qwen3.on_meta(runner.model.config, Backend(CPU, torch.bfloat16)))
     assert plain == 2 * sum(tensor.numel() for tensor in checkpoint.values())
     assert isinstance(runner.fused_model, FusedLayers)
 
@@ -331,7 +333,7 @@ def test_sizes_of_known_shapes(tmp_path: Path) -> None:
         config = Checkpoint(workloads.write_shape(shape, tmp_path)).model_config
         plain = Backend(CPU, torch.bfloat16)
         backends = [plain, int8.quantized(plain), int4.quantized(plain)]
-        found = [weight_bytes(Qwen3.on_meta(config), backend) / 1e9 for backend in backends]
+        found = [weight_bytes(Qwen3.on_meta(config, backend)) / 1e9 for backend in backends]
         assert found == pytest.approx(wanted, abs=2e-3)
 
 

@@ -45,7 +45,7 @@ FILES = tuple(
         "engine/sampling",
         "engine/scheduler",
         "features/kv/host_cache/host_blocks",
-        "features/sampling/logit_rules/sampling_with_rules",
+        "engine/token_logprobs",
         "features/sampling/ngram",
         "features/sampling/structured",
         "features/tasks/beam_search",

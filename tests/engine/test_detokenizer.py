@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nanovllm import SamplingParams
 from nanovllm.engine.detokenizer import Detokenizer
-from nanovllm.features.sampling.logit_rules.sampling_with_rules import decode_token
+from nanovllm.engine.token_logprobs import decode_token
 from nanovllm.loading.checkpoint import find_checkpoint
 
 WORDS = ["The", "quick", "brown", "fox", ",", "12", "é"]

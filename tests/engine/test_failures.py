@@ -2,6 +2,7 @@
 
 import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from engines import is_idle
 
 from lessons.oracle.oracle import OracleRunner, make_samples
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine import results, sampling
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.recovery import revert_in_flight
@@ -17,16 +19,15 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.sampling.logit_rules.penalties import PenaltyState
 from nanovllm.features.sampling.logit_rules.row_rules import RowRules
-from nanovllm.features.sampling.logit_rules.sampling_with_rules import SamplingWithRules
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
 @pytest.mark.parametrize(
-    ("part", "function"), [("scheduler", "commit"), ("scheduler", "add"), ("", "_end")]
+    ("part", "function"), [("scheduler", "commit"), ("scheduler", "add"), ("results", "end")]
 )
 def test_an_abandoned_stream_is_collected_while_the_engine_changes(
-    path: Path, part: str, function: str
+    path: Path, part: str, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its finalizer aborts requests in the middle of any code of the same thread."""
     llm = random_llm(path)
@@ -38,7 +39,7 @@ def test_an_abandoned_stream_is_collected_while_the_engine_changes(
             self.stream = llm.stream([[5, 6], [7, 8]], GREEDY)
             next(self.stream)
 
-    changed = getattr(llm.engine, part) if part else llm.engine
+    changed: Any = results if part == "results" else llm.engine.scheduler
     inner = getattr(changed, function)
 
     def collected(*args):
@@ -48,7 +49,7 @@ def test_an_abandoned_stream_is_collected_while_the_engine_changes(
     gc.disable()
     try:
         Client()
-        setattr(changed, function, collected)
+        monkeypatch.setattr(changed, function, collected)
         got = [o["token_ids"] for o in llm.generate([[1, 2], [3]], GREEDY, use_tqdm=False)]
     finally:
         gc.enable()
@@ -65,8 +66,8 @@ FAULTS = [
     (PenaltyState, "add_row", PENALIZED),
     (Detokenizer, "add", dict(stop=["never"])),
     (Detokenizer, "add", {}),
-    (SamplingWithRules, "decode_logprobs", dict(logprobs=2)),
-    (SamplingWithRules, "decode_logprobs", dict(prompt_logprobs=2)),
+    (sampling, "decode_logprobs", dict(logprobs=2)),
+    (sampling, "decode_logprobs", dict(prompt_logprobs=2)),
 ]
 
 
@@ -248,20 +249,20 @@ def test_a_request_that_failed_ends_although_its_step_fails_too(
 ) -> None:
     """Its other samples wait for the prompt, and are counted once."""
     llm = random_llm(path, max_num_batched_tokens=4)
-    end, calls = llm.engine._end, 0
+    end, calls = results.end, 0
 
-    def fails_once(requests):
+    def fails_once(*args):
         nonlocal calls
         calls += 1
         if calls == 1:
             raise RuntimeError("the step fails")
-        return end(requests)
+        return end(*args)
 
     def fails(*args):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(SamplingWithRules, "decode_logprobs", fails)
-    monkeypatch.setattr(llm.engine, "_end", fails_once)
+    monkeypatch.setattr(sampling, "decode_logprobs", fails)
+    monkeypatch.setattr(results, "end", fails_once)
     params = SamplingParams(n=3, prompt_logprobs=1)
     request = llm.engine.submit([1, 2, 3, 4, 5, 6, 7, 8], params)
     with pytest.raises(RuntimeError, match="the step fails"):

@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, decoders, models
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.engine.input_processor import InputProcessor
-from nanovllm.engine.request import Progress, Request, Sample
+from nanovllm.engine.progress import Progress
+from nanovllm.engine.request import Request, Sample
 from nanovllm.engine.sampling import Sampling
 from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import RowResult

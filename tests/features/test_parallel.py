@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fresh
 import numpy as np
 import pytest
 import torch
@@ -395,3 +396,17 @@ def test_a_quantized_checkpoint(ranks: Job, tmp_path: Path) -> None:
     quantize_checkpoint(tmp_path, "gptq desc_act")
     alone, *_ = values(ranks("greedy", 1, path=str(tmp_path)))
     assert values(ranks("greedy", 2, path=str(tmp_path))) == [alone, alone]
+
+
+ONE_PROCESS = """
+import sys
+from nanovllm import LLM
+LLM(device="cpu", attention_backend="sdpa", num_kv_cache_blocks=4, skip_tokenizer_init=True)
+print(*sorted(name for name in sys.modules if name.startswith("nanovllm.features.parallel.")))
+"""
+
+
+def test_one_process_imports_no_ranks() -> None:
+    done = fresh.run(ONE_PROCESS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["nanovllm.features.parallel.one_rank"]

@@ -10,10 +10,12 @@ from xxhash import xxh64_intdigest
 
 from lessons.oracle.oracle import ALPHABET, History, require
 from nanovllm.engine import scheduler
-from nanovllm.engine.request import Progress, Request, Sample
+from nanovllm.engine.progress import Progress
+from nanovllm.engine.request import Request, Sample
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.features.tasks.beam_search import BeamSearch, BeamSearchParams
+from nanovllm.features.tasks.beam_search import BeamSearch
 from nanovllm.plan import ResultKind, RowResult, StepPlan
+from nanovllm.sampling_params import BeamSearchParams
 
 Candidates = list[tuple[int, float]]
 

@@ -14,13 +14,13 @@ from nanovllm.models.backend import Backend
 
 
 def stand_in(
-    decode: Callable, positions: np.ndarray, smallest: Callable[[int], int]
+    decode: Callable, positions: np.ndarray, min_over_ranks: Callable[[int], int]
 ) -> DecodeGraphs:
     def capture(function: Callable[[], None]) -> Callable[[], None]:
         function()  # as CudaCapture does, to warm up
         return function
 
-    return DecodeGraphs(decode, positions, torch.device("cpu"), lambda: capture, smallest)
+    return DecodeGraphs(decode, positions, torch.device("cpu"), lambda: capture, min_over_ranks)
 
 
 def capture_with(patch: pytest.MonkeyPatch, capture_decode: Callable) -> None:

@@ -26,8 +26,8 @@ from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast  # noqa: F401 (imported once)
 
 from nanovllm import LLM, SamplingParams, Trace
-from nanovllm.features.tasks.beam_search import BeamSearchParams
 from nanovllm.loading.memory import MemoryBudget
+from nanovllm.sampling_params import BeamSearchParams
 
 with suppress(ImportError):  # without Numba
     import nanovllm.backends.cpu.backend  # noqa: F401
@@ -150,7 +150,7 @@ def with_a_fault(path: str, fault: str) -> dict[str, Any]:
     """As with_graphs, with a fault on the last rank: it cannot "capture", or its replay differs."""
     from graphs import capture_with, stand_in
 
-    def faulty(decode: Any, positions: Any, smallest: Any) -> Any:
+    def faulty(decode: Any, positions: Any, min_over_ranks: Any) -> Any:
         sizes: list[int] = []
 
         def decode_once(rows: torch.Tensor, order: torch.Tensor) -> Any:
@@ -161,8 +161,8 @@ def with_a_fault(path: str, fault: str) -> dict[str, Any]:
             return results
 
         if os.environ["RANK"] == "0":
-            return stand_in(decode, positions, smallest)
-        graphs = stand_in(decode_once, positions, smallest)
+            return stand_in(decode, positions, min_over_ranks)
+        graphs = stand_in(decode_once, positions, min_over_ranks)
         if fault == "replay":
             replay = graphs.replay
 
@@ -176,7 +176,7 @@ def with_a_fault(path: str, fault: str) -> dict[str, Any]:
     capture_with(pytest.MonkeyPatch(), faulty)
     llm = make(path, async_scheduling=True, max_model_len=64)
     tokens = tokens_of(llm.generate(some_prompts(3), GREEDY, use_tqdm=False))
-    graphs = llm.engine.runner.runner.graphs  # type: ignore[attr-defined]
+    graphs = llm.engine.runner.graphs  # type: ignore[attr-defined]
     return {"tokens": tokens, "sizes": graphs and [*graphs.replays]}
 
 
@@ -269,7 +269,7 @@ def an_engine(path: str) -> str:
 def other_tokens(path: str) -> tuple[str, list[list[int]]]:
     """Nothing but the sampled tokens differs, which a decode's plan does not contain."""
     llm = make(path)
-    backend = llm.engine.runner.runner.backend
+    backend = llm.engine.runner.backend
     sample = backend.sample
     if rank() == 1:
         changed = lambda logits, batch: sample(logits.roll(1, dims=1), batch)  # noqa: E731
@@ -296,7 +296,7 @@ def an_abort(path: str) -> str:
 
 def in_a_layer(llm: LLM, number: int, action: Callable[[], Any]) -> None:
     """Let this rank do something in the middle of a step, before so many linear layers."""
-    layers = llm.engine.runner.runner.model.layers
+    layers = llm.engine.runner.model.layers
     linear, calls = layers[0].self_attn.qkv_proj, iter(range(10**6))
     call = linear.backend.linear
 

@@ -12,6 +12,7 @@ from checkpoints import random_llm
 
 from nanovllm.config import EngineConfig
 from nanovllm.features.models.hybrid.hybrid_config import HybridConfig
+from nanovllm.features.parallel.one_rank import OneRank
 from nanovllm.loading import make_runner as start
 from nanovllm.loading.memory import MemoryBudget
 
@@ -62,7 +63,8 @@ def test_states_are_counted_once_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     )
     model = SimpleNamespace(config=object.__new__(HybridConfig))
     runner: Any = SimpleNamespace(backend=backend, model=model, host_pool=None, states=None)
+    runner.ranks = OneRank()
     config = EngineConfig(gpu_memory_utilization=1.0)
     budget = MemoryBudget(config, backend.device, 8 * gib, 0, gib >> 4, state_bytes=gib)
-    start.make_cache(runner, budget, 40_960, None, int)
+    start.make_cache(runner, budget, 40_960, None)
     assert runner.num_blocks == 7 * 16 - start.memory.CUDA_MARGIN // (gib >> 4) - 1

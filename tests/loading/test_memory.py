@@ -115,9 +115,11 @@ def test_requests_as_long_as_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch
 def test_logit_rules_take_memory_when_requests_use_them(path: Path) -> None:
     """Penalties take it when a row has some for the first time."""
     llm = random_llm(path)
-    rules = llm.engine.runner.rows.rules
     params = SamplingParams(max_tokens=5)
+    llm.generate([[1, 2, 3]], params, use_tqdm=False)
+    assert llm.engine.runner.rows.rules is None
     llm.generate([[1, 2, 3]], replace(params, logprobs=2), use_tqdm=False)
+    rules = llm.engine.runner.rows.rules
     assert rules.logits is None
     llm.generate([[1, 2, 3]] * 2, replace(params, logit_bias={3: 1.0}), use_tqdm=False)
     assert rules.logits.shape == rules.sizes[::2]

@@ -11,7 +11,6 @@ from wrong_values import GENERATION, WRONG
 from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.models.model_config import FIELDS, ModelConfig
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SLIDING_MOE = {
     "architectures": ["Qwen3MoeForCausalLM"],
     **{"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8},

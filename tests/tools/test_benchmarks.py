@@ -6,6 +6,7 @@ import re
 import sys
 from dataclasses import replace
 from statistics import median
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -269,12 +270,23 @@ def test_messages_without_a_run(capsys, monkeypatch):
 def test_end_to_end(path, tmp_path, capsys, monkeypatch):
     peak = {"bandwidth": 1e10, "buffer_bytes": 1, "flops": 1e11}
     monkeypatch.setattr(roofline, "measure_peak", lambda *_: peak)
+
+    # The other engines than vLLM run in this process, which has the imports.
+    class Process(turn.Process):
+        def __new__(cls, command, job, variables):
+            if command != turn.COMMAND:
+                return turn.Process(command, job, variables)
+            loaded, measured = turn.load(job)
+            return SimpleNamespace(loaded=loaded, turn=measured, end=lambda: None)
+
     python = fake_vllm(tmp_path, "no_such_name")
     kept = tmp_path / "run.json"
     numbers = "--num-seqs 5 --input 3 9 --output 2 6 --repeats 2 --batch-size 2 --sample 3"
     rest = f"--set device=cpu --json {kept} --baseline hf-batch vllm"
     rest += f" --peer-python {python}"
-    assert bench.main(f"--model {path} {numbers} {rest}".split()) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(throughput, "Process", Process)
+        assert bench.main(f"--model {path} {numbers} {rest}".split()) == 1
     printed = capsys.readouterr().out
     assert "vllm                   failed: it ended with status 1" in printed
     assert "no_such_name" in printed
@@ -293,7 +305,7 @@ def test_end_to_end(path, tmp_path, capsys, monkeypatch):
     least = sum(seconds for seconds, _ in result["roofline"].values())
     assert result["roofline_share"] == pytest.approx(least / run["seconds"])
     assert result["machine"]["torch"] == torch.__version__
-    # The rate of a prompt does not count the token after it.
+    # In a process of its own. The rate of a prompt does not count the token after it.
     arguments = f"--model {path} --workload pp512 --input 9 9 --json {kept} --set device=cpu"
     assert bench.main(arguments.split()) == 0
     result = json.loads(kept.read_text())

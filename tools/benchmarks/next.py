@@ -92,7 +92,7 @@ def products() -> None:
 
 
 def attentions() -> None:
-    backends = pick_backend("triton", DEVICE, DTYPE, 10**9), Backend(DEVICE, DTYPE)
+    backends = pick_backend("triton", DEVICE, DTYPE, lambda: 10**9), Backend(DEVICE, DTYPE)
     num, kv_heads, dim = HEADS[0]
     for rows, length in DECODES:
         print(f"decodes of {rows} rows of {length} tokens, fp8 cache")

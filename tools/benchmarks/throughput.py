@@ -14,7 +14,7 @@ from statistics import median
 import torch
 from tqdm import tqdm
 
-from nanovllm.config import EMBEDDED, engine_config
+from nanovllm.config import EMBEDDED, EngineConfig
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 from nanovllm.loading.select_backend import pick_device, pick_dtype
 from nanovllm.utils.host import available_host_memory
@@ -157,7 +157,7 @@ def prepare(args: argparse.Namespace, options: Result, temporary: Path) -> Setup
         options = {"max_num_seqs": spec.rows, **options}
     shape = args.shape or (None if args.model or spec.chats else spec.model)
     model = shape or args.model or spec.model or EMBEDDED
-    config = engine_config(options)
+    config = EngineConfig.from_options(options)
     device = pick_device(config.device)
     directory = workloads.write_shape(shape, temporary) if shape else find_checkpoint(model)
     sizes = Checkpoint(directory).model_config

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from nanovllm.cli.options import option
 from nanovllm.cli.trace.trace import Trace
-from nanovllm.config import engine_config
+from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.features.kv.host_cache.host_blocks import HostCacheBlockManager
@@ -78,7 +78,7 @@ def make_scheduler(args: argparse.Namespace, clock: Any) -> tuple[Scheduler, boo
     values = {"block_size": traces.HASHED, "num_kv_cache_blocks": None, **dict(args.set)}
     for name in values.keys() - set(OPTIONS.split()):
         raise ValueError(f"{name} has no effect here; these have: {OPTIONS}")
-    config = engine_config(values)
+    config = EngineConfig.from_options(values)
     size = config.block_size
     num_blocks = config.num_kv_cache_blocks
     if num_blocks is None:

@@ -102,9 +102,9 @@ class GpuBackend(Backend):
         self,
         decode: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
         positions: np.ndarray,
-        smallest: Callable[[int], int],
+        min_over_ranks: Callable[[int], int],
     ) -> DecodeGraphs:
-        return DecodeGraphs(decode, positions, self.device, CudaCapture, smallest)
+        return DecodeGraphs(decode, positions, self.device, CudaCapture, min_over_ranks)
 
     def capture_chunks(
         self, model: Any, attention: Any, graphs: DecodeGraphs, max_tokens: int

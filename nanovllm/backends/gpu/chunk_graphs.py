@@ -56,7 +56,11 @@ class ChunkGraphs:
         self.inputs = torch.zeros((3, sizes[-1]), dtype=torch.int64, device=device)
         # Number of tokens -> replays of the pieces, layers of the attentions, hidden states.
         self.steps: dict[int, tuple[list[Callable[[], None]], list[int], Tensor]] = capture_sizes(
-            "chunks", sizes, device, graphs.smallest, lambda size: self._capture(size, attention)
+            "chunks",
+            sizes,
+            device,
+            graphs.min_over_ranks,
+            lambda size: self._capture(size, attention),
         )
 
     def _capture(self, size: int, attention: TritonAttention) -> Any:

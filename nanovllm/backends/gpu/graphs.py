@@ -99,14 +99,14 @@ def capture_sizes(
     what: str,
     sizes: list[int],
     device: torch.device,
-    smallest: Callable[[int], int],
+    min_over_ranks: Callable[[int], int],
     capture: Callable[[int], Graph],
 ) -> dict[int, Graph]:
     """Return `capture(size)` of each size, while captures succeed and memory lasts.
 
     The largest size comes first: its memory in the pool is enough for all others, and any step can
-    be padded to it. `smallest` returns the minimum of a number over all ranks. The steps of ranks
-    wait for each other, so all ranks capture the same sizes.
+    be padded to it. `min_over_ranks` returns the minimum of a number over all ranks. The steps of
+    ranks wait for each other, so all ranks capture the same sizes.
     """
     graphs: dict[int, Graph] = {}
     start = time.perf_counter()
@@ -121,7 +121,7 @@ def capture_sizes(
         for size in progress_bar(f"Capturing {what}", "size", sorted(sizes, reverse=True)):
             is_cuda = device.type == "cuda"  # not in tests
             is_full = is_cuda and torch.cuda.mem_get_info(device)[0] < MIN_FREE_BYTES
-            if not smallest(int(not is_full)):
+            if not min_over_ranks(int(not is_full)):
                 warn(f"the memory of {'the' if is_full else 'another'} GPU is nearly full")
                 return graphs
             try:
@@ -130,9 +130,9 @@ def capture_sizes(
                 if is_cuda:
                     torch.cuda.synchronize(device)  # raises an error that no later step survives
                 warn(f"{error!r:.300}")
-                smallest(0)
+                min_over_ranks(0)
                 return graphs
-            if not smallest(1):
+            if not min_over_ranks(1):
                 warn("the next size failed on another rank")
                 return graphs
             graphs[size] = graph
@@ -148,12 +148,12 @@ class DecodeGraphs:
         positions: np.ndarray,
         device: torch.device,
         capture: Callable[[], Capture],
-        smallest: Callable[[int], int] = int,
+        min_over_ranks: Callable[[int], int] = int,
     ) -> None:
         """Capture decode: (rows [S], order [S]) -> (hidden [S, E], tokens [S]).
 
-        `positions` [N + 1] of the rows are on the host. Row N is padding, at position 0. `smallest`
-        is the function of `capture_sizes`.
+        `positions` [N + 1] of the rows are on the host. Row N is padding, at position 0.
+        `min_over_ranks` is the function of `capture_sizes`.
         """
         num_rows = len(positions) - 1
         self.padding_row, self.positions = num_rows, positions
@@ -164,7 +164,7 @@ class DecodeGraphs:
         self.decode_rows: list[int] | None = None
         self.size = 0
         self.capture = capture()  # kept with the graphs, because it owns their stream
-        self.smallest = smallest
+        self.min_over_ranks = min_over_ranks
         # The results of each size are kept: other graphs of the pool must not use their memory.
         self.results: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -173,7 +173,7 @@ class DecodeGraphs:
 
         # Empty if no size could be captured.
         sizes, capture_size = batch_sizes(num_rows), lambda size: self.capture(partial(step, size))
-        self.replays = capture_sizes("decodes", sizes, device, smallest, capture_size)
+        self.replays = capture_sizes("decodes", sizes, device, min_over_ranks, capture_size)
 
     def replay(self, decode_rows: list[int]) -> tuple[Tensor, Tensor]:
         """Decode rows. Returns hidden states [S, E], tokens [S], valid until the next replay."""

@@ -24,12 +24,12 @@ from nanovllm.cli.jobs.openai_responses import (
     token_counts,
 )
 from nanovllm.engine.chat_template import as_conversations
-from nanovllm.engine.request import Progress, Request
+from nanovllm.engine.progress import Progress
+from nanovllm.engine.request import Request
 from nanovllm.features.sampling.tool_calls import ToolUse
-from nanovllm.features.tasks.embeddings.pooling import PoolingParams
 from nanovllm.features.tasks.rerank import Scorer
 from nanovllm.inputs import Prompt, as_list
-from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+from nanovllm.sampling_params import PoolingParams, SamplingParams, StructuredOutputsParams
 from nanovllm.utils.checks import check_scalar, unknown_name
 
 if TYPE_CHECKING:

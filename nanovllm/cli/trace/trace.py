@@ -26,11 +26,12 @@ from nanovllm.cli.trace.events import State as State
 from nanovllm.engine.observer import NO_OBSERVER, Observer
 from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.features.sampling.logit_rules.sampling_with_rules import decode_token
+from nanovllm.engine.token_logprobs import decode_token
 from nanovllm.plan import ResultKind, StepOutput
 
 if TYPE_CHECKING:
-    from nanovllm.features.tasks.beam_search import Beams, BeamSearchSequence
+    from nanovllm.features.tasks.beam_search import Beams
+    from nanovllm.features.tasks.results import BeamSearchSequence
 
 # Fields of an event that are left out if they are as before. Other empty fields are left out too,
 # except for these.

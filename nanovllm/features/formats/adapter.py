@@ -28,7 +28,7 @@ from torch import Tensor
 
 from nanovllm.features.models.hybrid.hybrid_config import NOT_TEXT
 from nanovllm.features.models.moe.moe_config import STACKED
-from nanovllm.models.weights import EMBEDDINGS, HEAD, PREFIX
+from nanovllm.models.weights import EMBEDDINGS, LM_HEAD, PREFIX
 from nanovllm.utils.checks import located
 from nanovllm.utils.json_files import Fields, check_fields, named, read_json, unusual
 from nanovllm.utils.log import logger
@@ -117,7 +117,7 @@ class Adapter:
         base = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118
         names = {name.removeprefix(PREFIX): name for name in base}
         table = names.get(EMBEDDINGS[1], "")
-        is_tied = HEAD not in base
+        is_tied = LM_HEAD not in base
         found = {name: adapter.get_slice(name).get_shape() for name in adapter.keys()}  # noqa: SIM118
         expected = dict[str, list[int] | None]()  # shapes by name in the adapter
         replaced = dict[str, str]()  # name in the base model -> name in the adapter
@@ -129,7 +129,7 @@ class Adapter:
             return factor.float()
 
         def shape_of(target: str) -> list[int] | None:
-            like = table if target == HEAD and is_tied else target
+            like = table if target == LM_HEAD and is_tied else target
             return base[like].get_slice(like).get_shape() if like in base else None
 
         for stored in found:
@@ -172,14 +172,14 @@ class Adapter:
             )
         # The head becomes a copy of the table if one of them changes. Of two LoRA modules that are
         # tied (ensure_weight_tying) PEFT saves both, and of replaced tensors at least the table.
-        tied = {HEAD, table} if is_tied else set()
+        tied = {LM_HEAD, table} if is_tied else set()
         is_untied = tied & products.keys() or (tied & replaced.keys() and not self.keeps_tied)
-        is_copied = is_untied and HEAD not in replaced
+        is_copied = is_untied and LM_HEAD not in replaced
         views = {}
         for path, file in {**files, self.path: adapter}.items():
             kept = {name: name for name in file.keys() if name not in replaced}  # noqa: SIM118
             if is_copied and file is base[table]:
-                kept[HEAD] = table
+                kept[LM_HEAD] = table
             views[path] = MergedFile(file, replaced if file is adapter else kept, products)
         return views
 

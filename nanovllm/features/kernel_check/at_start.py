@@ -20,13 +20,13 @@ from nanovllm.config import EngineConfig
 from nanovllm.features.kernel_check import comparisons as compare
 from nanovllm.features.kernel_check.comparisons import CONTEXTS, Backends, Comparison, Comparisons
 from nanovllm.models.backend import Backend, FusedModel, num_experts
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.plan import Chunk, NewRow, ResultKind, RowSampling, StepPlan
 from nanovllm.utils.log import logger, progress_bar
 
 if TYPE_CHECKING:
     from nanovllm.backends.gpu.graphs import DecodeGraphs
-    from nanovllm.features.parallel.ranks import Ranks
     from nanovllm.runner.device_runner import DeviceRunner
 
 
@@ -48,18 +48,21 @@ def check(comparisons: Comparisons, dtype: torch.dtype) -> None:
 
 
 def checked(
-    backend: Backend, plain: Backend, config: EngineConfig, model: Qwen3, vocab_size: int
+    backend: Backend,
+    plain: Backend,
+    config: EngineConfig,
+    model_config: ModelConfig,
+    vocab_size: int,
 ) -> Backend:
     """Return the backend, with plain torch in place of a kernel that fails or is wrong.
 
     Returns `plain` if there are several, or if no single one can be replaced. Raises ValueError
-    instead if attention_backend is not "auto". `model` is on the meta device.
+    instead if attention_backend is not "auto".
     """
-    if backend.is_checked():
-        return backend
     if not config.check_kernels:
         logger.info("check_kernels=False: no kernel is compared with plain torch")
         return backend
+    model = model_config.model_class().on_meta(model_config)
     sizes = model, vocab_size, config.block_size, config.kv_cache_dtype != "auto"
     errors: dict[str, Exception] = {}
     is_replaced = True
@@ -179,7 +182,6 @@ def replay_is_right(
     graphs: DecodeGraphs,
     chunks: FusedModel | None,
     max_tokens: int,
-    ranks: Ranks | None,
 ) -> bool:
     """Return whether CUDA graphs compute what eager steps do, on all ranks. If not, warn.
 
@@ -191,14 +193,13 @@ def replay_is_right(
         check(replay(runner, graphs, chunks or eager, max_tokens), runner.dtype)
     except (ArithmeticError, RuntimeError) as error:
         check_device(runner.device)  # raises an error that no later step survives
-        if ranks is not None and isinstance(error, RuntimeError):
+        if runner.ranks.size > 1 and isinstance(error, RuntimeError):
             raise  # other ranks wait in this step
         # Text, because the error refers to this frame, and so to the runner.
         problem = str(error) or repr(error)
     finally:
         runner.fused_model = eager
-    is_right = int(not problem)
-    if is_right if ranks is None else ranks.smallest(is_right):
+    if runner.ranks.min(int(not problem)):
         return True
     logger.warning(
         "steps run without CUDA graphs, which is slower, because "
@@ -236,7 +237,7 @@ def replay(
             new = [NewRow(row, table, sampling)]
             for start in range(0, context, size):
                 chunk = Chunk(row, start, prompt[start : start + size], ResultKind.HIDDEN_STATE)
-                output = runner.run(StepPlan(new, chunks=[chunk]))()
+                output = runner.launch(StepPlan(new, chunks=[chunk]))()
                 hidden_states.append(output.results[row].hidden_state)
                 new = []
         runner.rows.last_tokens[sent[0]] = 0  # both decodes have the same inputs

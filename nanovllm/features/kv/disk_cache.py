@@ -30,6 +30,7 @@ def save(engine: Any, config: Any, path: Any) -> int:
     """See `LLM.save_prefix_cache`."""
     file = file_in(path)
     with engine.idle():
+        engine.check_blocked()
         metadata = fingerprint(engine, config)
         if not (blocks := cached_blocks(engine.scheduler.block_manager)):
             return 0
@@ -50,8 +51,10 @@ def save(engine: Any, config: Any, path: Any) -> int:
 
 def load(engine: Any, config: Any, path: Any) -> int:
     """See `LLM.load_prefix_cache`."""
-    file, num = file_in(path), 0
+    file = file_in(path)
+    num = 0
     with engine.idle():  # also while the file is read: load_weights changes the fingerprint
+        engine.check_blocked()
         here = fingerprint(engine, config)
         if not file.parent.exists() or file not in file.parent.iterdir():
             return 0
@@ -143,7 +146,7 @@ def fingerprint(engine: Any, config: Any) -> dict[str, str]:
     for reason, applies in {
         "enable_prefix_caching is False": not config.enable_prefix_caching,
         f"each of tensor_parallel_size={ranks} ranks has a part of it": ranks > 1,
-        "the model has states of linear attention besides KV": getattr(runner, "states", None),
+        "the model has states of linear attention besides KV": runner.states,
         "the weights are not a checkpoint's; call load_weights(DIRECTORY)": checkpoint.is_replaced,
     }.items():
         if applies:

@@ -1,5 +1,6 @@
 """Several processes share one model; each holds a part of every large weight.
 
-ranks   the processes, and their sums
-shards  the part of the model that one rank holds
+ranks     the processes, and their sums
+shards    the part of the model that one rank holds
+one_rank  what an engine in one process has instead
 """

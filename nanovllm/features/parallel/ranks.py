@@ -35,11 +35,12 @@ import xxhash
 from torch import Tensor
 
 from nanovllm.config import EngineConfig
+from nanovllm.features.parallel.one_rank import Launch, OneRank
 from nanovllm.features.parallel.shards import config_of_rank, tensors_of_rank
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.weights import CheckpointTensor
-from nanovllm.plan import Runner, StepOutput, StepPlan
+from nanovllm.plan import StepOutput, StepPlan
 from nanovllm.utils.log import logger
 
 # If a rank is idle for this long, the others fail. If it fails or is killed, they fail at once.
@@ -47,8 +48,10 @@ TIMEOUT = timedelta(minutes=5)
 DOWNLOAD_TIMEOUT = timedelta(days=1)  # for ranks that wait while rank 0 downloads
 
 
-class Ranks:
+class Ranks(OneRank):
     """The connections of this rank to the others: `host` between CPUs, `device` between devices."""
+
+    last_results = ""  # of the last step
 
     def __init__(self, config: EngineConfig) -> None:
         """Connect. Raises RuntimeError if options differ between ranks or a rank is missing."""
@@ -57,10 +60,8 @@ class Ranks:
         if self.rank > 0:
             logger.setLevel(logging.WARNING)
         if on_gpu := config.device != "cpu" and torch.cuda.is_available():
-            index, num_gpus = (
-                int(os.environ.get("LOCAL_RANK", self.rank)),
-                torch.cuda.device_count(),
-            )
+            index = int(os.environ.get("LOCAL_RANK", self.rank))
+            num_gpus = torch.cuda.device_count()
             if index >= num_gpus:
                 raise ValueError(
                     f"LOCAL_RANK={index} needs GPU {index}, and torch finds {num_gpus}; lower "
@@ -86,8 +87,7 @@ class Ranks:
         self._call(dist.all_gather, parts, x, group=self.device)
         return torch.cat(parts, dim=-1)
 
-    def smallest(self, number: int) -> int:
-        """Return the minimum of `number` over all ranks."""
+    def min(self, number: int) -> int:
         return min(self._gather(number))
 
     def _gather(self, number: int) -> list[int]:
@@ -100,18 +100,26 @@ class Ranks:
         return numbers.flatten().tolist()
 
     def config_of_rank(self, full_config: ModelConfig) -> ModelConfig:
-        """Return the config of this rank's part of the model."""
         return config_of_rank(full_config, self.size)
 
     def tensors_of_rank(
         self, tensors: Iterable[CheckpointTensor], full_config: ModelConfig
     ) -> Iterator[CheckpointTensor]:
-        """Return the tensors of this rank's part, with the slices of the checkpoint to load."""
         return tensors_of_rank(tensors, full_config, self.rank, self.size)
 
-    def agreeing(self, runner: Runner) -> Runner:
-        """Return a runner that launches a step only if all ranks have planned the same step."""
-        return AgreeingRunner(runner, self)
+    def run(self, plan: StepPlan, launch: Launch) -> Callable[[], StepOutput]:
+        last, self.last_results = self.last_results, ""  # a mismatch must not fail the next step
+        self.agree("steps", f"{plan} after {last}")
+        with self.leave_if_it_fails():
+            wait = launch(plan)
+
+        def wait_and_record() -> StepOutput:
+            with self.leave_if_it_fails():
+                output = wait()
+            self.last_results = f"{output.token_ids} {sorted(output.errors)}"
+            return output
+
+        return wait_and_record
 
     def agree(self, what: str, text: str) -> None:
         """Raise RuntimeError on every rank if `text` differs between ranks."""
@@ -129,11 +137,6 @@ class Ranks:
             )
 
     def connect(self, model: Qwen3, vocab_size: int) -> None:
-        """Set up a loaded `model` to combine its results with the results of other ranks.
-
-        vocab_size: size of the whole vocabulary. The last rank's head may be padded.
-        """
-
         def gather_logits(logits: Tensor) -> Tensor:
             return self.all_gather(logits)[:, :vocab_size].contiguous()
 
@@ -143,9 +146,11 @@ class Ranks:
         model.lm_head.reduce = gather_logits
         model.embed_tokens = ShardedTable(model.embed_tokens, self)
 
+    def rows_of_rank(self, table: Any) -> Any:
+        return table.rows
+
     @contextmanager
     def rank_0_first(self) -> Iterator[None]:
-        """Run the block on rank 0, and then on the other ranks."""
         group = dist.new_group(backend="gloo", timeout=DOWNLOAD_TIMEOUT)
         if self.rank > 0:
             self._call(dist.barrier, group)
@@ -158,7 +163,6 @@ class Ranks:
 
     @contextmanager
     def leave_if_it_fails(self) -> Iterator[None]:
-        """Disconnect if the block fails, so that no other rank waits for this one."""
         try:
             yield
         except BaseException:
@@ -166,7 +170,6 @@ class Ranks:
             raise
 
     def leave(self) -> None:
-        """Disconnect from the other ranks without waiting for them. A second call does nothing."""
         if self.is_connected:
             self.is_connected = False
             if dist.is_initialized():  # else the script has destroyed all groups
@@ -218,32 +221,14 @@ class ShardedTable:
         self.ranks = ranks
         self.start = ranks.rank * rows.shape[0]
 
+    def cpu(self) -> Tensor:
+        """Copy the rows of this rank, a tensor, to the CPU."""
+        rows: Tensor = self.rows
+        return rows.cpu()
+
     def __getitem__(self, ids: Tensor) -> Tensor:
         """Return the rows of ids [T] as [T, E]. Each row is on one rank; the others add 0."""
         rows = ids - self.start
         elsewhere = (rows < 0) | (rows >= self.rows.shape[0])
         x: Tensor = self.rows[rows.masked_fill(elsewhere, 0)]
         return self.ranks.all_reduce(x.masked_fill_(elsewhere[:, None], 0))
-
-
-class AgreeingRunner:
-    """A Runner that launches a step only if all ranks have planned the same step."""
-
-    def __init__(self, runner: Runner, ranks: Ranks) -> None:
-        self.runner, self.ranks = runner, ranks
-        self.num_blocks, self.async_scheduling = runner.num_blocks, runner.async_scheduling
-        self.last = ""  # the results of the last step
-
-    def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
-        last, self.last = self.last, ""  # a mismatch must not fail the next step too
-        self.ranks.agree("steps", f"{plan} after {last}")
-        with self.ranks.leave_if_it_fails():
-            wait = self.runner.run(plan)
-
-        def wait_and_record() -> StepOutput:
-            with self.ranks.leave_if_it_fails():
-                output = wait()
-            self.last = f"{output.token_ids} {sorted(output.errors)}"
-            return output
-
-        return wait_and_record

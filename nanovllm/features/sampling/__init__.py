@@ -2,8 +2,6 @@
 
 logit_rules    rules that change a row's logits, and log-probabilities
 structured     structured outputs: the grammars of llguidance
-thinking       a budget for the part of an answer inside <think>
-repetition     ends an output that repeats itself
 ngram          drafts from earlier n-grams, and how they are verified
 tool_calls     parsers of the tool calls in an answer
 """

@@ -1,8 +1,8 @@
 """Kinds of requests that do not sample one token after another.
 
-calls          the methods of LLM for the options in features/
 beam_search    beam search, whose beams share blocks
 embeddings     the hidden states of a prompt
 loglikelihood  the log-probability of a continuation
 rerank         scores of pairs of texts
+results        what the calls return
 """

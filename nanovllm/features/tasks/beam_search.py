@@ -19,31 +19,13 @@ from typing import TYPE_CHECKING
 from nanovllm.engine import result_kinds
 from nanovllm.engine.request import Request, Sample, Task
 from nanovllm.engine.sequence import Sequence
+from nanovllm.features.tasks.results import BeamSearchOutput, BeamSearchSequence
 from nanovllm.plan import LogitRules, ResultKind, RowResult
 from nanovllm.sampling_params import BeamSearchParams
 
 if TYPE_CHECKING:
     from nanovllm.engine.input_processor import InputProcessor
     from nanovllm.engine.scheduler import Scheduler
-
-
-@dataclass
-class BeamSearchSequence:
-    """One result of a beam search."""
-
-    tokens: list[int]  # prompt and output
-    cum_logprob: float  # sum of the log-probabilities of output tokens, not normalized
-    # "stop", "length", "abort", or "error" if the model computed NaN
-    finish_reason: str | None
-    stop_reason: int | str | None = None
-    text: str | None = None  # of `tokens`; None without a tokenizer
-
-
-@dataclass
-class BeamSearchOutput:
-    """The results of one prompt, the best first: `beam_width`, or fewer if no more are found."""
-
-    sequences: list[BeamSearchSequence]
 
 
 @dataclass
@@ -64,22 +46,23 @@ class BeamSearch(Task):
     changes_queues = True
 
     def __init__(
-        self, input_processor: InputProcessor, params: BeamSearchParams, scheduler: Scheduler
+        self, inputs: InputProcessor, params: BeamSearchParams, scheduler: Scheduler
     ) -> None:
         """Check the parameters. Raises TypeError or ValueError. May compile a grammar."""
-        self.input_processor, self.scheduler = input_processor, scheduler
+        self.tokenizer, self.scheduler = inputs.tokenizer, scheduler
         self.params = params = replace(params)  # fields may have been set since the last check
-        vocab_size, max_num_seqs = input_processor.vocab_size, scheduler.max_num_seqs
-        if params.beam_width > vocab_size:
+        self.vocab_size, max_num_seqs = inputs.vocab_size, scheduler.max_num_seqs
+        if params.beam_width > self.vocab_size:
             raise ValueError(
-                f"beam_width={params.beam_width} is more than the vocabulary={vocab_size}; lower it"
+                f"beam_width={params.beam_width} is more than the vocabulary={self.vocab_size}; "
+                "lower it"
             )
         if params.beam_width > max_num_seqs:
             raise ValueError(
                 f"beam_width={params.beam_width} is more than max_num_seqs={max_num_seqs}; lower "
                 "it or raise max_num_seqs"
             )
-        self.stops = frozenset() if params.ignore_eos else input_processor.eos_token_ids
+        self.stops = frozenset() if params.ignore_eos else inputs.eos_token_ids
         self.rules: LogitRules | None = None
         if params.structured_outputs is not None:
             if not self.stops:
@@ -88,15 +71,14 @@ class BeamSearch(Task):
                     "ignore_eos to False, and use a checkpoint that has one"
                 )
             stops = sorted(self.stops)
-            assert input_processor.grammars is not None, "make_engine sets it"
-            grammar = input_processor.grammars.compile(params.structured_outputs, stops)
+            grammar = inputs.grammars.compile(params.structured_outputs, stops)
             self.rules = LogitRules(grammar=grammar)
         # Each end token occurs at most once per beam, so beam_width other candidates remain.
         self.num_candidates = max(2, 1 + len(self.stops)) * params.beam_width
 
     def start(self, request: Request) -> None:
         first = request.samples[0].seq
-        first.num_candidates = min(self.num_candidates, self.input_processor.vocab_size)
+        first.num_candidates = min(self.num_candidates, self.vocab_size)
         first.sampling = replace(first.sampling, rules=self.rules)
         request.state = Beams({first: 0.0})
 
@@ -200,9 +182,8 @@ class BeamSearch(Task):
                 tokens = list(beam.token_ids)
                 results.append(BeamSearchSequence(tokens, score, beam.finish_reason))
         results = results[: self.params.beam_width]
-        tokenizer = self.input_processor.tokenizer
-        if tokenizer is not None:
-            decode = tokenizer.backend_tokenizer.decode
+        if self.tokenizer is not None:
+            decode = self.tokenizer.backend_tokenizer.decode
             for result in results:
                 skips = self.params.skip_special_tokens
                 result.text = decode(result.tokens, skip_special_tokens=skips)

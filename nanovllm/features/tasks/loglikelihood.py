@@ -1,40 +1,21 @@
-"""Log-likelihoods: the tokenization of prompts and continuations, the task, and the result."""
+"""Log-likelihoods: the tokenization of prompts and continuations, and the task."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nanovllm.engine.request import Request, Task
+from nanovllm.engine.request import Request, Task, check_length
 from nanovllm.engine.sequence import Sequence
+from nanovllm.features.tasks.results import LoglikelihoodOutput
 from nanovllm.inputs import Prompt, as_list, parse_prompt
 from nanovllm.plan import ResultKind, RowResult
+from nanovllm.sampling_params import ScoringParams
 from nanovllm.utils.checks import located
 
 if TYPE_CHECKING:
     from nanovllm.engine.input_processor import InputProcessor
-
-
-@dataclass(frozen=True)
-class ScoringParams:
-    """Parameters of a request that scores the last tokens of its prompt, the continuation."""
-
-    num_tokens: int  # of the continuation; at least one token precedes them
-
-
-@dataclass(frozen=True)
-class LoglikelihoodOutput:
-    """Log-likelihood of a continuation after its prompt, before temperature and all rules."""
-
-    logprob: float  # natural logarithm, the sum of `token_logprobs`
-    # Whether at each position no token is more likely than the token of the continuation.
-    is_greedy: bool
-    token_logprobs: list[float]
-    token_ids: list[int]  # of the continuation
-    num_cached_tokens: int  # tokens whose KV was in the prefix cache
-    request_id: str
 
 
 def encode_pair(
@@ -100,13 +81,12 @@ class Scoring(Task):
 
     result_kind = ResultKind.NOTHING
 
-    def __init__(self, input_processor: InputProcessor, params: ScoringParams) -> None:
-        self.input_processor = input_processor
+    def __init__(self, params: ScoringParams) -> None:
         self.params = params
 
-    def max_length(self, num_tokens: int) -> int:
+    def max_length(self, num_tokens: int, max_model_len: int) -> int:
         # The last token is scored but not computed.
-        self.input_processor.check_length(num_tokens, self.input_processor.max_model_len + 1)
+        check_length(num_tokens, max_model_len + 1, max_model_len)
         return num_tokens - 1
 
     def start(self, request: Request) -> None:

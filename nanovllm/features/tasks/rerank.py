@@ -11,16 +11,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.features.tasks.embeddings.pooling import PoolingParams
 from nanovllm.features.tasks.embeddings.sentence_transformers import (
     read_modules,
     read_pooling_settings,
 )
+from nanovllm.features.tasks.results import ScoringOutput, ScoringRequestOutput
 from nanovllm.inputs import Prompt, as_list
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import PoolingParams, SamplingParams
 from nanovllm.utils.checks import check_scalar
 from nanovllm.utils.json_files import named, read_json, unusual
 
@@ -35,22 +34,6 @@ PREFIX = (
 )
 SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-
-
-@dataclass(frozen=True)
-class ScoringOutput:
-    score: float
-
-
-@dataclass(frozen=True)
-class ScoringRequestOutput:
-    """The score of one pair of texts, with vLLM's fields."""
-
-    request_id: str
-    prompt_token_ids: list[int]  # of the pair
-    outputs: ScoringOutput
-    finished: bool
-    num_cached_tokens: int  # prompt tokens whose KV was in the prefix cache
 
 
 class Scorer:

@@ -9,8 +9,8 @@ The first load and later ones store the same CheckpointTensors. What differs:
     KV and states    All caches are emptied. A prefix cache on disk belongs to a checkpoint's files,
                      and is refused while the engine has other weights.
 
-When the first tensor is stored, a Refusal takes the place of the runner. If an error or Ctrl-C
-follows, it stays there until all weights have been stored. After `LLM.sleep` it is there already.
+From when the first tensor is stored, the engine refuses requests. If an error or Ctrl-C follows, it
+does so until all weights have been stored.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.threads import hold_interrupt
 from nanovllm.features.formats.quantized_weight import DTYPES
 from nanovllm.models.layers import Linear
-from nanovllm.models.weights import HEAD, PREFIX, CheckpointTensor, check_headers
+from nanovllm.models.weights import LM_HEAD, PREFIX, CheckpointTensor, check_headers
 from nanovllm.models.weights import load_weights as load_files
 from nanovllm.utils.checks import check_scalar
 
@@ -57,49 +57,42 @@ WRAPPED = re.compile(
 UNUSED = ("architecture", "dtype", "max_position_embeddings", "tie_word_embeddings")
 
 
-class Refusal:
-    """Takes the place of the runner of an engine that cannot run, and refuses requests."""
+@dataclass
+class MissingParts:
+    """What an engine lacks: weights, and parts of its runner. `LLMEngine.blocked` says so."""
 
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
-        self.runner, self.factories = engine.runner, engine.input_processor.task_factories
-        self.is_incomplete = False  # whether weights are missing
-        self.stored = set[str]()  # names of the new weights so far
-        # For sleep.py: the level, what makes the parts of the runner again by tag and name, the
-        # tags that sleep, and weights in host memory.
-        self.level = 0
-        self.makers: Mapping[str, Mapping[str, Callable[[], Any]]] = {}
-        self.asleep = set[str]()
-        self.saved: list[Tensor] = []
-        engine.runner, engine.input_processor.task_factories = self, {object: self.refuse}
+    weights: set[str] = field(default_factory=set)  # names of those that are not stored yet
+    level: int = 0  # of the last `LLM.sleep`
+    # What makes the parts of the runner again that this freed, by tag.
+    makers: dict[str, Callable[[Any], None]] = field(default_factory=dict)
+    asleep: set[str] = field(default_factory=set)  # tags whose parts are freed
+    saved: list[Tensor] = field(default_factory=list)  # weights in host memory
 
-    def refuse(self, *_: object) -> NoReturn:
+    @classmethod
+    def of(cls, runner: Any) -> MissingParts:
+        if runner.missing_parts is None:
+            runner.missing_parts = cls()
+        missing: MissingParts = runner.missing_parts
+        return missing
+
+    def reason(self) -> str:
+        """Return why requests are refused, or "" if nothing is missing."""
         if not self.asleep:
-            raise RuntimeError(INCOMPLETE)
+            return INCOMPLETE if self.weights else ""
         if self.asleep == set(self.makers):
-            raise RuntimeError("the engine sleeps; call wake_up first")
+            return "the engine sleeps; call wake_up first"
         [tag] = self.asleep
         part = "KV cache sleeps" if tag == "kv_cache" else "weights sleep"
-        raise RuntimeError(f"the engine's {part}; call wake_up(tags=['{tag}']) first")
-
-    __getattr__ = refuse
-
-    def end(self, runner: Any) -> None:
-        """Accept requests again, if nothing sleeps and no weights are missing."""
-        if self.asleep or self.is_incomplete:
-            return
-        if runner.device.type == "cpu" or runner.fused_model is None:
-            runner.make_fast_steps(runner)
-        self.engine.input_processor.task_factories = self.factories
-        self.engine.runner = self.runner  # last: after Ctrl-C before it, another call ends this
+        return f"the engine's {part}; call wake_up(tags=['{tag}']) first"
 
 
-def runner_of(engine: LLMEngine) -> tuple[Any, Any, Refusal | None]:
-    """Return the ModelRunner of an engine, its ranks, and what refuses its requests, if any."""
+def accept_requests(engine: LLMEngine) -> None:
+    """Accept requests again if nothing is missing. Otherwise, set the reason that they are told."""
     runner: Any = engine.runner
-    refusal = runner if isinstance(runner, Refusal) else None
-    runner = runner if refusal is None else refusal.runner
-    return getattr(runner, "runner", runner), getattr(runner, "ranks", None), refusal
+    reason = MissingParts.of(runner).reason()
+    if not reason and (runner.device.type == "cpu" or runner.fused_model is None):
+        runner.make_fast_steps(runner)
+    engine.blocked = reason  # last: after Ctrl-C before it, another call does this
 
 
 class MemoryFile(dict[str, Tensor]):
@@ -165,7 +158,9 @@ def stored_again(model: Any, ranks: Any, stored: set[str]) -> Iterator[Iterable[
 
     `stored` has the names of those that have changed. If there are any, errors say so.
     """
-    head, is_tied, table = model.lm_head, model.config.tie_word_embeddings, model.embed_tokens
+    head = model.lm_head
+    is_tied = model.config.tie_word_embeddings
+    table = model.embed_tokens
     weights = [
         Unpacked(linear)
         for linear in model.linears()
@@ -183,7 +178,7 @@ def stored_again(model: Any, ranks: Any, stored: set[str]) -> Iterator[Iterable[
             for weight in weights:
                 weight.close()
             if is_tied and stored:  # a packed copy of the table, if there is one, is made again
-                head.weight = table if ranks is None else table.rows
+                head.weight = ranks.rows_of_rank(table)
                 model.backend.after_load(head)
 
 
@@ -191,12 +186,14 @@ def load_weights(engine: LLMEngine, config: EngineConfig, weights: Any, is_parti
     """See `LLM.load_weights`."""
     check_scalar("partial", is_partial, bool)
     with engine.idle(), torch.no_grad(), ExitStack() as stack:
-        runner, ranks, refusal = runner_of(engine)
-        if refusal is not None and "weights" in refusal.asleep:
-            refusal.refuse()
-        was_complete = refusal is None or not refusal.is_incomplete
-        new = set[str]() if refusal is None or was_complete else refusal.stored
-        checkpoint, is_directory = engine.checkpoint, isinstance(weights, str | os.PathLike)
+        runner: Any = engine.runner
+        ranks = runner.ranks
+        missing = MissingParts.of(runner)
+        if "weights" in missing.asleep:
+            raise RuntimeError(engine.blocked)
+        was_complete = not missing.weights
+        checkpoint = engine.checkpoint
+        is_directory = isinstance(weights, str | os.PathLike)
         is_whole = (is_directory or isinstance(weights, Sized)) and not is_partial
         if is_directory:
             checkpoint = other_checkpoint(checkpoint, config, weights)
@@ -208,10 +205,12 @@ def load_weights(engine: LLMEngine, config: EngineConfig, weights: Any, is_parti
 
         def recorded(tensor: CheckpointTensor) -> CheckpointTensor:
             def store(weight: Any) -> None:
-                nonlocal refusal
                 if not stored:  # this is the first change
-                    refusal = refusal or Refusal(engine)
-                    refusal.is_incomplete, refusal.stored = True, new
+                    if not engine.blocked:
+                        missing.level = 0
+                        engine.blocked = INCOMPLETE
+                    if was_complete:
+                        missing.weights = {tensor.name for tensor in tensors}
                     engine.scheduler.block_manager.reset_prefix_cache()
                     engine.checkpoint.is_replaced = True
                 # Else, a model that was made in inference mode is read-only. The iterable of the
@@ -219,34 +218,34 @@ def load_weights(engine: LLMEngine, config: EngineConfig, weights: Any, is_parti
                 with torch.inference_mode():
                     tensor.store(weight)
                 stored.add(tensor.name)
-                new.add(tensor.name)
+                missing.weights.discard(tensor.name)
 
             return replace(tensor, store=store)
 
         stack.enter_context(runner.backend.thread_limit())
         stack.enter_context(runner.backend.step_context())
         with stored_again(runner.model, ranks, stored) as tensors:
-            if ranks is not None:
-                tensors = ranks.tensors_of_rank(tensors, checkpoint.model_config)
+            tensors = ranks.tensors_of_rank(tensors, checkpoint.model_config)
             tensors = [recorded(tensor) for tensor in tensors]
             for files in batches:
                 names = {name for file in files.values() for name in file.keys()}  # noqa: SIM118
-                head_is_used = is_tied and HEAD in names
-                if head_is_used and not checkpoint.match_head(files)[0].tie_word_embeddings:
+                head_is_used = is_tied and LM_HEAD in names
+                if head_is_used and not checkpoint.head_equals_embeddings(files):
                     raise ValueError(
-                        f"{HEAD} differs from the embeddings, and this engine has one tensor for "
-                        "both, because they were equal when it was made; make another LLM"
+                        f"{LM_HEAD} differs from the embeddings, and this engine has one tensor "
+                        "for both, because they were equal when it was made; make another LLM"
                     )
                 names |= {PREFIX + name for name in names}
                 load_files([t for t in tensors if is_whole or t.name in names], files)
-            missing = {tensor.name: tensor for tensor in tensors if tensor.name not in stored}
-            if missing and not is_partial:
-                check_headers(missing, {IN_MEMORY: MemoryFile()})
+            absent = {tensor.name: tensor for tensor in tensors if tensor.name not in stored}
+            if absent and not is_partial:
+                check_headers(absent, {IN_MEMORY: MemoryFile()})
         if runner.device.type == "cuda":  # the caller may change its tensors from now on
             torch.cuda.synchronize(runner.device)
-        if refusal is not None and (was_complete or missing.keys() <= new):
-            refusal.is_incomplete = False
-            refusal.end(runner)
+        if was_complete:
+            missing.weights = set()
+        if engine.blocked:
+            accept_requests(engine)
         if is_directory and not is_partial:
             engine.checkpoint = checkpoint
 
@@ -271,7 +270,9 @@ def in_memory(checkpoint: Any, weights: Any) -> Iterator[Mapping[Path, Any]]:
     """Yield files with tensors in memory: one, or one for each tensor of a generator."""
     if not isinstance(weights, Iterable):
         raise TypeError(f"{KINDS}, not {type(weights).__name__}")
-    select, together, names = checkpoint.model_config.select_tensors, MemoryFile(), set[str]()
+    select = checkpoint.model_config.select_tensors
+    together = MemoryFile()
+    names = set[str]()
     for pair in weights.items() if isinstance(weights, Mapping) else weights:
         name, tensor = pair if isinstance(pair, tuple | list) and len(pair) == 2 else (None, pair)
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
@@ -286,7 +287,7 @@ def in_memory(checkpoint: Any, weights: Any) -> Iterator[Mapping[Path, Any]]:
             raise ValueError(f"{name}: {wrapper[2]!r} is of a wrapper; remove it, merge adapters")
         names.add(name)
         # The head and the embeddings are compared.
-        if isinstance(weights, Sized) or name.endswith(("embed_tokens.weight", HEAD)):
+        if isinstance(weights, Sized) or name.endswith(("embed_tokens.weight", LM_HEAD)):
             together[name] = tensor.detach()
         else:
             yield select({IN_MEMORY: MemoryFile({name: tensor.detach()})})

@@ -104,16 +104,16 @@ def test_plain_torch_where_kernels_cannot_be_compiled(
     monkeypatch.setattr(compile, "compile_all", fail)
     caplog.set_level("WARNING", logger="nanovllm")
     cpu = torch.device("cpu")
-    backend = pick_backend("auto", cpu, torch.float32, num_weights=10**9)
+    backend = pick_backend("auto", cpu, torch.float32, num_weights=lambda: 10**9)
     assert type(backend) is Backend
     [record] = caplog.records
     assert "plain torch" in record.getMessage()
     assert "disk full" in record.getMessage()
     with pytest.raises(ValueError, match="Numba cannot compile its kernels.*disk full"):
-        pick_backend("numba", cpu, torch.float32, num_weights=10**9)
+        pick_backend("numba", cpu, torch.float32, num_weights=lambda: 10**9)
     monkeypatch.setattr(compile, "get_host_cpu_features", lambda: {"f16c": False})
     with pytest.raises(ValueError, match="no F16C"):
-        pick_backend("numba", cpu, torch.float32, num_weights=10**9)
+        pick_backend("numba", cpu, torch.float32, num_weights=lambda: 10**9)
 
 
 def test_each_processor_and_dtype_has_its_marker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def test_steps_larger_than_all_graphs_are_eager(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(ChunkGraphs, "_capture", lambda self, size, attention: size)
     model: Any = SimpleNamespace(logits=None, forward=lambda *args: "eager")
     attention: Any = SimpleNamespace(cache=torch.empty(0))
-    decodes: Any = SimpleNamespace(capture=None, smallest=int)
+    decodes: Any = SimpleNamespace(capture=None, min_over_ranks=int)
     graphs = ChunkGraphs(model, attention, decodes, max_tokens=100)
     batch: Any = SimpleNamespace(input_ids=range(101), num_decodes=0, context_lens=[1])
     assert graphs.forward(batch, attention) == "eager"

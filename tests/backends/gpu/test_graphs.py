@@ -24,6 +24,7 @@ from nanovllm.backends.gpu import graphs as gpu_graphs
 from nanovllm.backends.gpu.graphs import CudaCapture, DecodeGraphs, batch_sizes
 from nanovllm.backends.gpu.profile import largest_plans
 from nanovllm.config import EngineConfig
+from nanovllm.features.parallel.one_rank import OneRank
 from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.loading.make_runner import make_runner
 
@@ -193,13 +194,13 @@ def test_an_engine_with_graphs_is_freed_at_once(
         function()
         return lambda: None  # like a CUDA graph, which does not keep the function that it captured
 
-    def record(decode: Callable, positions: np.ndarray, smallest: Callable) -> DecodeGraphs:
-        return DecodeGraphs(decode, positions, torch.device("cpu"), lambda: capture, smallest)
+    def record(decode: Callable, positions: np.ndarray, min_over_ranks: Callable) -> DecodeGraphs:
+        return DecodeGraphs(decode, positions, torch.device("cpu"), lambda: capture, min_over_ranks)
 
     config = EngineConfig(dtype="float32", device="cpu", max_num_seqs=2, num_kv_cache_blocks=4)
     model_config = Checkpoint(path).model_config
     capture_with(monkeypatch, record)
-    runner = make_runner(config, model_config, {}, "random", 32)
+    runner = make_runner(config, model_config, {}, "random", 32, OneRank())
     gone = weakref.ref(runner)
     gc.disable()
     try:
@@ -266,7 +267,7 @@ def test_profile_steps_are_the_largest_that_can_occur(
     )
     model_config = Checkpoint(path).model_config
     capture_with(monkeypatch, stand_in)
-    runner = make_runner(config, model_config, {}, "random", 32)
+    runner = make_runner(config, model_config, {}, "random", 32, OneRank())
     runner.graphs, seen = None, []
     forward = runner.fused_model.forward
     runner.fused_model.forward = lambda batch, attention: (  # type: ignore[method-assign]

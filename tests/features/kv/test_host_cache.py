@@ -15,7 +15,7 @@ from oracle_engine import plain_sequence
 from lessons.oracle.mutants import Mutant, apply
 from lessons.oracle.oracle import run_history
 from nanovllm import LLM, SamplingParams, Trace
-from nanovllm.config import EngineConfig, engine_config
+from nanovllm.config import EngineConfig
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.kv.host_cache import host_blocks as host_cache
 from nanovllm.features.kv.host_cache import pool as host_pool
@@ -331,8 +331,8 @@ def test_the_trace_shows_the_moves(path: Path) -> None:
 
 
 def test_names_and_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert engine_config({"kv_offloading_size": 2.5}).swap_space == 2.5
-    assert engine_config({"kv_offloading_size": None}).swap_space == 0
+    assert EngineConfig.from_options({"kv_offloading_size": 2.5}).swap_space == 2.5
+    assert EngineConfig.from_options({"kv_offloading_size": None}).swap_space == 0
     config = EngineConfig(swap_space=4)
     monkeypatch.setattr(host_pool, "available_host_memory", lambda: 3 * GIB)
     with pytest.raises(ValueError, match="takes 4,294,967,296 bytes .* 3,221,225,472 are free;"):

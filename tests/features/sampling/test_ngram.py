@@ -21,7 +21,7 @@ from nanovllm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsPar
 from nanovllm.config import SpeculativeConfig
 from nanovllm.engine import sampling
 from nanovllm.features.sampling import ngram
-from nanovllm.features.sampling.logit_rules import row_rules, sampling_with_rules
+from nanovllm.features.sampling.logit_rules import row_rules
 from nanovllm.features.sampling.ngram import FIRST_PAUSE, LONGEST_PAUSE, Lookup, NgramSpeculation
 from nanovllm.loading.checkpoint import find_checkpoint
 from nanovllm.runner import rows
@@ -431,7 +431,7 @@ FAULTS = {
         sampling, "_add_text", "del seq.token_ids[seq.num_prompt + i + 1 :]", "pass"
     ),
     "log-probabilities after a stop string stay": Mutant(
-        sampling_with_rules, "receive", "del sample.logprobs[seq.num_output :]", "pass"
+        sampling, "receive", "del sample.logprobs[seq.num_output :]", "pass"
     ),
 }
 
@@ -445,13 +445,11 @@ def test_fault_of_results_is_caught(
     whole = whole_texts(without)
     want = results(without, 0), stopped(without, whole)
     mutant, faulty = FAULTS[name], apply(FAULTS[name])
-    if mutant.module is sampling_with_rules:
-        monkeypatch.setattr(sampling_with_rules, "SamplingWithRules", faulty.SamplingWithRules)
-    else:
-        classes = [cls for cls in vars(mutant.module).values() if isinstance(cls, type)]
-        owner = next(cls for cls in classes if mutant.function in vars(cls))
-        function = getattr(getattr(faulty, owner.__name__), mutant.function)
-        monkeypatch.setattr(owner, mutant.function, function)
+    classes = [cls for cls in vars(mutant.module).values() if isinstance(cls, type)]
+    own = [cls for cls in classes if cls.__module__ == mutant.module.__name__]
+    owner = next(cls for cls in own if mutant.function in vars(cls))
+    function = getattr(getattr(faulty, owner.__name__), mutant.function)
+    monkeypatch.setattr(owner, mutant.function, function)
     llm = engine_of(**PLENTY)
     with pytest.raises((AssertionError, IndexError)):  # a wrong position may not exist
         assert (results(llm, 0), stopped(llm, whole)) == want

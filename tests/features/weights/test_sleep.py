@@ -65,6 +65,32 @@ def test_captured_steps_are_captured_again(path: Path, monkeypatch: pytest.Monke
         assert answers(llm)[0] == before[0]
 
 
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("options", ["torch", "torch int4"])
+def test_tensors_are_all_weights(
+    kind: str, options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model with a copy of them answers as before. What a GPU's level 1 does."""
+    MODELS[kind](tmp_path, 0)
+    llm = random_llm(tmp_path, **OPTIONS[options])
+    before, runner = answers(llm), llm.engine.runner
+    model: Any = runner.model
+
+    def filled(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.full(shape, 99, dtype=dtype or model.backend.dtype)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.backend, "empty", filled)
+        new = type(model)(model.config, len(model.rotary.cos), model.backend)
+    for tensor, value in zip(new.tensors(), model.tensors(), strict=True):
+        tensor.copy_(value)
+    runner.model = runner.fused_model = new
+    llm.reset_prefix_cache()
+    tokens, logprobs = answers(llm)
+    assert tokens == before[0]
+    assert torch.equal(logprobs, before[1])
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_calls_are_refused(path: Path, level: int, tmp_path: Path) -> None:
     llm = random_llm(path)
@@ -81,6 +107,7 @@ def test_calls_are_refused(path: Path, level: int, tmp_path: Path) -> None:
         lambda: llm.embed([[1, 2]]),
         lambda: llm.engine.add_request([1, 2]),
         lambda: llm.load_prefix_cache(tmp_path),
+        lambda: llm.save_prefix_cache(tmp_path),
         lambda: llm.load_weights(path),
     ]
     for call in calls:
@@ -92,7 +119,7 @@ def test_calls_are_refused(path: Path, level: int, tmp_path: Path) -> None:
     assert llm.stats()["waiting"] == llm.stats()["blocks_evictable"] == 0
     llm.wake_up()
     if level == 2:
-        for call in (*calls[:5], lambda: llm.sleep()):
+        for call in (*calls[:6], lambda: llm.sleep()):
             with pytest.raises(RuntimeError, match="incomplete, after sleep.level=2. or"):
                 call()
         with pytest.raises(ValueError, match="missing: embed_tokens.weight"):
@@ -163,6 +190,7 @@ def test_ctrl_c_at_any_line(path: Path, level: int) -> None:
         llm.load_weights(path)
         llm.wake_up()
 
+    calls()  # imports the modules, whose lines run only once and would be counted
     lines = faults.run(
         calls, files := ("features/weights/sleep.py", "features/weights/new_weights")
     )
@@ -174,7 +202,7 @@ def test_ctrl_c_at_any_line(path: Path, level: int) -> None:
 
 
 def test_a_request_that_was_checked_before(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is queued while the engine sleeps, fails in its first step, and leaves nothing."""
+    """It is refused when it is queued, and leaves nothing."""
     llm = random_llm(path)
     add = llm.engine.add
 

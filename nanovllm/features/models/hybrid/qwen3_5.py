@@ -62,6 +62,9 @@ class LinearAttention(SelfAttention):
     def linears(self) -> tuple[Linear, Linear]:
         return self.in_proj, self.out_proj
 
+    def other_tensors(self) -> tuple[Tensor, ...]:
+        return self.conv1d, self.a_log, self.dt_bias, self.norm
+
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         for linear in self.linears():
             yield from linear.checkpoint_tensors(prefix)

@@ -65,6 +65,9 @@ class SparseMLP(MLP):
         shared = () if self.shared is None else self.shared.linears()
         return self.gate_up_proj, self.down_proj, *shared
 
+    def other_tensors(self) -> tuple[Tensor, ...]:
+        return (self.router,) if self.shared is None else (self.router, self.shared_gate)
+
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         yield CheckpointTensor.of(f"{prefix}gate.weight", self.router)
         yield from super().checkpoint_tensors(prefix)

@@ -1,8 +1,9 @@
-"""Logit rules of a request: penalties, bias, masks, logits processors, and log-probabilities.
+"""Logit rules of rows: penalties, bias, masks, logits processors, and log-probabilities.
 
-params               the rules of a request, made from SamplingParams
-sampling_with_rules  the task that has them
-row_rules            the rules of all rows of a step, applied to their logits
-penalties            the changes to logits of known tokens
-logprobs             the log-probabilities that rows report
+engine/logit_rules.py makes the rules of a request from its SamplingParams.
+
+row_rules        the rules of all rows of a step, applied to their logits
+penalties        the changes to logits of known tokens
+logprobs         the log-probabilities that rows report
+thinking_of_row  the budget of a row's thinking, and the grammar of its answer
 """

@@ -28,11 +28,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.engine.logit_rules import takes_prompt
 from nanovllm.features.sampling.logit_rules.logprobs import LogprobsBatch
-from nanovllm.features.sampling.logit_rules.params import takes_prompt
 from nanovllm.features.sampling.logit_rules.penalties import Penalties, PenaltyState, has_penalties
+from nanovllm.features.sampling.logit_rules.thinking_of_row import ThinkingOfRow
 from nanovllm.features.sampling.structured import Matcher
-from nanovllm.features.sampling.thinking import ThinkingOfRow
 from nanovllm.models.backend import Backend
 from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.sampler import MASKED

@@ -1,5 +1,5 @@
 """Embeddings: the hidden state of a prompt's last token.
 
-pooling                the parameters, the task, and the result
+pooling                the task
 sentence_transformers  the settings of a checkpoint
 """

@@ -1,4 +1,4 @@
-"""Embeddings: the parameters, the settings of a checkpoint, the task, and the result.
+"""Embeddings: the settings of a checkpoint, and the task.
 
 An embedding is the hidden state of the prompt's last token after the final norm. No token is
 sampled.
@@ -13,48 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers.normalizers import Lowercase
 
-from nanovllm.engine.request import Request, Task
+from nanovllm.engine.request import Request, Task, check_length
 from nanovllm.engine.sequence import Sequence
+from nanovllm.features.tasks.results import EmbeddingOutput, EmbeddingRequestOutput
 from nanovllm.inputs import ParsedPrompt
-from nanovllm.outputs import RequestMetrics
 from nanovllm.plan import ResultKind, RowResult
-from nanovllm.utils.checks import Positive, check_scalars
+from nanovllm.sampling_params import PoolingParams
 
 if TYPE_CHECKING:
     from nanovllm.engine.input_processor import InputProcessor
-
-
-@dataclass(slots=True)
-class PoolingParams:
-    """Parameters of an embedding. None uses the setting of the checkpoint, or else the default.
-
-    Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value. The fields
-    are checked again when a request uses them.
-    """
-
-    # Number of leading dimensions to keep (Matryoshka, Kusupati et al. 2022, arXiv:2205.13147).
-    # The default is all.
-    dimensions: Positive | None = None
-    normalize: bool | None = None  # divide the kept dimensions by their L2 norm; default True
-    # The name of a prompt of the checkpoint, such as "query". It is prepended to the text.
-    prompt_name: str | None = None
-    use_activation: bool | None = None  # vLLM's name of `normalize`
-
-    def __post_init__(self) -> None:
-        check_scalars(self)
-        if self.use_activation is not None:
-            if self.normalize not in (None, self.use_activation):
-                raise ValueError("normalize and use_activation are two names of one field")
-            self.normalize = self.use_activation
-            self.use_activation = None
-
-    def pool(self, hidden: list[float]) -> list[float]:
-        """Return the embedding of a hidden state [E]. Raises ArithmeticError if it has NaN."""
-        kept = hidden[: self.dimensions]
-        length = math.hypot(*kept)
-        if not math.isfinite(length):
-            raise ArithmeticError("there is no embedding: the model computed NaN or infinity")
-        return [x / length for x in kept] if self.normalize and length else kept
 
 
 @dataclass(frozen=True)
@@ -104,23 +71,6 @@ class PoolingSettings:
             )
 
 
-@dataclass(frozen=True)
-class EmbeddingOutput:
-    embedding: list[float]  # empty if the request was aborted or failed
-
-
-@dataclass(frozen=True)
-class EmbeddingRequestOutput:
-    """The result of a request for an embedding."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    outputs: EmbeddingOutput
-    finished: bool
-    num_cached_tokens: int  # prompt tokens whose KV was in the prefix cache
-    metrics: RequestMetrics = field(compare=False)
-
-
 class Embedding(Task):
     """The task of a request for an embedding."""
 
@@ -154,14 +104,14 @@ class Embedding(Task):
             )
         return prompt
 
-    def max_length(self, num_tokens: int) -> int:
-        self.input_processor.check_length(num_tokens, self.input_processor.max_model_len)
+    def max_length(self, num_tokens: int, max_model_len: int) -> int:
+        check_length(num_tokens, max_model_len, max_model_len)
         self.settings.check_length(num_tokens)
         return num_tokens
 
     def receive(self, request: Request, seq: Sequence, result: RowResult) -> None:
         if result.hidden_state:
-            request.state = self.params.pool(result.hidden_state)
+            request.state = pool(result.hidden_state, self.params)
             seq.finish_reason = "stop"
 
     def output(self, request: Request) -> EmbeddingRequestOutput:
@@ -174,3 +124,12 @@ class Embedding(Task):
             seq.num_cached_tokens,
             request.metrics,
         )
+
+
+def pool(hidden: list[float], params: PoolingParams) -> list[float]:
+    """Return the embedding of a hidden state [E]. Raises ArithmeticError if it has NaN."""
+    kept = hidden[: params.dimensions]
+    length = math.hypot(*kept)
+    if not math.isfinite(length):
+        raise ArithmeticError("there is no embedding: the model computed NaN or infinity")
+    return [x / length for x in kept] if params.normalize and length else kept

@@ -9,8 +9,8 @@ import pytest
 from checkpoints import random_llm
 
 from nanovllm import LLM, RepetitionDetectionParams, SamplingParams
+from nanovllm.engine.repetition import Repetition
 from nanovllm.engine.sequence import Sequence
-from nanovllm.features.sampling.repetition import Repetition
 
 PROMPTS = [[1, 2, 3], [5] * 20, [7, 8] * 9]
 

@@ -14,7 +14,7 @@ from scripted import run_bodies, script
 
 from nanovllm import LLM, GenerationError, SamplingParams, StructuredOutputsParams
 from nanovllm.cli.jobs.openai_format import CHAT, COMPLETIONS, parse
-from nanovllm.features.sampling.thinking import END, START, Splitter, opened
+from nanovllm.engine.thinking import END, START, Splitter, opened
 from nanovllm.loading.checkpoint import find_checkpoint
 
 OPEN, CLOSED = "What is 2 + 3?\n<think>\n", "What is 2 + 3?\n<think>\n\n</think>\n\n"

@@ -2,36 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.utils.checks import check_scalars, from_dict
-
-
-@dataclass(frozen=True)
-class RepetitionDetectionParams:
-    """When an output counts as repetitive, with the names of vLLM.
-
-    It ends if its last tokens are a pattern `min_count` times in a row. Raises TypeError for a
-    wrong type or an unknown field, ValueError for a wrong value.
-    """
-
-    max_pattern_size: Annotated[int, 0, math.inf] = 0  # tokens; 0: nothing is detected
-    min_pattern_size: Annotated[int, 0, math.inf] = 0  # 0 is the same as 1
-    min_count: Annotated[int, 0, math.inf] = 0
-
-    def __post_init__(self) -> None:
-        check_scalars(self)
-        sizes = (
-            f"min_pattern_size={self.min_pattern_size}, max_pattern_size={self.max_pattern_size}"
-        )
-        if self.min_pattern_size > self.max_pattern_size:
-            raise ValueError(f"{sizes}: the first must be at most the second")
-        if self.max_pattern_size and self.min_count < 2:
-            raise ValueError(f"min_count must be at least 2, not {self.min_count}, with {sizes}")
+from nanovllm.sampling_params import RepetitionDetectionParams
+from nanovllm.utils.checks import from_dict
 
 
 def as_params(value: Any) -> RepetitionDetectionParams | None:
@@ -49,7 +25,7 @@ class Repetition:
 
     def __init__(self, params: RepetitionDetectionParams, seq: Sequence) -> None:
         """seq: before its first output token."""
-        import numpy as np  # here, because `import nanovllm` loads this module and not numpy
+        import numpy as np  # here, because the control plane runs without numpy
 
         max_output = seq.max_length - seq.num_prompt
         most = min(params.max_pattern_size, max_output // params.min_count)
@@ -78,3 +54,11 @@ class Repetition:
             if self.num_read >= min_tokens and (runs >= self.needed[:count]).any():
                 return self.num_read
         return None
+
+    def end(self, seq: Sequence, min_tokens: int) -> None:
+        """End the sequence if its new tokens complete a repetition."""
+        length = self.find(seq, min_tokens)
+        # As in vLLM, a stop token or the largest length takes precedence at the same token.
+        if length is not None and (length < seq.num_output or seq.finish_reason is None):
+            del seq.token_ids[seq.num_prompt + length :]  # with drafts, a step yields several
+            seq.finish_reason, seq.stop_reason = "repetition", "repetition_detected"

@@ -1,4 +1,7 @@
-"""Thinking: the part of an output between <think> and </think>, its budget and its separation.
+"""Thinking: the part of an output between <think> and </think>.
+
+`Splitter` separates it from the answer. `Thinking` has its rules, which ThinkingOfRow in
+features/sampling/logit_rules/thinking_of_row.py applies.
 
 A prompt can open the block, as the chat templates of DeepSeek-R1 and Qwen3.5 do, or the output
 begins with <think>. Only this block is thinking: a marker anywhere else is part of the answer. A
@@ -18,7 +21,6 @@ from nanovllm.engine.detokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from nanovllm.engine.input_processor import InputProcessor
-    from nanovllm.features.sampling.structured import Matcher
     from nanovllm.sampling_params import SamplingParams
 
 START, END = "<think>", "</think>"
@@ -30,14 +32,14 @@ TURN = re.compile(r"\s*\w*\s*<think>(.*)", re.DOTALL)  # with the role
 LAST = re.compile(r".*<think>(.*)", re.DOTALL)
 
 
-def check_markers(input_processor: InputProcessor, what: str) -> Tokenizer:
+def check_markers(inputs: InputProcessor, what: str) -> Tokenizer:
     """Return the tokenizer. Raises ValueError, naming the option `what`, if it has no markers."""
-    if (tokenizer := input_processor.tokenizer) is None:
+    if (tokenizer := inputs.tokenizer) is None:
         raise ValueError(f"{what} needs a tokenizer (skip_tokenizer_init is set)")
     template = str(getattr(tokenizer, "chat_template", None))
     for marker in (START, END):
         token = tokenizer.backend_tokenizer.token_to_id(marker)
-        is_known = token is not None and token < input_processor.vocab_size
+        is_known = token is not None and token < inputs.vocab_size
         if not is_known and marker not in template:
             raise ValueError(
                 f"{what} needs a model that thinks between {START} and {END}, and neither the "
@@ -46,10 +48,17 @@ def check_markers(input_processor: InputProcessor, what: str) -> Tokenizer:
     return tokenizer
 
 
-def special_markers(tokenizer: Tokenizer) -> dict[int, str]:
-    """Return the markers that are special tokens, which a text usually lacks."""
+def kept_markers(tokenizer: Tokenizer, separates: bool, has_tools: bool) -> dict[int, str]:
+    """Return the markers that are special tokens, which a text usually lacks, and that are parsed.
+
+    separates: whether thinking is separated from the text; its end can be a tool call.
+    has_tools: whether the caller parses tool calls.
+    """
+    if not (separates or has_tools):
+        return {}
     rules = tokenizer.backend_tokenizer
-    ids = {rules.token_to_id(marker): marker for marker in (START, END, CALL, END_CALL)}
+    parsed = (START, END, CALL, END_CALL) if separates else (CALL, END_CALL)
+    ids = {rules.token_to_id(marker): marker for marker in parsed}
     return {i: marker for i, marker in ids.items() if i is not None and not rules.decode([i])}
 
 
@@ -142,7 +151,7 @@ class Thinking:
 
 
 def make_thinking(
-    input_processor: InputProcessor, params: SamplingParams, separates: bool
+    inputs: InputProcessor, params: SamplingParams, separates: bool
 ) -> Thinking | None:
     """Return the rules of thinking that the parameters request, if there are any."""
     separates = separates and params.structured_outputs is not None
@@ -155,74 +164,15 @@ def make_thinking(
             f"thinking_token_budget={budget} would break the grammar of structured_outputs, which "
             "is of the whole output; give LLM() a reasoning_parser, so that it is of the text alone"
         )
-    tokenizer = check_markers(input_processor, "thinking_token_budget")
-    end_ids = input_processor.encode(END, add_special_tokens=False)
-    grammars, ends = input_processor.grammars, []
+    tokenizer = check_markers(inputs, "thinking_token_budget")
+    end_ids = inputs.encode(END, add_special_tokens=False)
+    ends: list[tuple[int, str]] = []
     if separates:
-        assert grammars is not None, "make_engine sets it"
+        grammars = inputs.grammars
         if grammars.thinking_ends is None:
-            grammars.thinking_ends = ends_with_more(tokenizer, input_processor.vocab_size)
+            grammars.thinking_ends = ends_with_more(tokenizer, inputs.vocab_size)
         ends = grammars.thinking_ends
     return Thinking(tokenizer, end_ids, limit, params.structured_outputs is None, ends)
-
-
-class ThinkingOfRow:
-    """Follows the thinking of one row."""
-
-    def __init__(self, rules: Thinking, prompt: list[int]) -> None:
-        self.rules = rules
-        thought = opened(rules.tokenizer, prompt)
-        self.splitter = Splitter(thought is not None, rules.call_ends)
-        last = rules.tokenizer.backend_tokenizer.decode(prompt[-32:], skip_special_tokens=False)
-        self.is_closed = last.rstrip().endswith(END)  # the template has turned thinking off
-        ids = rules.tokenizer.encode(thought, add_special_tokens=False) if thought else []
-        self.num_thought = min(len(ids), rules.limit)
-        self.num_read = self.answer_start = 0  # output tokens
-        self.answer: list[int] = []  # tokens of the text after </think> in the token that ends it
-
-    def read(self, output: list[int]) -> int | None:
-        """Return the token that the budget forces after `output`, which extends the last one."""
-        decode = self.rules.tokenizer.backend_tokenizer.decode
-        for token in output[self.num_read :]:
-            self.num_read += 1
-            if token >= 0:  # else the output has ended
-                was_thinking = self.splitter.is_thinking
-                self.num_thought += was_thinking and not self.splitter.is_in_call
-                _, answer = self.splitter.add(decode([token], skip_special_tokens=False))
-                if was_thinking:
-                    self.answer_start = self.num_read
-                if answer and was_thinking:
-                    self.answer = self.rules.tokenizer.encode(answer, add_special_tokens=False)
-        place = self.num_thought - self.rules.limit  # among the tokens of </think>
-        is_thinking = self.splitter.is_thinking and not self.splitter.is_in_call
-        is_over = is_thinking and 0 <= place < len(self.rules.end_ids)
-        return self.rules.end_ids[int(place)] if is_over else None
-
-    def mask(self, matcher: Matcher, output: list[int]) -> bytes | None:
-        """Return the mask of the grammar, which does not apply to the thinking."""
-        if self.splitter.is_thinking:  # which may not end the output: the text would be missing
-            allowed = bytearray(b"\xff" * len(matcher.mask([]) or b""))
-            for token in (*matcher.grammar.end_tokens, *self.wrong_ends(matcher)):
-                allowed[token >> 3] &= ~(1 << (token & 7))
-            return bytes(allowed)
-        mask = matcher.mask([*self.answer, *output[self.answer_start :]])
-        start = self.rules.tokenizer.backend_tokenizer.token_to_id(START)
-        if mask is None or output or start is None or self.is_closed:
-            return mask
-        allowed = bytearray(mask)  # the output may begin with <think>
-        allowed[start >> 3] |= 1 << (start & 7)
-        return bytes(allowed)
-
-    def wrong_ends(self, matcher: Matcher) -> list[int]:
-        """Return the tokens that end the thinking with a text that the grammar does not allow."""
-        found = []
-        for token, text in self.rules.ends:
-            _, end, answer = (self.splitter.held + text).partition(END)
-            if end and answer:
-                ids = self.rules.tokenizer.encode(answer, add_special_tokens=False)
-                if matcher.state.validate_tokens(ids) < len(ids):
-                    found.append(token)
-        return found
 
 
 def ends_with_more(tokenizer: Tokenizer, vocab_size: int) -> list[tuple[int, str]]:

@@ -1,0 +1,58 @@
+"""OneRank: the ranks of an engine in one process. Ranks of ranks.py is its subclass for several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.qwen3 import Qwen3
+from nanovllm.models.weights import CheckpointTensor
+from nanovllm.plan import StepOutput, StepPlan
+
+Launch = Callable[[StepPlan], Callable[[], StepOutput]]  # ModelRunner.launch
+
+
+class OneRank:
+    rank = 0
+    size = 1
+
+    def min(self, number: int) -> int:
+        """Return the minimum of `number` over all ranks."""
+        return number
+
+    def config_of_rank(self, full_config: ModelConfig) -> ModelConfig:
+        """Return the config of this rank's part of the model."""
+        return full_config
+
+    def tensors_of_rank(
+        self, tensors: Iterable[CheckpointTensor], full_config: ModelConfig
+    ) -> Iterable[CheckpointTensor]:
+        """Return the tensors of this rank's part, with the slices of the checkpoint to load."""
+        return tensors
+
+    def connect(self, model: Qwen3, vocab_size: int) -> None:
+        """Set up a loaded `model` to combine its results with the results of other ranks.
+
+        vocab_size: size of the whole vocabulary. The last rank's head may be padded.
+        """
+
+    def rows_of_rank(self, table: Any) -> Any:
+        """Return this rank's rows of the embedding table of a connected model."""
+        return table
+
+    def run(self, plan: StepPlan, launch: Launch) -> Callable[[], StepOutput]:
+        """Launch a step if all ranks have planned the same step."""
+        return launch(plan)
+
+    def rank_0_first(self) -> AbstractContextManager[None]:
+        """Run the block on rank 0, and then on the other ranks."""
+        return nullcontext()
+
+    def leave_if_it_fails(self) -> AbstractContextManager[None]:
+        """Disconnect if the block fails, so that no other rank waits for this one."""
+        return nullcontext()
+
+    def leave(self) -> None:
+        """Disconnect from the other ranks without waiting for them. A second call does nothing."""
