@@ -23,7 +23,7 @@ from nanovllm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsPar
 
 numba = pytest.importorskip("numba")
 from nanovllm.backends.cpu import jit  # noqa: E402 (it needs Numba)
-from nanovllm.backends.cpu.kernels import blocks, experts, primitives, product  # noqa: E402
+from nanovllm.backends.cpu.kernels import experts, primitives, product, simd  # noqa: E402
 
 Make = Callable[[Path], Any]
 MODELS: dict[str, Make] = {
@@ -248,7 +248,7 @@ def test_prefix_cache_on_disk_and_in_host_memory(tmp_path: Path) -> None:
 
 def clear_code() -> None:
     """Forget which code multiplies weights: the next engine asks for it again."""
-    for function in (blocks.float_product, product.quantized_product, experts.code_for):
+    for function in (simd.float_product, product.quantized_product, experts.addresses_for):
         function.cache_clear()
 
 

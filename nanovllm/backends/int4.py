@@ -24,8 +24,8 @@ from nanovllm.backends import int8
 from nanovllm.models.backend import Backend
 from nanovllm.models.layers import Linear
 
-GROUP = 32
-HEAD = "lm_head"  # its weight, which can also be the embeddings, is in int8
+GROUP_SIZE = 32
+LM_HEAD = "lm_head"  # its weight, which can also be the embeddings, is in int8
 MIN_SCALE = 2.0**-24  # the smallest positive number in float16
 # Rows of a weight that are converted together. Their float32 copies stay in the CPU's caches.
 ROWS = 64
@@ -39,7 +39,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
     The last group is padded with zeros.
     """
-    groups = F.pad(x.float(), (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    groups = F.pad(x.float(), (0, -x.shape[1] % GROUP_SIZE)).unflatten(1, (-1, GROUP_SIZE))
     # The number with the largest magnitude becomes -8.
     index = groups.abs().argmax(dim=2, keepdim=True)
     scale = (groups.gather(2, index) / -8).half().float()
@@ -50,7 +50,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def pack(values: Tensor) -> Tensor:
     """Pack values [N, G, 32] int8 -> [N, G, 4] int32."""
-    low, high = (values + 8).view(torch.uint8).split(GROUP // 2, dim=2)
+    low, high = (values + 8).view(torch.uint8).split(GROUP_SIZE // 2, dim=2)
     return (low | high << 4).view(torch.int32)
 
 
@@ -72,7 +72,7 @@ class Int4Weight:
 
     @classmethod
     def empty(cls, empty: Callable[..., Tensor], outputs: int, inputs: int) -> Int4Weight:
-        shape = outputs, -(-inputs // GROUP)
+        shape = outputs, -(-inputs // GROUP_SIZE)
         values, scale = empty(*shape, 4, dtype=torch.int32), empty(*shape, dtype=torch.float16)
         return cls(values, scale, inputs, empty(0).dtype)
 
@@ -133,7 +133,8 @@ def dynamic(x: Tensor, module: Linear) -> Tensor:
     """Quantize x [T, I] to int8. Returns x W^T [T, O], summed in float32."""
     weight = module.weight
     tokens, token_scale = int8.quantize(x)
-    tokens = F.pad(tokens, (0, -tokens.shape[1] % GROUP)).unflatten(1, (-1, GROUP)).float()
+    tokens = F.pad(tokens, (0, -tokens.shape[1] % GROUP_SIZE)).float()
+    tokens = tokens.unflatten(1, (-1, GROUP_SIZE))
     packed, scale = weight.read(slice(None))
     values = unpack(packed).float()
     y = x.new_zeros((len(x), len(values)), dtype=torch.float32)
@@ -154,7 +155,7 @@ class Int4Backend(int8.Int8Backend):
     """The backend in plain torch with the weights of linear layers in int4."""
 
     def make_weight(self, outputs: int, inputs: int, names: list[str]) -> Any:
-        if HEAD in names:
+        if LM_HEAD in names:
             return super().make_weight(outputs, inputs, names)
         return Int4Weight.empty(self.empty, outputs, inputs)
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends import int4, int8
-from nanovllm.backends.int4 import GROUP, Int4Weight, pack, unpack
+from nanovllm.backends.int4 import GROUP_SIZE, Int4Weight, pack, unpack
 from nanovllm.backends.int8 import Int8Weight, integer_product
 from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.loading.memory import weight_bytes
@@ -25,7 +25,7 @@ try:
     import nanovllm.backends.cpu.kernels.int4 as int4_kernels
     import nanovllm.backends.cpu.kernels.int8 as int8_kernels
     from nanovllm.backends.cpu import linear
-    from nanovllm.backends.cpu.kernels.fused_decode import FusedLayers
+    from nanovllm.backends.cpu.kernels.fused_layers import FusedLayers
 except ImportError:
     int8_kernels = None
 
@@ -104,13 +104,13 @@ def test_int4_values_and_scales() -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 70) * torch.tensor([1e-3, 1.0, 1e3, 1e-20, 0.0])[:, None]
     values, scale = int4.quantize(x)
-    assert (values.dtype, values.shape) == (torch.int8, (5, 3, GROUP))
+    assert (values.dtype, values.shape) == (torch.int8, (5, 3, GROUP_SIZE))
     assert (scale.dtype, scale.shape) == (torch.float16, (5, 3))
     assert values[:3].amin(2).tolist() == [[-8] * 3] * 3
     assert (values[3:] == 0).all()
-    assert (values[:, 2, 70 - 2 * GROUP :] == 0).all()  # the padding
+    assert (values[:, 2, 70 - 2 * GROUP_SIZE :] == 0).all()  # the padding
     near = (values * scale.float()[:, :, None]).flatten(1)[:, :70]
-    step = scale.float().abs().repeat_interleave(GROUP, 1)[:, :70]
+    step = scale.float().abs().repeat_interleave(GROUP_SIZE, 1)[:, :70]
     # A number whose sign differs from the sign of the largest is at most 7 steps large.
     assert ((near - x).abs() <= 1.01 * step)[:3].all()
     assert ((near - x).abs() <= 0.51 * step)[:3].float().mean() > 0.95
@@ -118,7 +118,7 @@ def test_int4_values_and_scales() -> None:
 
 
 def test_pack() -> None:
-    values = torch.randint(-8, 8, (3, 5, GROUP), dtype=torch.int8)
+    values = torch.randint(-8, 8, (3, 5, GROUP_SIZE), dtype=torch.int8)
     packed = pack(values)
     assert (packed.dtype, packed.shape) == (torch.int32, (3, 5, 4))
     assert torch.equal(unpack(packed), values)
@@ -235,12 +235,12 @@ def test_sums_in_int4_are_exact(tokens: int) -> None:
     """With scales that are powers of two, also for the largest sums of 16 bits."""
     torch.manual_seed(0)
     groups = 10
-    values = torch.randint(-8, 8, (16, groups, GROUP), dtype=torch.int8)
-    x = integers(tokens, groups * GROUP)
+    values = torch.randint(-8, 8, (16, groups, GROUP_SIZE), dtype=torch.int8)
+    x = integers(tokens, groups * GROUP_SIZE)
     values[0], values[1], values[2], x[0] = 7, -8, 7, 127
     scale = 2.0 ** torch.randint(-4, 3, (16, groups)).half()
     scale[3] *= -1
-    layer = module(torch.zeros(16, groups * GROUP), torch.float32, "int4", packed=True)
+    layer = module(torch.zeros(16, groups * GROUP_SIZE), torch.float32, "int4", packed=True)
     layer.weight.store(0, pack(values), scale)
     dense = (values.double() * scale.double()[:, :, None]).flatten(1)
     assert torch.equal(linear.linear(x, layer).double(), x.double() @ dense.T)

@@ -263,7 +263,7 @@ STEP = ("engine/", "llm.py", "features/tasks/beam_search.py", "runner/")
 CPU = (
     "attention",
     "backend",
-    "kernels/fused_decode",
+    "kernels/fused_layers",
     "kernels/parallel",
     "kernels/pointwise",
     "kernels/sampler",

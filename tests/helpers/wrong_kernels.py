@@ -91,7 +91,7 @@ HALVES = """half = stride // 8 if {} else 0
 BLOCK = "add_block(example, sums_ptr, x, stride, weight_ptr + o * stride, stride // 4, count)"
 IN_ANOTHER_ORDER = {
     "two chains of sums for one row": (
-        "kernels.blocks",
+        "kernels.simd",
         "linear_blocks",
         BLOCK,
         HALVES.format("count == 1")
@@ -104,7 +104,7 @@ IN_ANOTHER_ORDER = {
         *("qwen3", "float32"),
     ),
     "the last half of a sum first, for many rows": (
-        "kernels.blocks",
+        "kernels.simd",
         "linear_blocks",
         BLOCK,
         HALVES.format("count > 8")

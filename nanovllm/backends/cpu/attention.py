@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.backends.cpu import memory
 from nanovllm.backends.cpu.compile import compile_all
 from nanovllm.backends.cpu.kernels import pointwise
 from nanovllm.backends.cpu.kernels.attention import (
@@ -36,7 +37,6 @@ from nanovllm.models.model_config import ModelConfig
 
 # A shared prefix is read in a separate pass if that saves reading at least this many tokens.
 MIN_SAVED_TOKENS = 256
-PAGE_BYTES = 4096
 
 
 class Sequences(NamedTuple):
@@ -73,16 +73,8 @@ class NumbaAttention(PlainAttention):
 
     @staticmethod
     def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate on huge pages where the system has them, aligned to a page.
-
-        A cache gets its pages when they are first written; with pages of 4 kB that is hundreds of
-        page faults per block. numpy asks Linux for pages of 2 MB, torch does not. The alignment
-        puts rows of 64 bytes and more into as few cache lines as possible.
-        """
-        size = int(np.prod(shape)) * dtype.itemsize
-        memory = torch.from_numpy(np.empty(size + PAGE_BYTES, np.uint8))
-        start = -memory.data_ptr() % PAGE_BYTES
-        return memory[start : start + size].view(dtype).view(shape)
+        """Allocate the cache on huge pages."""
+        return memory.allocate(shape, dtype)
 
     # ---- the layout of the cache, in torch ----
 
@@ -220,7 +212,8 @@ class NumbaAttention(PlainAttention):
         """`qkv` [T, H + 2K, D] is the result of `norm_rope_store`."""
         out = qkv.new_empty(len(qkv), self.heads, self.dim)
         tensors = (qkv.data_ptr(), *qkv.shape[:2], out.data_ptr(), self.heads)
-        cache, v_scale = (*self.kv_addresses[layer], self.shape), self.scales[layer][1]
+        cache = *self.kv_addresses[layer], self.shape
+        v_scale = self.scales[layer][1]
         work = (batch.attention_metadata.work, v_scale, *self.examples, self.attend_groups)
         attend(*tensors, *cache, *work, numba.get_num_threads())
         return out.flatten(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,16 @@ from nanovllm.backends.cpu.kernels import (
     delta_layers,
     delta_rule,
     experts,
-    fused_decode,
     int4,
     int8,
     pointwise,
     sampler,
 )
-from nanovllm.backends.int4 import HEAD
+from nanovllm.backends.cpu.kernels.fused_layers import FusedLayers
+from nanovllm.backends.cpu.memory import WeightMemory
+from nanovllm.backends.int4 import LM_HEAD
 from nanovllm.models.backend import Backend
 from nanovllm.models.layers import Linear
-
-# Bytes that are allocated for many weights together.
-MEMORY = 64 << 20
 
 
 def make_backend(device: torch.device, dtype: torch.dtype) -> Backend:
@@ -85,12 +82,12 @@ class CpuBackend(Backend):
     def delta_rule(self) -> Any:
         return delta_rule
 
-    def fuse_layers(self, model: Any, attention: Any) -> fused_decode.FusedLayers | None:
-        return fused_decode.fuse_layers(model, attention, delta_layers.HybridLayers)
+    def fuse_layers(self, model: Any, attention: Any) -> FusedLayers | None:
+        return delta_layers.fuse_layers(model, attention)
 
     def fuse_step(self, layers: Any, attention: Any, rows: Any) -> Any:
         step = None
-        if type(layers) is fused_decode.FusedLayers:
+        if type(layers) is FusedLayers:
             step = fuse_step(layers, attention, rows)
         return step or super().fuse_step(layers, attention, rows)
 
@@ -101,20 +98,12 @@ class CpuBackend(Backend):
 class CpuInt8Backend(CpuBackend):
     """The same with the weights of linear layers in int8."""
 
-    memory = torch.empty(0, dtype=torch.uint8)  # for the next weights
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(device, dtype)
+        self.memory = WeightMemory()
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return an uninitialized weight: a part of memory on huge pages, which are read faster.
-
-        A prefetch of a page of 4 kB that the processor has not just used is slow.
-        """
-        dtype = dtype or self.dtype
-        size = math.prod(shape) * dtype.itemsize
-        if size > len(self.memory):
-            self.memory = NumbaAttention.allocate((max(size, MEMORY),), torch.uint8, self.device)
-        weight = self.memory[:size].view(dtype).view(shape)
-        self.memory = self.memory[-(-size // 64) * 64 :]
-        return weight
+        return self.memory.empty(shape, dtype or self.dtype)
 
     def make_weight(self, outputs: int, inputs: int, names: list[str]) -> Any:
         experts.check_sizes(outputs, names, int8.OUTPUTS)
@@ -128,7 +117,7 @@ class CpuInt4Backend(CpuInt8Backend):
     """The same with the weights of linear layers in int4."""
 
     def make_weight(self, outputs: int, inputs: int, names: list[str]) -> Any:
-        if HEAD in names:
+        if LM_HEAD in names:
             return super().make_weight(outputs, inputs, names)
         experts.check_sizes(outputs, names, int4.OUTPUTS)
         return int4.PackedInt4.empty(self.empty, outputs, inputs)

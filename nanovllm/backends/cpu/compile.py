@@ -10,19 +10,20 @@ from nanovllm.backends.cpu import jit
 from nanovllm.backends.cpu.jit import Kernel
 from nanovllm.backends.cpu.kernel_files import marker
 from nanovllm.backends.cpu.kernels import (
-    fused_decode,
-    fused_step,
+    decode_step,
+    fused_layers,
     int4,
     int8,
+    layer_tables,
     parallel,
     pointwise,
     product,
     sampler,
 )
 from nanovllm.backends.cpu.kernels.attention import attend, attend_groups
-from nanovllm.backends.cpu.kernels.blocks import kernel_for
 from nanovllm.backends.cpu.kernels.parallel import Types
 from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE
+from nanovllm.backends.cpu.kernels.simd import kernel_for
 from nanovllm.utils.log import logger
 
 
@@ -39,7 +40,6 @@ def kernels_in_parts(dtype: torch.dtype) -> list[Kernel]:
         product.quantize_rows,
         int8.product_blocks,
         int4.int4_blocks,
-        fused_step.group_blocks,
     ]
 
 
@@ -53,20 +53,21 @@ def calls(dtype: torch.dtype, cache_dtype: torch.dtype) -> list[tuple[Kernel, Ty
         (kernel, parallel.example_arguments(kernel, dtype, cache_dtype))
         for kernel in kernels_in_parts(dtype)
     ]
-    step, none = fused_decode.example_step(example, example, cached), product.Product(0, 0)
+    step = layer_tables.example_step(example, example, cached)
+    none = product.Product(0, 0)
     callers = [
         *((parallel.in_parts, (0, arguments, 1, 1)) for _, arguments in in_parts),
         (attend, (*[0] * 7, step.shape, step.attention, 1.0, example, cached, 0, 1)),
         (product.compute, (none, *[0] * 9, example, 1)),
     ]
     if dtype is cache_dtype:
-        code, addresses = fused_decode.Code(0, 0, 0, 0, none), np.empty((0, 0), np.int64)
-        scales = np.empty((0, 0), np.float64)
-        layers = code, step, addresses, scales, fused_decode.NO_STATES
-        host, head = fused_step.example_host(), fused_step.Head._make((none, *[0] * 7, 1, True))
+        kernels = layer_tables.LayerKernels(0, 0, 0, 0, none)
+        layers = kernels, step, np.empty(0, layer_tables.LAYER), layer_tables.NO_STATES
+        host = decode_step.example_host()
+        head = decode_step.OutputLayer._make((none, *[0] * 7, True))
         rows = np.empty(0, np.int64)
-        callers.append((fused_decode.compute_layers, layers))
-        callers.append((fused_step.sample_tokens, (*layers, host, head, rows, rows, rows)))
+        callers.append((fused_layers.compute_layers, layers))
+        callers.append((decode_step.sample_tokens, (*layers, host, head, rows, rows, rows)))
     called = [(kernel, (*arguments, 0, 0)) for kernel, arguments in in_parts]
     return [(kernel, tuple(map(typeof, arguments))) for kernel, arguments in called + callers]
 

@@ -1,4 +1,4 @@
-"""Computes a whole step in one call: the class that calls kernels/fused_step.py."""
+"""Computes a whole step in one call: the class that calls kernels/decode_step.py."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import Tensor
 from nanovllm.backends.cpu.attention import MIN_SAVED_TOKENS, NumbaAttention, balanced
 from nanovllm.backends.cpu.kernels import sampler
 from nanovllm.backends.cpu.kernels.attention import AttentionWork, QueryGroups
-from nanovllm.backends.cpu.kernels.fused_decode import FEW_TOKENS, NO_STATES, FusedLayers
-from nanovllm.backends.cpu.kernels.fused_step import Head, Host, group_blocks, sample_tokens
+from nanovllm.backends.cpu.kernels.decode_step import Host, OutputLayer, sample_tokens
+from nanovllm.backends.cpu.kernels.fused_layers import FEW_TOKENS, FusedLayers
 from nanovllm.backends.cpu.kernels.int8 import PackedWeight
+from nanovllm.backends.cpu.kernels.layer_tables import NO_STATES
 from nanovllm.backends.cpu.kernels.parallel import address_for, follow_torch
 from nanovllm.backends.cpu.kernels.product import pointers
 from nanovllm.plan import ResultKind, StepPlan
@@ -30,8 +31,10 @@ class FusedStep:
     """
 
     def __init__(self, layers: FusedLayers, attention: NumbaAttention, rows: Rows) -> None:
-        model, config, dtype = layers.model, layers.config, layers.model.backend.dtype
-        self.layers, self.rows = layers, rows
+        model, config = layers.model, layers.config
+        dtype = model.backend.dtype
+        self.layers = layers
+        self.rows = rows
         table: Any = model.embed_tokens
         is_int8 = isinstance(table, PackedWeight)
         rotary = model.rotary.table
@@ -51,14 +54,13 @@ class FusedStep:
         head = model.lm_head
         weight, scale, bias = pointers(head)
         self.logits = model.norm.new_empty(FEW_TOKENS, config.vocab_size, dtype=dtype)
-        self.head = Head(
-            product=head.weight.product(),
+        self.head = OutputLayer(
+            product=head.weight.product,
             weight=weight,
             scale=scale,
             bias=bias,
             norm=model.norm.data_ptr(),
             logits=self.logits.data_ptr(),
-            group_blocks=address_for(group_blocks, dtype, dtype),
             draw=address_for(sampler.draw_rows, dtype, dtype),
             size=config.vocab_size,
             is_bf16=dtype is torch.bfloat16,
@@ -81,19 +83,21 @@ class FusedStep:
                 return None
         lens = [*(len(chunk.token_ids) for chunk in chunks), *[1] * len(decode_rows)]
         row_of = [*(chunk.row for chunk in chunks), *decode_rows]
-        count, size = sum(lens), min(max(lens), self.max_queries)
+        count = sum(lens)
+        size = min(max(lens), self.max_queries)  # of a group
         if count > FEW_TOKENS or self.rows.rules_of(row_of) is not None:
             return None
         follow_torch()
-        rows, tokens = np.array(decode_rows, np.int64), self.last_tokens[decode_rows]
-        groups, parts = np.arange(len(row_of)), numba.get_num_threads()
+        rows = np.array(decode_rows, np.int64)
+        tokens = self.last_tokens[decode_rows]
+        groups = np.arange(len(row_of))
         if chunks:
             rows = np.repeat(row_of, lens)
             tokens = np.array([t for c in chunks for t in c.token_ids] + tokens.tolist())
             groups = np.repeat(groups, [-(-number // size) for number in lens])
         places = np.zeros(len(groups), np.int64)
         if len(groups) > 1:
-            order = balanced(self.rows.positions[row_of][groups], parts)
+            order = balanced(self.rows.positions[row_of][groups], numba.get_num_threads())
             places[order] = np.arange(len(groups))
         # `sample_tokens` fills these arrays in.
         queries, context_lens = np.empty((2, len(groups), size), np.int64)
@@ -102,7 +106,7 @@ class FusedStep:
         work = AttentionWork(self.no_groups, rest, self.partial)
         inputs = tuple(tensor[:count] for tensor in self.inputs)
         step = self.layers.make_step(inputs, self.slots[:count], work)
-        layers = self.layers.code, step, self.layers.addresses, self.layers.scales, NO_STATES
+        layers = self.layers.kernels, step, self.layers.layers, NO_STATES
         is_done = sample_tokens(*layers, self.host, self.head, rows, places, tokens)
         return tokens if is_done else None
 

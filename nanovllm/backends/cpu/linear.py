@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanovllm.backends.cpu.kernels.blocks import float_product
 from nanovllm.backends.cpu.kernels.product import Product, multiply, padded_bytes, pointers
+from nanovllm.backends.cpu.kernels.simd import float_product
 from nanovllm.models.backend import num_experts
 from nanovllm.models.layers import Linear
 
@@ -27,28 +27,27 @@ class PackedFloats:
     """
 
     values: Tensor  # [X, O / width, words, width, n]
-    kernel: Product
+    product: Product
     shape: torch.Size
     scale: None = None  # only quantized weights have scales
 
     @classmethod
     def of(cls, weight: Tensor, experts: int) -> PackedFloats:
-        n, (outputs, inputs) = 4 // weight.itemsize, weight.shape
-        kernel = float_product(weight.dtype, inputs)
+        n = 4 // weight.itemsize
+        outputs, inputs = weight.shape
+        product = float_product(weight.dtype, inputs)
+        width = product.width
         columns = padded_bytes(inputs, weight.itemsize) // weight.itemsize - inputs
         each = weight.view(experts, outputs // experts, inputs)
         each = (F.pad(each, (0, columns)) if columns else each).unflatten(2, (-1, n))
-        blocks, rest = divmod(each.shape[1], kernel.width)
-        shape = experts, blocks + (rest > 0), each.shape[2], kernel.width, n
+        blocks, rest = divmod(each.shape[1], width)
+        shape = experts, blocks + (rest > 0), each.shape[2], width, n
         values = weight.new_zeros(shape)
         rows = values.transpose(2, 3)  # [X, blocks, width, words, n]
-        rows[:, :blocks] = each[:, : blocks * kernel.width].unflatten(1, (blocks, kernel.width))
+        rows[:, :blocks] = each[:, : blocks * width].unflatten(1, (blocks, width))
         if rest:
             rows[:, blocks, :rest] = each[:, -rest:]
-        return cls(values, kernel, weight.shape)
-
-    def product(self) -> Product:
-        return self.kernel
+        return cls(values, product, weight.shape)
 
     def unpack(self) -> Tensor:
         """Return the weights [X O, I]."""
@@ -69,4 +68,4 @@ def pack(module: Linear) -> None:
 def linear(x: Tensor, module: Linear) -> Tensor:
     """Return x [T, I] in float32 or bfloat16 times a packed weight [O, I]: [T, O]."""
     weight = module.weight
-    return multiply(weight.product(), x, pointers(module), weight.shape[0])
+    return multiply(weight.product, x, pointers(module), weight.shape[0])

@@ -42,8 +42,8 @@ class Clocks(NamedTuple):
 class ThreadLimit:
     """Limits the threads of torch and of the kernels while a step runs.
 
-    It uses at most the number of OMP_NUM_THREADS or torch.set_num_threads. Each of more threads
-    than cores are free would spin until the others have had their turns.
+    The upper limit is OMP_NUM_THREADS or torch.set_num_threads. Threads without a free core would
+    only spin.
     """
 
     def __init__(self) -> None:

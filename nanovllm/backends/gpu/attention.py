@@ -69,20 +69,25 @@ class TritonAttention(PlainAttention):
         chunk_tokens = len(batch.input_ids) - batch.num_decodes
         batch.attention_metadata = StepLaunches(q, out, launches)
         if num_chunks:
-            tile, starts = self.prefill_tile, batch.query_start_loc[: num_chunks + 1]
+            tile = self.prefill_tile
+            starts = batch.query_start_loc[: num_chunks + 1]
             queries = tile.num_rows // self.group_size
             tiles = attention.query_tiles(batch.query_lens[:num_chunks], queries)
             chunk_args = (to_device(tiles, lens.device), starts, lens[:num_chunks], tables, tile)
             launches.append((attention.attend, q[:chunk_tokens], *chunk_args, out[:chunk_tokens]))
         if batch.num_decodes:
-            tile, lens, tables = self.decode_tile, lens[num_chunks:], tables[num_chunks:]
+            tile = self.decode_tile
+            lens = lens[num_chunks:]
+            tables = tables[num_chunks:]
             programs = tile.programs_per_sm * self.gpu.num_sms
             splits = attention.num_splits(batch.num_decodes, self.num_kv_heads, programs)
             order = batch.order
             if order is None:
                 assert batch.host_lens is not None
                 order = to_device(longest_first(batch.host_lens[num_chunks:]), lens.device)
-            q, out, args = q[chunk_tokens:], out[chunk_tokens:], (order, lens, tables, tile, splits)
+            q = q[chunk_tokens:]
+            out = out[chunk_tokens:]
+            args = order, lens, tables, tile, splits
             launches.append((attention.attend_decode, q, *args, out))
 
     def norm_rope_store(
@@ -116,7 +121,9 @@ class InvariantAttention(TritonAttention):
 
     def prepare(self, batch: ForwardBatch) -> None:
         q, out = self.memory(len(batch.input_ids))
-        starts, lens, tile = batch.query_start_loc, batch.context_lens, self.prefill_tile
+        starts = batch.query_start_loc
+        lens = batch.context_lens
+        tile = self.prefill_tile
         if batch.order is None:
             queries = tile.num_rows // self.group_size
             tiles = to_device(attention.query_tiles(batch.query_lens, queries), lens.device)

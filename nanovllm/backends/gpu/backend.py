@@ -16,7 +16,7 @@ from nanovllm.backends.gpu.attention import InvariantAttention, PlainStoreAttent
 from nanovllm.backends.gpu.chunk_graphs import ChunkGraphs
 from nanovllm.backends.gpu.graphs import CudaCapture, DecodeGraphs
 from nanovllm.backends.gpu.kernels import delta_rule, linear, pointwise, sampler
-from nanovllm.backends.int4 import HEAD, Int4Weight
+from nanovllm.backends.int4 import LM_HEAD, Int4Weight
 from nanovllm.backends.int8 import Int8Weight
 from nanovllm.config import EngineConfig
 from nanovllm.models import sampler as plain_sampler
@@ -139,6 +139,6 @@ class GpuInt4Backend(GpuInt8Backend):
     """The same with the weights of linear layers in int4, except the head."""
 
     def make_weight(self, outputs: int, inputs: int, names: list[str]) -> Any:
-        if HEAD in names:
+        if LM_HEAD in names:
             return super().make_weight(outputs, inputs, names)
         return Int4Weight.empty(self.empty, outputs, inputs)

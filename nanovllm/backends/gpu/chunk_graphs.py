@@ -33,7 +33,8 @@ class CutAttention:
     """Attention in a capture: it calls `cut` in place of the launches of attention."""
 
     def __init__(self, attention: TritonAttention, cut: Callable[[int], None]) -> None:
-        self.norm_rope_store, self.cut = attention.norm_rope_store, cut
+        self.norm_rope_store = attention.norm_rope_store
+        self.cut = cut
 
     def attend(self, layer: int, q: Tensor, batch: ForwardBatch) -> Tensor:
         self.cut(layer)
@@ -47,7 +48,8 @@ class ChunkGraphs:
     def __init__(
         self, model: Qwen3, attention: TritonAttention, graphs: DecodeGraphs, max_tokens: int
     ) -> None:
-        self.model, self.logits = model, model.logits
+        self.model = model
+        self.logits = model.logits
         # The pool of the decode graphs has memory for these, because one graph runs at a time.
         self.capture = cast(CudaCapture, graphs.capture)
         sizes = token_sizes(max_tokens)
@@ -64,7 +66,8 @@ class ChunkGraphs:
         )
 
     def _capture(self, size: int, attention: TritonAttention) -> Any:
-        (ids, positions, slots), none = self.inputs[:, :size], self.inputs[0, :0]
+        ids, positions, slots = self.inputs[:, :size]
+        none = self.inputs[0, :0]
         lens = np.zeros(0, np.int64)
         batch = ForwardBatch(ids, positions, slots, none, none, none, query_lens=lens)
         attention.prepare(batch)  # of no sequences: it launches nothing

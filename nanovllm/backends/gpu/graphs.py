@@ -69,7 +69,8 @@ class CudaCapture:
     @contextmanager
     def graph(self) -> Iterator[torch.cuda.CUDAGraph]:
         """Capture the launches of the `with` block."""
-        graph, place = torch.cuda.CUDAGraph(), (self.pool, self.stream)
+        graph = torch.cuda.CUDAGraph()
+        place = self.pool, self.stream
         # In thread-local mode other threads may use the device during a capture.
         with torch.cuda.graph(graph, *place, capture_error_mode="thread_local"):
             yield graph
@@ -156,7 +157,8 @@ class DecodeGraphs:
         `min_over_ranks` is the function of `capture_sizes`.
         """
         num_rows = len(positions) - 1
-        self.padding_row, self.positions = num_rows, positions
+        self.padding_row = num_rows
+        self.positions = positions
         # [2, N] int64: the rows of a batch, and its indices in the order of `longest_first`.
         self.rows = torch.full((2, num_rows), num_rows, dtype=torch.int64, device=device)
         self.rows[1] = torch.arange(num_rows, device=device)
@@ -172,8 +174,10 @@ class DecodeGraphs:
             self.results[size] = decode(*self.rows[:, :size])
 
         # Empty if no size could be captured.
-        sizes, capture_size = batch_sizes(num_rows), lambda size: self.capture(partial(step, size))
-        self.replays = capture_sizes("decodes", sizes, device, min_over_ranks, capture_size)
+        sizes = batch_sizes(num_rows)
+        self.replays = capture_sizes(
+            "decodes", sizes, device, min_over_ranks, lambda size: self.capture(partial(step, size))
+        )
 
     def replay(self, decode_rows: list[int]) -> tuple[Tensor, Tensor]:
         """Decode rows. Returns hidden states [S, E], tokens [S], valid until the next replay."""

@@ -49,7 +49,8 @@ def largest_plans(config: EngineConfig, max_model_len: int) -> Iterator[StepPlan
     one row. The third computes as many tokens in as many rows as possible, and scores all of them.
     It is last, because a row may be full after it, and a decode needs a free position.
     """
-    num_seqs, budget = config.max_num_seqs, config.token_budget
+    num_seqs = config.max_num_seqs
+    budget = config.token_budget
     num_rows = min(num_seqs, budget)
     length = min(budget // num_rows, max_model_len)
     table = [0] * -(-length // config.block_size)

@@ -139,18 +139,18 @@ def test_kernels_compile_for_other_processors(tmp_path: Path) -> None:
     code = """
 import numpy as np
 from numba import int32, int64, typeof, uint16
-from nanovllm.backends.cpu.kernels import amx, attention, blocks, int8
+from nanovllm.backends.cpu.kernels import amx, attention, int8, simd
 from nanovllm.backends.cpu.kernels.llvm import dot
 dot.HAS_BF16 = dot.HAS_VNNI = dot.HAS_AVX512 = True
 int8.amx_tile.compile((int32, *[int64] * 6))
-for unit in (amx, blocks):
+for unit in (amx, simd):
     unit.linear_blocks.compile((*[int64] * 8, uint16, int64, int64))
 qkv, cache = np.empty((0, 1, 32), np.uint16), np.empty((0, 1, 16, 32), np.uint16)
 ints, partial = np.empty((0, 1), np.int64), np.empty((0, 0, 0), np.float32)
 groups = ints, ints, ints.ravel(), ints.astype(np.int32)
 arguments = (qkv, qkv, partial, cache, cache, *groups, True, 1.0, 0, 0)
 attention.attend_groups.compile(tuple(map(typeof, arguments)))
-for kernel in (amx.linear_blocks, attention.attend_groups, blocks.linear_blocks, int8.amx_tile):
+for kernel in (amx.linear_blocks, attention.attend_groups, simd.linear_blocks, int8.amx_tile):
     code = kernel.inspect_asm(kernel.signatures[0])
     print(*(name for name in ("tdpbf16ps", "vdpbf16ps", "tdpbsud", "vpdpbusd") if name in code))
 """

@@ -11,7 +11,7 @@ from checkpoints import make_checkpoint, random_llm
 
 from nanovllm import SamplingParams
 from nanovllm.backends.cpu import thread_limit
-from nanovllm.backends.cpu.kernels import fused_decode
+from nanovllm.backends.cpu.kernels import fused_layers
 from nanovllm.backends.cpu.thread_limit import Clocks, ThreadLimit
 from nanovllm.models.weights import CheckpointTensor
 
@@ -227,14 +227,14 @@ def test_steps_of_an_engine_follow_it(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(ThreadLimit, "adjust", adjust)
     options: dict[str, Any] = dict(max_num_batched_tokens=70)  # too many for one call of all layers
     llm = random_llm(tmp_path, attention_backend="numba", **options)
-    seen, compute = [], fused_decode.compute_layers
+    seen, compute = [], fused_layers.compute_layers
 
     def watched(code: Any, step: Any, *args: object) -> None:
         if step.rows > 64:
             seen.append((torch.get_num_threads(), step.parts))
         compute(code, step, *args)
 
-    monkeypatch.setattr(fused_decode, "compute_layers", watched)
+    monkeypatch.setattr(fused_layers, "compute_layers", watched)
     llm.generate([[1, 2] * 70], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
     assert set(seen) == {(1, 1), (2, 2)}
     assert torch.get_num_threads() == numba.get_num_threads() == 2

@@ -13,7 +13,7 @@ import numpy as np
 from numba.extending import intrinsic
 
 from nanovllm.backends.cpu.jit import compiled
-from nanovllm.backends.cpu.kernels.llvm.calls import instruction
+from nanovllm.backends.cpu.kernels.llvm.emit import instruction
 from nanovllm.backends.cpu.kernels.primitives import BFLOAT16, f32, prefetch_range
 from nanovllm.backends.cpu.kernels.product import finish, padded_bytes
 

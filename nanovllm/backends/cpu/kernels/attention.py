@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from nanovllm.backends.cpu.jit import compiled
-from nanovllm.backends.cpu.kernels.blocks import WIDTH, add_narrow, add_product
 from nanovllm.backends.cpu.kernels.llvm.vectors import SEGMENT, copy_words, weigh_rows
 from nanovllm.backends.cpu.kernels.parallel import in_parts
 from nanovllm.backends.cpu.kernels.primitives import array, bytes_of, f32, from_float32
+from nanovllm.backends.cpu.kernels.simd import WIDTH, add_narrow, add_product
 from nanovllm.backends.cpu.kernels.words import TILE, is_tiled, operand, operands, per_word
 
 KEYS = SEGMENT  # keys of a segment: every context is split at multiples of it
@@ -95,10 +95,12 @@ def copy_tokens(keys, values, k_cache, v_cache, table, tiles, head, first, token
     """
     _, _, block_size, dim = k_cache.shape
     words, _, n = keys.shape
-    example, wide = k_cache[0, 0, 0, 0], values.shape[1]
+    example = k_cache[0, 0, 0, 0]
+    wide = values.shape[1]
     if is_tiled(block_size, dim):
         row_bytes = dim * k_cache.itemsize
-        tile_bytes, offset = TILE * row_bytes, head * block_size * row_bytes
+        tile_bytes = TILE * row_bytes
+        offset = head * block_size * row_bytes
         for j in range(0, tokens, TILE):
             place = offset + tiles[(first + j) // TILE]
             copy_words(np.int64(k_cache.ctypes.data) + place, tile_bytes // words,
@@ -149,7 +151,8 @@ def attend_groups(qkv, out, partial, k_cache, v_cache, queries, context_lens, fi
     q_per_kv = out.shape[1] // num_kv_heads
     log2_scale = f32(1.44269504) / np.sqrt(f32(dim))  # exp(x) is computed as 2^(x / ln 2)
     example, q_example = k_cache[0, 0, 0, 0], qkv[0, 0, 0]
-    n, tiled = per_word(example), is_tiled(block_size, dim)
+    n = per_word(example)
+    tiled = is_tiled(block_size, dim)
     words, wide = dim // n, (dim + WIDTH - 1) // WIDTH * WIDTH
     max_rows = queries.shape[1] * q_per_kv
     tile_bytes, head_bytes = TILE * dim * bytes_of(example), block_size * dim * bytes_of(example)
@@ -157,20 +160,25 @@ def attend_groups(qkv, out, partial, k_cache, v_cache, queries, context_lens, fi
     max_height = max(max_rows, FEW_ROWS * num_kv_heads)
     query = operands((max_height, dim), example)
     weights, scores = operands((max_height, KEYS), example), np.empty((max_height, KEYS), f32)
-    sums, visible = np.empty((max_height, wide), f32), np.empty(max_height, np.int64)
+    sums = np.empty((max_height, wide), f32)
+    visible = np.empty(max_height, np.int64)
     row_max, row_sum, factors = np.empty((3, max_height), f32)
     keys, values = operands((words, KEYS, n), example), operands((KEYS // n, wide, n), example)
-    word, odd_value = keys[0, 0, 0], operands((wide, n), example)
+    word = keys[0, 0, 0]
+    odd_value = operands((wide, n), example)
     odd_value[:] = 0
     tiles = np.empty(block_tables.shape[1] * block_size // TILE + AHEAD + 1, np.int64)
     item = start
     while item < stop:
         p, first_head = item // num_kv_heads, item % num_kv_heads
         count = np.sum(queries[p] >= 0)
-        rows, context_len, begin = count * q_per_kv, context_lens[p, count - 1], first_tokens[p]
+        rows = count * q_per_kv
+        context_len = context_lens[p, count - 1]
+        begin = first_tokens[p]
         is_few = tiled and rows <= FEW_ROWS
         heads = min(num_kv_heads - first_head, stop - item) if is_few else 1
-        item, height = item + heads, heads * rows
+        item += heads
+        height = heads * rows
         if tiled:
             last_tile = (context_len - 1) // TILE
             find_tiles(tiles[: last_tile + AHEAD + 1], block_tables[p], last_tile,

@@ -1,4 +1,7 @@
-"""What the layers of a hybrid model add to fused_decode.py: states, and attention with a gate."""
+"""What the layers of a hybrid model add to fused_layers.py: states, and attention with a gate.
+
+Also chooses which models are computed in this way (`fuse_layers`).
+"""
 
 from typing import Any
 
@@ -6,11 +9,12 @@ from torch import Tensor
 
 from nanovllm.backends.cpu.attention import NumbaAttention
 from nanovllm.backends.cpu.kernels import delta_rule
-from nanovllm.backends.cpu.kernels.fused_decode import FusedLayers, States
+from nanovllm.backends.cpu.kernels.fused_layers import FusedLayers
+from nanovllm.backends.cpu.kernels.layer_tables import LINEAR_ATTENTION, States
 from nanovllm.backends.cpu.kernels.parallel import address_for
 from nanovllm.backends.cpu.kernels.pointwise import gate_rows
-from nanovllm.backends.cpu.kernels.product import pointers
 from nanovllm.models.batch import ForwardBatch
+from nanovllm.models.qwen3 import MLP, DecoderLayer, Qwen3, SelfAttention
 
 
 class HybridLayers(FusedLayers):
@@ -29,19 +33,13 @@ class HybridLayers(FusedLayers):
         linear = self.config.conv_size + size + 2 * heads
         return max(projected, linear), max(mixed, size)
 
-    def layer_addresses(self, layer: Any, attention: NumbaAttention) -> list[int]:
-        attn = layer.self_attn
+    def describe_attention(self, attn: Any, attention: NumbaAttention, record: Any) -> None:
         if not hasattr(attn, "conv1d"):
-            return super().layer_addresses(layer, attention)
-        norms = layer.input_layernorm, layer.post_attention_layernorm
-        products = (address for module in layer.linears() for address in pointers(module))
-        heads = attn.conv1d, attn.a_log, attn.dt_bias, attn.norm
-        before = *(weight.data_ptr() for weight in norms), *[0] * 4, *products
-        return [*before, attn.layer, *(weight.data_ptr() for weight in heads)]
-
-    def layer_scales(self, layer: Any, attention: NumbaAttention) -> tuple[float, float]:
-        is_linear = hasattr(layer.self_attn, "conv1d")
-        return (1.0, 1.0) if is_linear else super().layer_scales(layer, attention)
+            super().describe_attention(attn, attention, record)
+            return
+        for name in LINEAR_ATTENTION:
+            record[name] = getattr(attn, name).data_ptr()
+        record["state"] = attn.layer
 
     def forward(self, batch: ForwardBatch, attention: NumbaAttention) -> Tensor:
         """Compute Qwen3_5.forward. Steps with chunks are left to it."""
@@ -52,10 +50,9 @@ class HybridLayers(FusedLayers):
     def states(self, batch: ForwardBatch) -> States:
         assert batch.states is not None
         assert batch.states.rows is not None
-        config, dtype = self.config, self.model.backend.dtype
+        config = self.config
+        dtype = self.model.backend.dtype
         conv, rule = batch.states.states.conv, batch.states.states.rule
-        kernels = (address_for(k, dtype, dtype) for k in (delta_rule.advance_heads, gate_rows))
-        advance, gate = kernels
         return States(
             conv=conv.data_ptr(),
             rule=rule.data_ptr(),
@@ -68,6 +65,19 @@ class HybridLayers(FusedLayers):
             key_dim=config.linear_key_head_dim,
             value_dim=config.linear_value_head_dim,
             itemsize=conv.itemsize,
-            advance_heads=advance,
-            gate=gate,
+            advance_heads=address_for(delta_rule.advance_heads, dtype, dtype),
+            gate=address_for(gate_rows, dtype, dtype),
         )
+
+
+def fuse_layers(model: Qwen3, attention: NumbaAttention) -> FusedLayers | None:
+    """Return the layers of the model in one call, or None if it has other layers."""
+    kinds = {(type(layer).__call__, type(layer.mlp).__call__) for layer in model.layers}
+    if type(model).forward is not Qwen3.forward or kinds != {(DecoderLayer.__call__, MLP.__call__)}:
+        return None
+    attns: list[Any] = [layer.self_attn for layer in model.layers]
+    if all(type(attn).__call__ is SelfAttention.__call__ for attn in attns):
+        return FusedLayers(model, attention)
+    if all(hasattr(attn, "conv1d") or hasattr(attn, "qkv_gate_proj") for attn in attns):
+        return HybridLayers(model, attention)
+    return None

@@ -85,16 +85,20 @@ def advance_heads(
     weight = array(weight_ptr, (4, channels), f32(0))
     a_log = array(a_log_ptr, (value_heads,), f32(0))
     dt_bias = array(dt_bias_ptr, (value_heads,), f32(0))
-    norm, out = array(norm_ptr, (value_dim,), f32(0)), array(out_ptr, (num_tokens, size), example)
+    norm = array(norm_ptr, (value_dim,), f32(0))
+    out = array(out_ptr, (num_tokens, size), example)
     conv = array(conv_ptr, (num_states, 3, channels), example)
     rule = array(rule_ptr, (num_states, value_heads, key_dim, value_dim), f32(0))
     q, k, v = np.empty(key_dim, f32), np.empty(key_dim, f32), np.empty(value_dim, f32)
     difference, o = np.empty(value_dim, f32), np.empty(value_dim, f32)
     for item in range(start, stop):
-        key_head, row = item % key_heads, segments[item // key_heads, 0]
+        key_head = item % key_heads
+        row = segments[item // key_heads, 0]
         first, last = segments[item // key_heads, 1], segments[item // key_heads, 2]
         for t in range(first, last):
-            before, new, at = conv[row], x[t], key_head * key_dim
+            before = conv[row]
+            new = x[t]
+            at = key_head * key_dim
             convolve(before, new, weight, at, q, example)
             convolve(before, new, weight, keys + at, k, example)
             unit_length(q, f32(1) / np.sqrt(f32(key_dim)))
@@ -107,7 +111,9 @@ def advance_heads(
                 a += dt_bias[h]
                 softplus = a if a > f32(20) else f32(np.log1p(np.exp(np.float64(a))))
                 decay = exp(-exp(a_log[h]) * softplus)
-                state, ahead, lines = rule[row, h], rule[row, h].ctypes.data, 0
+                state = rule[row, h]
+                ahead = rule[row, h].ctypes.data
+                lines = 0
                 if t == last - 1 and (item + 1 < stop or h % group + 1 < group):
                     later = item * group + h % group + 1
                     other = rule[segments[later // value_heads, 0], later % value_heads]
@@ -141,7 +147,8 @@ def advance(
 ) -> None:
     """Compute out [T, Hv Dv] for x [T, C + Hv Dv + 2 Hv] and segments [S, 3], in place."""
     key_heads, value_heads, key_dim, value_dim = layer.sizes
-    x, num_tokens = x.contiguous(), int((segments[:, 2] - segments[:, 1]).sum())
+    x = x.contiguous()
+    num_tokens = int((segments[:, 2] - segments[:, 1]).sum())
     tensors = x, layer.conv1d, layer.a_log, layer.dt_bias, layer.norm, conv, rule
     addresses = *(t.data_ptr() for t in tensors), segments, out.data_ptr()
     sizes = *x.shape, len(rule), *layer.sizes

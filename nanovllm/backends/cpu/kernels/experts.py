@@ -50,7 +50,7 @@ def check_sizes(outputs: int, names: list[str], block: int) -> None:
 class ExpertWeights(NamedTuple):
     """The weights of all experts; addresses and sizes."""
 
-    code: Product
+    product: Product
     weight_ptr: int
     scale_ptr: int
     inputs: int
@@ -60,45 +60,48 @@ class ExpertWeights(NamedTuple):
 
 
 @compiled()
-def expert_blocks(code, x_ptr, weight_ptr, scale_ptr, out_ptr, hits, ends, inputs, outputs, width,
+def expert_blocks(kernel, x_ptr, weight_ptr, scale_ptr, out_ptr, hits, ends, inputs, outputs, width,
                   x_bytes, weight_bytes, scale_bytes, out_bytes, example, start, stop):
     """Compute blocks of out [N, outputs] from rows x of `x_bytes`, sorted by expert.
 
-    `code` is the address of a kernel of blocks. Block b of expert hits[h] is item
+    `kernel` is the address of a kernel of blocks. Block b of expert hits[h] is item
     h * ceil(outputs / width) + b. The weights of an expert take `weight_bytes`, its scales
     `scale_bytes`.
     """
     blocks = (outputs + width - 1) // width
     for hit in range(start // blocks, (stop + blocks - 1) // blocks):
-        expert, part = hits[hit], (max(start - hit * blocks, 0), min(stop - hit * blocks, blocks))
+        expert = hits[hit]
+        part = max(start - hit * blocks, 0), min(stop - hit * blocks, blocks)
         for first in range(ends[expert - 1] if expert > 0 else 0, ends[expert], ROWS):
             arguments = (x_ptr + x_bytes * first, weight_ptr + weight_bytes * expert,
                          scale_ptr + scale_bytes * expert, np.int64(0), out_ptr + out_bytes * first,
                          min(ROWS, ends[expert] - first), inputs, outputs, example)
-            call_at(code, (*arguments, *part))
+            call_at(kernel, (*arguments, *part))
 
 
 @compiled()
-def product(weights, blocks, x_ptr, out_ptr, work_ptr, hits, ends, itemsize, example, parts):
+def multiply_experts(weights, kernel, x_ptr, out_ptr, work_ptr, hits, ends, itemsize, example,
+                     parts):
     """Multiply the sorted rows x [N, inputs] by the weights of their experts.
 
-    `blocks` is the address of expert_blocks, and `work` has prepared rows.
+    `kernel` is the address of expert_blocks, and `work` has prepared rows.
     """
-    code, inputs, outputs = weights.code, weights.inputs, weights.outputs
-    x_ptr = prepared(code, x_ptr, ends[-1], inputs, work_ptr, example, parts)
-    arguments = (code.blocks, x_ptr, weights.weight_ptr, weights.scale_ptr, out_ptr, hits, ends,
-                 inputs, outputs, code.width, row_bytes(code, inputs), weights.weight_bytes,
+    product, inputs, outputs = weights.product, weights.inputs, weights.outputs
+    width = product.width
+    x_ptr = prepared(product, x_ptr, ends[-1], inputs, work_ptr, example, parts)
+    arguments = (product.kernel, x_ptr, weights.weight_ptr, weights.scale_ptr, out_ptr, hits, ends,
+                 inputs, outputs, width, row_bytes(product, inputs), weights.weight_bytes,
                  weights.scale_bytes, itemsize * outputs, example)
-    in_parts(blocks, arguments, len(hits) * ((outputs + code.width - 1) // code.width), parts)
+    in_parts(kernel, arguments, len(hits) * ((outputs + width - 1) // width), parts)
 
 
 def described(module: Linear, num_experts: int) -> ExpertWeights:
-    """Return the weights of a Linear as arguments of `product`."""
+    """Return the weights of a Linear as arguments of `multiply_experts`."""
     weight = module.weight
     outputs, inputs = weight.shape[0] // num_experts, weight.shape[1]
     values, scale, _bias = pointers(module)
     return ExpertWeights(
-        code=weight.product(),
+        product=weight.product,
         weight_ptr=values,
         scale_ptr=scale,
         inputs=inputs,
@@ -122,7 +125,8 @@ def sum_rows(rows_ptr, weight_ptr, places, out_ptr, size, example, start, stop):
     """Compute out [T, size] = the sum of weights [T, k] times the rows `places` [T, k]."""
     rows = array(rows_ptr, (places.size, size), example)
     weights = array(weight_ptr, places.shape, example)
-    out, total = array(out_ptr, (len(places), size), example), np.empty(size, f32)
+    out = array(out_ptr, (len(places), size), example)
+    total = np.empty(size, f32)
     for t in range(start, stop):
         total[:] = 0
         for k in range(places.shape[1]):
@@ -134,18 +138,21 @@ def sum_rows(rows_ptr, weight_ptr, places, out_ptr, size, example, start, stop):
 
 
 @compiled()
-def mlp(gate_up, down, code, x_ptr, weight_ptr, choices, buffers, out_ptr, num_experts, itemsize,
+def mlp(gate_up, down, kernels, x_ptr, weight_ptr, choices, buffers, out_ptr, num_experts, itemsize,
         example, parts):
     """Compute out [T, E] as features/models/moe/experts.py does.
 
-    `code` is of code_for. `buffers` are the addresses of scratch memory [N, E], [N, 2F] and [N, F]
-    in the dtype of x, and of memory for N prepared rows.
+    `kernels` are of addresses_for. `buffers` are the addresses of scratch memory [N, E], [N, 2F]
+    and [N, F] in the dtype of x, and of memory for N prepared rows.
     """
-    size, num_rows = gate_up.inputs, choices.size
-    counts, flat = np.zeros(num_experts, np.int64), choices.ravel()
+    size = gate_up.inputs
+    num_rows = choices.size
+    flat = choices.ravel()
+    counts = np.zeros(num_experts, np.int64)
     for choice in flat:
         counts[choice] += 1
-    hits, ends = np.flatnonzero(counts), np.cumsum(counts)
+    hits = np.flatnonzero(counts)
+    ends = np.cumsum(counts)
     next_row = ends - counts
     tokens, places = np.empty(num_rows, np.int64), np.empty(num_rows, np.int64)
     for i in range(num_rows):
@@ -153,17 +160,19 @@ def mlp(gate_up, down, code, x_ptr, weight_ptr, choices, buffers, out_ptr, num_e
         next_row[flat[i]] += 1
         tokens[places[i]] = i // choices.shape[1]
     rows_ptr, both_ptr, activated_ptr, work_ptr = buffers
-    blocks, gather, activate, add = code
+    multiply, gather, activate, add = kernels
     in_parts(gather, (x_ptr, tokens, rows_ptr, size, example), num_rows, parts)
-    product(gate_up, blocks, rows_ptr, both_ptr, work_ptr, hits, ends, itemsize, example, parts)
+    multiply_experts(gate_up, multiply, rows_ptr, both_ptr, work_ptr, hits, ends, itemsize, example,
+                     parts)
     in_parts(activate, (both_ptr, activated_ptr, num_rows, down.inputs, example), num_rows, parts)
-    product(down, blocks, activated_ptr, rows_ptr, work_ptr, hits, ends, itemsize, example, parts)
+    multiply_experts(down, multiply, activated_ptr, rows_ptr, work_ptr, hits, ends, itemsize,
+                     example, parts)
     arguments = rows_ptr, weight_ptr, places.reshape(choices.shape), out_ptr, size, example
     in_parts(add, arguments, len(choices), parts)
 
 
 @cache
-def code_for(dtype: torch.dtype) -> tuple[int, ...]:
+def addresses_for(dtype: torch.dtype) -> tuple[int, ...]:
     """Return the addresses of the kernels in the dtype of a model."""
     kernels = expert_blocks, gather_rows, pointwise.silu_and_mul_rows, sum_rows
     return tuple(address_for(kernel, dtype, dtype) for kernel in kernels)
@@ -176,14 +185,15 @@ def expert_mlp(
 
     `weights` and `choices` [T, k] are the factors and the numbers of the experts.
     """
-    num_experts, out = down.weight.shape[0] // x.shape[1], torch.empty_like(x)
+    num_experts = down.weight.shape[0] // x.shape[1]
+    out = torch.empty_like(x)
     both, activated = (described(m, num_experts) for m in (gate_up, down))
     sizes = both.inputs, both.outputs, activated.inputs
     buffers = [x.new_empty(choices.numel(), size) for size in sizes]
-    row_bytes = max(w.code.work_bytes(w.inputs) for w in (both, activated))
+    row_bytes = max(w.product.work_bytes(w.inputs) for w in (both, activated))
     buffers.append(x.new_empty(choices.numel() * row_bytes, dtype=torch.uint8))
     x, weights = x.contiguous(), weights.contiguous()
-    mlp(both, activated, code_for(x.dtype), x.data_ptr(), weights.data_ptr(), choices.numpy(),
+    mlp(both, activated, addresses_for(x.dtype), x.data_ptr(), weights.data_ptr(), choices.numpy(),
         tuple(buffer.data_ptr() for buffer in buffers), out.data_ptr(), num_experts, x.itemsize,
         DTYPE_EXAMPLE[x.dtype], get_num_threads())
     return out

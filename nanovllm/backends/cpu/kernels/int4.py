@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels.llvm.dot import int4_rows
-from nanovllm.backends.cpu.kernels.primitives import array, bytes_of
+from nanovllm.backends.cpu.kernels.primitives import array, bytes_of, f32
 from nanovllm.backends.cpu.kernels.product import (
     PackedRows,
     Product,
@@ -30,9 +30,8 @@ from nanovllm.backends.cpu.kernels.product import (
     quantized_bytes,
     quantized_product,
 )
-from nanovllm.backends.int4 import GROUP, Int4Weight
+from nanovllm.backends.int4 import GROUP_SIZE, Int4Weight
 
-f32 = np.float32
 OUTPUTS = 16  # of a block of weights
 TOKEN_BLOCK = 64  # tokens that stay in the L2 cache
 
@@ -45,11 +44,12 @@ class PackedInt4(PackedRows, Int4Weight):
 
     @classmethod
     def empty(cls, empty: Callable[..., Tensor], outputs: int, inputs: int) -> PackedInt4:
-        blocks, groups = -(-outputs // OUTPUTS), -(-inputs // GROUP)
+        blocks, groups = -(-outputs // OUTPUTS), -(-inputs // GROUP_SIZE)
         values = empty(blocks, groups, 4, OUTPUTS, dtype=torch.int32)
         scale = empty(blocks, groups, OUTPUTS, dtype=torch.float16)
         return cls(values, scale, inputs, empty(0).dtype, range(outputs))
 
+    @property
     def product(self) -> Product:
         return quantized_product(int4_blocks, OUTPUTS, self.dtype)
 
@@ -74,7 +74,9 @@ def multiply_block(sums_ptr, x_ptr, weight_ptr, scale_ptr, groups, stride, token
     """
     t = 0
     while t < tokens:
-        x, sums, left = x_ptr + t * stride, sums_ptr + 4 * OUTPUTS * t, tokens - t
+        x = x_ptr + t * stride
+        sums = sums_ptr + 4 * OUTPUTS * t
+        left = tokens - t
         if left >= 8:
             int4_rows(8, x, stride, weight_ptr, scale_ptr, groups, sums)
             t += 8
@@ -93,17 +95,21 @@ def multiply_block(sums_ptr, x_ptr, weight_ptr, scale_ptr, groups, stride, token
 def int4_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, outputs, example,
                 start, stop):
     """Compute blocks of 16 outputs, as product.py describes."""
-    groups, stride = (inputs + GROUP - 1) // GROUP, quantized_bytes(inputs)
-    sums, itemsize = np.empty((TOKEN_BLOCK, OUTPUTS), f32), bytes_of(example)
+    groups = (inputs + GROUP_SIZE - 1) // GROUP_SIZE
+    stride = quantized_bytes(inputs)
+    itemsize = bytes_of(example)
+    sums = np.empty((TOKEN_BLOCK, OUTPUTS), f32)
     for first in range(0, rows, TOKEN_BLOCK):
-        tokens, x = min(TOKEN_BLOCK, rows - first), x_ptr + first * stride
+        tokens = min(TOKEN_BLOCK, rows - first)
+        x = x_ptr + first * stride
         for block in range(start, stop):
-            o, sums_ptr = block * OUTPUTS, np.int64(sums.ctypes.data)
+            o = block * OUTPUTS
+            sums_ptr = np.int64(sums.ctypes.data)
             bias = bias_ptr + o * itemsize if bias_ptr != 0 else np.int64(0)
-            multiply_block(sums_ptr, x, weight_ptr + o * groups * GROUP // 2,
+            multiply_block(sums_ptr, x, weight_ptr + o * groups * GROUP_SIZE // 2,
                            scale_ptr + 2 * o * groups, groups, stride, tokens)
             for i in range(tokens):
-                token_scale = array(x + i * stride + groups * GROUP, (1,), f32(0))[0]
+                token_scale = array(x + i * stride + groups * GROUP_SIZE, (1,), f32(0))[0]
                 out = out_ptr + ((first + i) * outputs + o) * itemsize
                 finish(sums_ptr + 4 * OUTPUTS * i, token_scale, np.int64(0), bias, out,
                        min(OUTPUTS, outputs - o), f32(0), example)

@@ -27,15 +27,7 @@ from torch.nn import functional as F
 
 from nanovllm.backends.cpu.jit import compiled, has_amx
 from nanovllm.backends.cpu.kernels import amx
-from nanovllm.backends.cpu.kernels.amx import (
-    tile_config,
-    tile_dot_int8,
-    tile_load,
-    tile_release,
-    tile_store,
-)
-from nanovllm.backends.cpu.kernels.blocks import add_block
-from nanovllm.backends.cpu.kernels.primitives import array, bytes_of
+from nanovllm.backends.cpu.kernels.primitives import array, bytes_of, f32, int32
 from nanovllm.backends.cpu.kernels.product import (
     PackedRows,
     Product,
@@ -44,10 +36,10 @@ from nanovllm.backends.cpu.kernels.product import (
     quantized_bytes,
     quantized_product,
 )
-from nanovllm.backends.int4 import GROUP
-from nanovllm.backends.int8 import Int8Weight
+from nanovllm.backends.cpu.kernels.simd import add_block
+from nanovllm.backends.int4 import GROUP_SIZE
+from nanovllm.backends.int8 import QuantizedRows
 
-f32, int32 = np.float32, np.int32
 OUTPUTS = 64  # of a block of weights
 HAS_AMX = has_amx("amx-int8")
 TOKEN_BLOCK = 64  # tokens that stay in the L2 cache
@@ -55,28 +47,33 @@ TOKENS = amx.TILE_ROWS if HAS_AMX else TOKEN_BLOCK  # of a call of add_int8
 
 
 @dataclass(slots=True)
-class PackedWeight(PackedRows, Int8Weight):
+class PackedWeight(PackedRows, QuantizedRows):
     """A weight in int8. Each of `values` [O / 64, I / 4, 64] int32 has 4 inputs of an output."""
 
+    values: Tensor
+    scale: Tensor
+    dtype: torch.dtype  # of the model
     rows: range
     inputs: int
 
     @classmethod
     def empty(cls, empty: Callable[..., Tensor], outputs: int, inputs: int) -> PackedWeight:
-        shape = -(-outputs // OUTPUTS), -(-inputs // GROUP) * GROUP // 4, OUTPUTS
+        shape = -(-outputs // OUTPUTS), -(-inputs // GROUP_SIZE) * GROUP_SIZE // 4, OUTPUTS
         values, scale = empty(*shape, dtype=torch.int32), empty(outputs, dtype=torch.float32)
         return cls(values, scale, empty(0).dtype, range(outputs), inputs)
 
+    @property
     def product(self) -> Product:
         return quantized_product(product_blocks, OUTPUTS, self.dtype)
 
     def store(self, start: int, values: Tensor, scale: Tensor) -> None:
         rows = torch.tensor(self.rows[start : start + len(values)])
-        unsigned = F.pad(values.view(torch.uint8) ^ 128, (0, -self.inputs % GROUP))
+        unsigned = F.pad(values.view(torch.uint8) ^ 128, (0, -self.inputs % GROUP_SIZE))
         self.values[rows // OUTPUTS, :, rows % OUTPUTS] = unsigned.view(torch.int32)
         self.scale[rows] = scale
 
     def __getitem__(self, rows: Tensor) -> Tensor:
+        """Return rows [T] of the weight, dequantized: the embeddings [T, I] of T tokens."""
         rows = rows + self.rows.start
         unsigned = self.values[rows // OUTPUTS, :, rows % OUTPUTS].view(torch.uint8)
         values = (unsigned[:, : self.inputs] ^ 128).view(torch.int8)
@@ -92,27 +89,27 @@ def amx_tile(word, sums_ptr, x_ptr, stride, weight_ptr, steps, tokens):
     config = np.zeros(64, np.uint8)
     config[0], config[16:32:2] = 1, 64
     config[48:53], config[53:56] = tokens, amx.TILE_ROWS
-    tile_config(config)
-    tile_load(0, sums_ptr, 4 * OUTPUTS)
-    tile_load(1, sums_ptr + 64, 4 * OUTPUTS)
-    tile_load(2, sums_ptr + 128, 4 * OUTPUTS)
-    tile_load(3, sums_ptr + 192, 4 * OUTPUTS)
+    amx.tile_config(config)
+    amx.tile_load(0, sums_ptr, 4 * OUTPUTS)
+    amx.tile_load(1, sums_ptr + 64, 4 * OUTPUTS)
+    amx.tile_load(2, sums_ptr + 128, 4 * OUTPUTS)
+    amx.tile_load(3, sums_ptr + 192, 4 * OUTPUTS)
     for _ in range(steps // amx.TILE_ROWS):
-        tile_load(4, x_ptr, stride)
-        tile_load(5, weight_ptr, 4 * OUTPUTS)
-        tile_dot_int8(0, 4, 5)
-        tile_load(6, weight_ptr + 64, 4 * OUTPUTS)
-        tile_dot_int8(1, 4, 6)
-        tile_load(7, weight_ptr + 128, 4 * OUTPUTS)
-        tile_dot_int8(2, 4, 7)
-        tile_load(5, weight_ptr + 192, 4 * OUTPUTS)
-        tile_dot_int8(3, 4, 5)
+        amx.tile_load(4, x_ptr, stride)
+        amx.tile_load(5, weight_ptr, 4 * OUTPUTS)
+        amx.tile_dot_int8(0, 4, 5)
+        amx.tile_load(6, weight_ptr + 64, 4 * OUTPUTS)
+        amx.tile_dot_int8(1, 4, 6)
+        amx.tile_load(7, weight_ptr + 128, 4 * OUTPUTS)
+        amx.tile_dot_int8(2, 4, 7)
+        amx.tile_load(5, weight_ptr + 192, 4 * OUTPUTS)
+        amx.tile_dot_int8(3, 4, 5)
         x_ptr, weight_ptr = x_ptr + 64, weight_ptr + 64 * OUTPUTS
-    tile_store(0, sums_ptr, 4 * OUTPUTS)
-    tile_store(1, sums_ptr + 64, 4 * OUTPUTS)
-    tile_store(2, sums_ptr + 128, 4 * OUTPUTS)
-    tile_store(3, sums_ptr + 192, 4 * OUTPUTS)
-    tile_release()
+    amx.tile_store(0, sums_ptr, 4 * OUTPUTS)
+    amx.tile_store(1, sums_ptr + 64, 4 * OUTPUTS)
+    amx.tile_store(2, sums_ptr + 128, 4 * OUTPUTS)
+    amx.tile_store(3, sums_ptr + 192, 4 * OUTPUTS)
+    amx.tile_release()
     if steps % amx.TILE_ROWS > 0:
         add_block(word, sums_ptr, x_ptr, stride, weight_ptr, steps % amx.TILE_ROWS, tokens)
 
@@ -124,15 +121,19 @@ add_int8: Any = amx_tile if HAS_AMX else add_block
 def product_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, outputs, example,
                    start, stop):
     """Compute blocks of 64 outputs, as product.py describes."""
-    size, stride = padded_inputs(inputs), quantized_bytes(inputs)
-    sums, itemsize = np.empty((TOKENS, OUTPUTS), np.int32), bytes_of(example)
+    size = padded_inputs(inputs)
+    stride = quantized_bytes(inputs)
+    itemsize = bytes_of(example)
+    sums = np.empty((TOKENS, OUTPUTS), np.int32)
     for first in range(0, rows, TOKEN_BLOCK):
         last = min(first + TOKEN_BLOCK, rows)
         for block in range(start, stop):
-            o, sums_ptr = block * OUTPUTS, np.int64(sums.ctypes.data)
+            o = block * OUTPUTS
+            sums_ptr = np.int64(sums.ctypes.data)
             bias = bias_ptr + o * itemsize if bias_ptr != 0 else np.int64(0)
             for t in range(first, last, TOKENS):
-                x, tokens = x_ptr + t * stride, min(TOKENS, last - t)
+                x = x_ptr + t * stride
+                tokens = min(TOKENS, last - t)
                 for i in range(tokens):
                     sums[i] = array(x + i * stride + size + 4, (1,), int32(0))[0]
                 add_int8(int32(0), sums_ptr, x, stride, weight_ptr + o * size, size // 4, tokens)

@@ -18,7 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from nanovllm.backends.cpu.jit import Kernel, compiled
-from nanovllm.backends.cpu.kernels.llvm.calls import pointer_to
+from nanovllm.backends.cpu.kernels.llvm.emit import pointer_to
 from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE
 
 # The calling thread computes up to this many elements alone, because waking others takes 10 us.
@@ -26,7 +26,7 @@ SERIAL_ELEMENTS = 1 << 17
 
 Types: TypeAlias = tuple[Any, ...]
 # The addresses of the code of kernels for arguments with a fingerprint.
-CODE: dict[tuple[Kernel, bytes], int] = {}
+ADDRESSES: dict[tuple[Kernel, bytes], int] = {}
 
 
 def example_arguments(
@@ -51,9 +51,8 @@ def example_arguments(
     for element_type, dims, names_of_arrays in (
         (np.int64, 1, "slot_mapping seeds positions tokens hits ends first_tokens"),
         (np.int64, 2, "queries context_lens places segments"),
-        (np.int32, 2, "block_tables starts"),
-        (np.int8, 2, "values"),
-        (np.float32, 1, "temperatures scale token_scale"),
+        (np.int32, 2, "block_tables"),
+        (np.float32, 1, "temperatures"),
         (np.float32, 2, "filters"),
         (np.float64, 2, "packed"),
         (type(example), 3, "qkv out"),
@@ -73,12 +72,12 @@ def address_of(kernel: Kernel, arguments: tuple[Any, ...]) -> int:
     which Numba itself tells types, is private to it: it takes less than 1 us, and `typeof` 100 us.
     """
     key = kernel, compute_fingerprint(arguments)
-    if key not in CODE:
+    if key not in ADDRESSES:
         argument_types = tuple(map(typeof, (*arguments, 0, 0)))
         kernel.compile(argument_types)
-        code = kernel.overloads[argument_types]
-        CODE[key] = code.library.get_pointer_to_function(code.fndesc.llvm_func_name)
-    return CODE[key]
+        result = kernel.overloads[argument_types]
+        ADDRESSES[key] = result.library.get_pointer_to_function(result.fndesc.llvm_func_name)
+    return ADDRESSES[key]
 
 
 def address_for(kernel: Kernel, *dtypes: torch.dtype) -> int:
@@ -87,8 +86,8 @@ def address_for(kernel: Kernel, *dtypes: torch.dtype) -> int:
 
 
 @intrinsic
-def call_at(typing: Any, code: Any, arguments: Any) -> Any:
-    """Call the code at an address of `address_of`, which is compiled for these types.
+def call_at(typing: Any, address: Any, arguments: Any) -> Any:
+    """Call the kernel at an address of `address_of`, which is compiled for these types.
 
     The last two `arguments` are (start, stop).
     """
@@ -100,7 +99,7 @@ def call_at(typing: Any, code: Any, arguments: Any) -> Any:
         convention.call_function(builder, function, types.none, arguments.types, values)
         return context.get_dummy_value()
 
-    return types.void(code, arguments), generate
+    return types.void(address, arguments), generate
 
 
 @compiled(parallel=True)

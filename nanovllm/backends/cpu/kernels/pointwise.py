@@ -119,7 +119,9 @@ def small_linear_rows(x_ptr, weight_ptr, out_ptr, rows, inputs, outputs, example
 
 def small_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return x [T, I] times a plain weight [O, I]: [T, O]. Each number is one loop over inputs."""
-    x, (rows, inputs), outputs = x.contiguous(), x.shape, len(weight)
+    x = x.contiguous()
+    rows, inputs = x.shape
+    outputs = len(weight)
     out = x.new_empty(rows, outputs)
     addresses = x.data_ptr(), weight.data_ptr(), out.data_ptr()
     arguments = *addresses, rows, inputs, outputs, DTYPE_EXAMPLE[x.dtype]
@@ -141,11 +143,15 @@ def norm_rope_store_rows(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_pt
     fp8, q is multiplied by the scale of k, which attention then does not need. words.py has the
     layout of the caches.
     """
-    shape, half, tokens = (num_blocks, num_kv_heads, block_size, dim), dim // 2, len(slot_mapping)
+    shape = num_blocks, num_kv_heads, block_size, dim
+    half = dim // 2
+    tokens = len(slot_mapping)
     qkv = array(qkv_ptr, (tokens, row_heads, dim), example)
     cos, sin = array(cos_ptr, (tokens, dim), example), array(sin_ptr, (tokens, dim), example)
     k_cache, v_cache = array(k_ptr, shape, cache_example), array(v_ptr, shape, cache_example)
-    row, n, tiled = np.empty(dim, f32), per_word(cache_example), is_tiled(block_size, dim)
+    row = np.empty(dim, f32)
+    n = per_word(cache_example)
+    tiled = is_tiled(block_size, dim)
     for i in range(start, stop):
         block, offset = slot_mapping[i] // block_size, slot_mapping[i] % block_size
         for h in range(num_heads + num_kv_heads):
@@ -166,11 +172,14 @@ def norm_rope_store_rows(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_pt
                 for c in range(dim):
                     row[c] *= f32(k_scale)
             for c in range(half):
-                a, b, d = row[c], row[c + half], c + half
+                a = row[c]
+                b = row[c + half]
+                d = c + half
                 x[c] = from_float32(a * to_float32(cos[i, c]) + b * to_float32(sin[i, c]), example)
                 x[d] = from_float32(b * to_float32(cos[i, d]) + a * to_float32(sin[i, d]), example)
             if h >= num_heads:
-                head, v = h - num_heads, qkv[i, h + num_kv_heads]
+                head = h - num_heads
+                v = qkv[i, h + num_kv_heads]
                 k_block, v_block = k_cache[block, head].ravel(), v_cache[block, head].ravel()
                 for c in range(dim):
                     place = key_place(offset, c, dim, tiled, n)

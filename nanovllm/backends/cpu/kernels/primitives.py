@@ -11,7 +11,7 @@ from numba import carray, types
 from numba.extending import overload
 
 from nanovllm.backends.cpu.jit import compiled
-from nanovllm.backends.cpu.kernels.llvm.calls import pointer, prefetch, to_float32
+from nanovllm.backends.cpu.kernels.llvm.emit import pointer, prefetch, to_float32
 from nanovllm.models.fp8 import FP8
 
 CACHE_LINE = 64  # bytes
@@ -19,6 +19,16 @@ BFLOAT16 = np.uint16(0)
 DTYPE_EXAMPLE = {torch.bfloat16: BFLOAT16, torch.float32: np.float32(0), FP8: np.uint8(0)}
 
 f32, int32 = np.float32, np.int32
+
+
+def by_type(choose):
+    """Decorate a function that returns, for the types of its arguments, what kernels call."""
+
+    def function(*arguments):
+        raise NotImplementedError("compiled code only")
+
+    overload(function)(choose)
+    return function
 
 
 @compiled()
@@ -31,13 +41,10 @@ def array(address, shape, example):
     return carray(pointer(address, example), shape)
 
 
+@by_type
 def from_float32(x, example):
     """Round float32 to a stored number: to the nearest, ties to even; in fp8 at most 448."""
-    raise NotImplementedError("compiled code only")
 
-
-@overload(from_float32)
-def _from_float32(x, example):
     def to_bfloat16(x, example):
         bits = np.float32(x).view(np.uint32)
         rounding = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
@@ -50,33 +57,25 @@ def _from_float32(x, example):
         normal = ((bits + rounding) >> np.uint32(20)) - np.uint32(120 << 3)
         # In a float32 near 2^14 the lowest bit is 2^-9, the unit of subnormal numbers.
         subnormal = np.float32(size + f32(2**14)).view(np.uint32) & np.uint32(0xF)
-        code = normal if size >= f32(2**-6) else subnormal
-        code = code if x == x else np.uint32(0x7F)
-        return np.uint8(code | ((np.float32(x).view(np.uint32) >> np.uint32(24)) & np.uint32(0x80)))
+        bits = normal if size >= f32(2**-6) else subnormal
+        bits = bits if x == x else np.uint32(0x7F)
+        return np.uint8(bits | ((np.float32(x).view(np.uint32) >> np.uint32(24)) & np.uint32(0x80)))
 
     if example == types.uint8:
         return to_fp8
     return to_bfloat16 if example == types.uint16 else lambda x, example: f32(x)
 
 
+@by_type
 def bytes_of(example):
     """Return the bytes of a stored number."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(bytes_of)
-def _bytes_of(example):
     size = example.bitwidth // 8
     return lambda example: size
 
 
+@by_type
 def cached(x, scale, cache_example):
     """Return the number of a KV cache for x: in fp8, x / scale rounded."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(cached)
-def _cached(x, scale, cache_example):
     if cache_example == types.uint8:
         return lambda x, scale, cache_example: from_float32(to_float32(x) / scale, cache_example)
     return lambda x, scale, cache_example: x

@@ -3,7 +3,7 @@
     (x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, outputs, example, start, stop)
 
 computes blocks [start, stop) of out [rows, outputs] = x W^T + bias. scale_ptr and bias_ptr may
-be 0. In float32 and bfloat16 the kernel is `linear_blocks` of blocks.py or amx.py. Its rows of x
+be 0. In float32 and bfloat16 the kernel is `linear_blocks` of simd.py or amx.py. Its rows of x
 are padded to whole words, by `pad_rows` if necessary. The kernels of int8.py and int4.py read the
 rows that `quantize_rows` makes of x.
 """
@@ -29,7 +29,7 @@ from nanovllm.backends.cpu.kernels.primitives import (
     int32,
     to_float32,
 )
-from nanovllm.backends.int4 import GROUP
+from nanovllm.backends.int4 import GROUP_SIZE
 from nanovllm.backends.int8 import INT8_MAX, MIN_ABSMAX
 from nanovllm.models.layers import Linear
 
@@ -58,7 +58,7 @@ class PackedRows:
 class Product(NamedTuple):
     """How packed weights of one kind are multiplied."""
 
-    blocks: int  # the address of the kernel of blocks
+    kernel: int  # the address of the kernel of blocks
     width: int  # outputs of a block
     itemsize: int = 0  # of the numbers of the rows that it reads, or 0 for quantized rows
     prepare: int = 0  # the address of quantize_rows or pad_rows, or 0 if it reads x itself
@@ -69,10 +69,10 @@ class Product(NamedTuple):
 
 
 @cache
-def quantized_product(blocks: Kernel, width: int, dtype: torch.dtype) -> Product:
+def quantized_product(kernel: Kernel, width: int, dtype: torch.dtype) -> Product:
     """Return how a kernel of blocks multiplies with rows of a dtype, which it reads quantized."""
-    address, quantize = (address_for(kernel, dtype, dtype) for kernel in (blocks, quantize_rows))
-    return Product(address, width, prepare=quantize)
+    quantize = address_for(quantize_rows, dtype, dtype)
+    return Product(address_for(kernel, dtype, dtype), width, prepare=quantize)
 
 
 @compiled()
@@ -92,7 +92,8 @@ def row_bytes(product, inputs):
 @compiled()
 def pad_rows(x_ptr, out_ptr, rows, inputs, example, start, stop):
     """Copy rows [start, stop) of x [rows, inputs], with zeros after them up to whole words."""
-    x, itemsize = array(x_ptr, (rows, inputs), example), bytes_of(example)
+    x = array(x_ptr, (rows, inputs), example)
+    itemsize = bytes_of(example)
     size = padded_bytes(inputs, itemsize) // itemsize
     out = array(out_ptr, (rows, size), example)
     for i in range(start, stop):
@@ -103,14 +104,14 @@ def pad_rows(x_ptr, out_ptr, rows, inputs, example, start, stop):
 @compiled()
 def padded_inputs(inputs):
     """Return the number of values of a quantized row, and of its packed weights in int8."""
-    return (inputs + GROUP - 1) // GROUP * GROUP
+    return (inputs + GROUP_SIZE - 1) // GROUP_SIZE * GROUP_SIZE
 
 
 @compiled()
 def quantized_bytes(inputs):
     """Return the bytes of a quantized row, whose parts begin at multiples of 4 bytes."""
     size = padded_inputs(inputs)
-    return (size + 8 + 4 * (size // GROUP) + 63) // 64 * 64
+    return (size + 8 + 4 * (size // GROUP_SIZE) + 63) // 64 * 64
 
 
 @compiled(exact=True)
@@ -139,31 +140,36 @@ def round_values(x, inverse, values):
 def quantize_rows(x_ptr, out_ptr, rows, inputs, example, start, stop):
     """Quantize rows [start, stop) of x [rows, inputs].
 
-    A row of the result has the values [I] int8, padded with zeros to whole groups of GROUP, their
-    scale in float32, and in int32 what makes up for stored weights that are larger by 128 or 8:
-    -128 times the sum of the values, and -8 times the sum of each group.
+    A row of the result has the values [I] int8, padded with zeros to whole groups of GROUP_SIZE,
+    their scale in float32, and in int32 what makes up for stored weights that are larger by 128 or
+    8: -128 times the sum of the values, and -8 times the sum of each group.
     """
-    size, stride = padded_inputs(inputs), quantized_bytes(inputs)
+    size = padded_inputs(inputs)
+    stride = quantized_bytes(inputs)
     x = array(x_ptr, (rows, inputs), example)
     for i in range(start, stop):
-        row, values = x[i], array(out_ptr + i * stride, (size,), np.int8(0))
+        row = x[i]
+        values = array(out_ptr + i * stride, (size,), np.int8(0))
         scale = array(out_ptr + i * stride + size, (1,), f32(0))
-        starts = array(out_ptr + i * stride + size + 4, (1 + size // GROUP,), int32(0))
-        largest, whole = largest_magnitude(row), int32(0)
+        starts = array(out_ptr + i * stride + size + 4, (1 + size // GROUP_SIZE,), int32(0))
+        largest = largest_magnitude(row)
         inverse = f32(INT8_MAX) / largest
-        for g in range(size // GROUP):
-            first, last = g * GROUP, min(inputs, (g + 1) * GROUP)
+        whole = int32(0)
+        for g in range(size // GROUP_SIZE):
+            first, last = g * GROUP_SIZE, min(inputs, (g + 1) * GROUP_SIZE)
             # LLVM vectorizes loops over whole arrays, such as these slices: 10 times as fast.
             total = round_values(row[first:last], inverse, values[first:last])
-            starts[1 + g], whole = int32(-8 * total), int32(whole + total)
+            starts[1 + g] = int32(-8 * total)
+            whole = int32(whole + total)
         for c in range(inputs, size):
             values[c] = 0
-        scale[0], starts[0] = largest * f32(1 / INT8_MAX), int32(-128 * whole)
+        scale[0] = largest * f32(1 / INT8_MAX)
+        starts[0] = int32(-128 * whole)
 
 
 @compiled()
 def prepared(product, x_ptr, rows, inputs, work_ptr, example, parts):
-    """Return the address of the rows that product.blocks reads: x itself, or rows at `work`."""
+    """Return the address of the rows that product.kernel reads: x itself, or rows at `work`."""
     if product.prepare == 0:
         return x_ptr
     arguments = x_ptr, work_ptr, rows, inputs, example
@@ -177,7 +183,7 @@ def compute(product, x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inpu
     """Compute out [rows, outputs] = x W^T + bias of x [rows, inputs]. `work` has prepared rows."""
     x_ptr = prepared(product, x_ptr, rows, inputs, work_ptr, example, parts)
     arguments = (x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, outputs, example)
-    in_parts(product.blocks, arguments, (outputs + product.width - 1) // product.width, parts)
+    in_parts(product.kernel, arguments, (outputs + product.width - 1) // product.width, parts)
 
 
 @compiled(exact=True)

@@ -1,8 +1,8 @@
 """The sampler on a CPU: filters, draws and log-probabilities.
 
 The reference is models/sampler.py: it has the same filters and the same random numbers. A row of
-logits is read once, in groups of tokens whose maxima are kept. A token is drawn by its weight
-e^((logit - maximum) / temperature): first the group, by the sums of weights, then the token. With
+logits is read once, in chunks of tokens whose maxima are kept. A token is drawn by its weight
+e^((logit - maximum) / temperature): first the chunk, by the sums of weights, then the token. With
 top-k only few tokens are candidates: at least k tokens reach the k-th largest of the maxima, so
 smaller logits cannot be among the k largest.
 """
@@ -13,16 +13,22 @@ from torch import Tensor
 
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels.parallel import run
-from nanovllm.backends.cpu.kernels.primitives import BFLOAT16, array, exp, maximum, to_float32
+from nanovllm.backends.cpu.kernels.primitives import (
+    BFLOAT16,
+    array,
+    exp,
+    f32,
+    maximum,
+    to_float32,
+)
 from nanovllm.models import sampler
 from nanovllm.models.batch import SamplingBatch
 from nanovllm.plan import FILTERS
 
-f32 = np.float32
 INFINITY = f32(np.inf)
 # The filters of `sample`, in its order. With any other, models/sampler.py samples the tokens.
 IN_KERNEL = ("top_k", "top_p", "min_p")
-GROUP = 256  # tokens
+CHUNK = 256  # tokens
 # The lowest temperature used: its reciprocal is finite.
 MIN_TEMPERATURE = f32(1.2e-38)
 # Less than any weight of a token that can be drawn, e^-87 or more.
@@ -63,19 +69,19 @@ def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
 
 
 @compiled()
-def load_maxima(address, is_bf16, start, size, maxima, first, stop):
-    """Set maxima [groups] of the groups [first, stop) of a row, which begins at `start`."""
+def _load_maxima(address, is_bf16, start, size, maxima):
+    """Set maxima [chunks] of the chunks of a row, which begins at `start`."""
     full = array(address + 4 * start, (size,), f32(0))
     half = array(address + 2 * start, (size,), BFLOAT16)
-    for group in range(first, stop):
-        part = slice(group * GROUP, min((group + 1) * GROUP, size))
+    for chunk in range(len(maxima)):
+        part = slice(chunk * CHUNK, min((chunk + 1) * CHUNK, size))
         # LLVM vectorizes loops over whole arrays, such as these slices: 30 times as fast.
-        maxima[group] = maximum(half[part]) if is_bf16 else maximum(full[part])
+        maxima[chunk] = maximum(half[part]) if is_bf16 else maximum(full[part])
 
 
 @compiled()
 def _load(address, is_bf16, start, values, maxima):
-    """Set values [V] to the logits of a row in float32, and maxima [groups]. Return the maximum.
+    """Set values [V] to the logits of a row in float32, and maxima [chunks]. Return the maximum.
 
     The row begins at `start`. If it has a NaN, the maximum is infinity.
     """
@@ -85,15 +91,15 @@ def _load(address, is_bf16, start, values, maxima):
             values[i] = to_float32(half[i])
     else:
         values[:] = array(address + 4 * start, (len(values),), f32(0))
-    load_maxima(address, is_bf16, start, len(values), maxima, 0, len(maxima))
+    _load_maxima(address, is_bf16, start, len(values), maxima)
     return maximum(maxima)
 
 
 @compiled()
-def most_likely(address, is_bf16, start, size, maxima):
+def _most_likely(address, is_bf16, start, size, maxima):
     """Return the first token with the maximum of a row, or -1 if the maximum is not finite."""
-    first = np.argmax(maxima) * GROUP
-    part = np.empty(min(GROUP, size - first), f32)
+    first = np.argmax(maxima) * CHUNK
+    part = np.empty(min(CHUNK, size - first), f32)
     top = _load(address, is_bf16, start + first, part, np.empty(1, f32))
     return first + np.argmax(part) if -INFINITY < top < INFINITY else -1
 
@@ -176,10 +182,11 @@ def _keep_candidates(values, maxima, top_k, tokens):
 
     Return their number.
     """
-    bound, count = np.partition(maxima, len(maxima) - top_k)[-top_k], 0
-    for group in range(len(maxima)):
-        if maxima[group] >= bound:
-            for i in range(group * GROUP, min((group + 1) * GROUP, len(values))):
+    bound = np.partition(maxima, len(maxima) - top_k)[-top_k]
+    count = 0
+    for chunk in range(len(maxima)):
+        if maxima[chunk] >= bound:
+            for i in range(chunk * CHUNK, min((chunk + 1) * CHUNK, len(values))):
                 if values[i] >= bound:
                     values[count], tokens[count] = values[i], i
                     count += 1
@@ -208,31 +215,33 @@ def draw_rows(address, is_bf16, size, temperatures, seeds, positions, filters, t
     # Allocating them for each row would cost more than drawing the row.
     room = size if np.any(temperatures[start:stop] > 0) else 0
     values, weights, ids = np.empty(room, f32), np.empty(room, f32), np.empty(room, np.int32)
-    maxima, sums = np.empty((2, (size + GROUP - 1) // GROUP), f32)
+    maxima, sums = np.empty((2, (size + CHUNK - 1) // CHUNK), f32)
     for row in range(start, stop):
         if temperatures[row] == 0:
-            load_maxima(address, is_bf16, row * size, size, maxima, 0, len(maxima))
-            tokens[row] = most_likely(address, is_bf16, row * size, size, maxima)
+            _load_maxima(address, is_bf16, row * size, size, maxima)
+            tokens[row] = _most_likely(address, is_bf16, row * size, size, maxima)
             continue
         top = _load(address, is_bf16, row * size, values, maxima)
         if not -INFINITY < top < INFINITY:
             tokens[row] = -1
             continue
-        temperature, count = max(temperatures[row], MIN_TEMPERATURE), size
+        temperature = max(temperatures[row], MIN_TEMPERATURE)
+        count = size
         if 0 < filters[0, row] <= len(maxima):
             count = _keep_candidates(values, maxima, np.int64(filters[0, row]), ids)
         _exp_weights(values[:count], top, temperature, weights[:count])
         smallest = _smallest_drawn(weights[:count], filters[:, row])
-        groups, total = (count + GROUP - 1) // GROUP, 0.0
-        for group in range(groups):
-            part = weights[group * GROUP : min((group + 1) * GROUP, count)]
-            sums[group] = _sum_from(part, smallest)
-            total += sums[group]
+        chunks = (count + CHUNK - 1) // CHUNK
+        total = 0.0
+        for chunk in range(chunks):
+            part = weights[chunk * CHUNK : min((chunk + 1) * CHUNK, count)]
+            sums[chunk] = _sum_from(part, smallest)
+            total += sums[chunk]
         target = _uniform(seeds[row], positions[row]) * total
-        group, before = _search_cumsum(sums[:groups], MIN_WEIGHT, target)
-        part = weights[group * GROUP : min((group + 1) * GROUP, count)]
+        chunk, before = _search_cumsum(sums[:chunks], MIN_WEIGHT, target)
+        part = weights[chunk * CHUNK : min((chunk + 1) * CHUNK, count)]
         index, _ = _search_cumsum(part, smallest, target - before)
-        index += group * GROUP
+        index += chunk * CHUNK
         tokens[row] = ids[index] if count < size else index
 
 
@@ -242,21 +251,23 @@ def _logprobs_of_rows(address, is_bf16, size, tokens, packed, start, stop):
 
     If it is [R, 3], the last column is the logarithm of the sum of e^logit.
     """
-    k, values, weights = (packed.shape[1] - 2) // 2, np.empty(size, f32), np.empty(size, f32)
-    maxima = np.empty((size + GROUP - 1) // GROUP, f32)
+    k = (packed.shape[1] - 2) // 2
+    values, weights = np.empty(size, f32), np.empty(size, f32)
+    maxima = np.empty((size + CHUNK - 1) // CHUNK, f32)
     for row in range(start, stop):
         top = _load(address, is_bf16, row * size, values, maxima)
         log_sum = top + np.log(_exp_weights(values, top, f32(1), weights))
-        logit, rank = values[tokens[row]], 1
+        logit = values[tokens[row]]
+        rank = 1
         for i in range(size):
             rank += np.int64(values[i] > logit)
         packed[row, 0], packed[row, 1] = logit - log_sum, rank
         if packed.shape[1] == 3:
             packed[row, 2] = log_sum
         for i in range(k):
-            group = np.argmax(maxima)
-            rest = values[group * GROUP : (group + 1) * GROUP]
-            token = group * GROUP + np.argmax(rest)
+            chunk = np.argmax(maxima)
+            rest = values[chunk * CHUNK : (chunk + 1) * CHUNK]
+            token = chunk * CHUNK + np.argmax(rest)
             packed[row, 2 + i], packed[row, 2 + k + i] = values[token] - log_sum, token
             values[token] = -np.inf
-            maxima[group] = maximum(rest)
+            maxima[chunk] = maximum(rest)

@@ -18,10 +18,9 @@ If B or D is no multiple of 16, the slots are not in tiles but rows [B, D], whic
 
 import numpy as np
 from numba import types
-from numba.extending import overload
 
 from nanovllm.backends.cpu.jit import compiled
-from nanovllm.backends.cpu.kernels.primitives import bytes_of, to_float32
+from nanovllm.backends.cpu.kernels.primitives import by_type, bytes_of, to_float32
 
 TILE = 16  # slots
 
@@ -53,24 +52,16 @@ def value_place(slot, d, dim, tiled, n):
     return (slot // n * dim + d) * n + slot % n
 
 
+@by_type
 def operands(shape, example):
     """Return an uninitialized array for the numbers of words."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(operands)
-def _operands(shape, example):
     dtype = np.uint16 if example == types.uint16 else np.float32
     return lambda shape, example: np.empty(shape, dtype)
 
 
+@by_type
 def operand(number, example):
     """Convert a stored number to a number of a word."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(operand)
-def _operand(number, example):
     if example == types.uint16:
         return lambda number, example: number
     return lambda number, example: to_float32(number)

@@ -131,7 +131,8 @@ def decode(layer: Any, x: Tensor, conv: Tensor, rule: Tensor, rows: Tensor) -> T
     x [S, C + Hv Dv + 2 Hv] are the projections. The states conv [N, 3, C], in the dtype of x, and
     rule [N, Hv, Dk, Dv] float32 are changed. All tensors are contiguous.
     """
-    C, (HK, HV, DK, DV) = conv.shape[2], layer.sizes
+    C = conv.shape[2]
+    HK, HV, DK, DV = layer.sizes
     num = len(x)
     qkv, out = x.new_empty((num, C)), x.new_empty((num, HV * DV))
     args = (x, layer.conv1d, conv, rows, qkv)
@@ -325,10 +326,13 @@ def chunk(
     The states conv [N, 3, C], in the dtype of x, and rule [N, Hv, Dk, Dv] float32 are changed.
     `segments` are the `Segments` of the reference. All tensors are contiguous.
     """
-    C, (HK, HV, DK, DV) = conv.shape[2], layer.sizes
+    C = conv.shape[2]
+    HK, HV, DK, DV = layer.sizes
     segment_table, tiles = tables(segments, x.device)
-    num_segments, num = len(segment_table), len(tiles)
-    inputs, sizes = dict(C=C, W=x.shape[1]), dict(HK=HK, HV=HV, DK=DK, DV=DV)
+    num_segments = len(segment_table)
+    num = len(tiles)
+    inputs = dict(C=C, W=x.shape[1])
+    sizes = dict(HK=HK, HV=HV, DK=DK, DV=DV)
     qkv = x.new_empty((len(x), C))
     factors = rule.new_empty((num, HV, 4, CHUNK.value))
     systems, scores = (rule.new_empty((num, HV, CHUNK.value, CHUNK.value)) for _ in range(2))
@@ -339,7 +343,8 @@ def chunk(
     launch(_solve, (num, HV, 1), solve, sizes, num_warps=16 if exact else 4)
     columns = 16 if exact else 32
     args = (qkv, rule, segment_table, factors, systems, scores, out)
-    grid, constants = (num_segments, HV, -(-DV // columns)), dict(sizes, COLUMNS=columns)
+    grid = num_segments, HV, -(-DV // columns)
+    constants = dict(sizes, COLUMNS=columns)
     launch(_chunk_rule, grid, args, constants, num_warps=8 if exact else 4)
     norm = (x, layer.norm, tiles, out, layer.eps)
     launch(_gated_norm, (num, HV, 1), norm, dict(C=C, HV=HV, DV=DV), num_warps=4)

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from nanovllm.backends.gpu.kernels.conversions import int8_to
 from nanovllm.backends.gpu.kernels.launch import launch
-from nanovllm.backends.int4 import GROUP, PART, Int4Weight
+from nanovllm.backends.int4 import GROUP_SIZE, PART, Int4Weight
 from nanovllm.backends.int8 import Int8Weight
 from nanovllm.models.layers import Linear
 
@@ -189,7 +189,8 @@ def multiply(
         values, scale = weight.values, weight.scale
     elif isinstance(weight, Int4Weight):
         values, scale = weight.values.view(torch.uint8), weight.scale
-    (rows, inputs), num_experts = x.shape, 0 if ends is None else len(ends)
+    rows, inputs = x.shape
+    num_experts = 0 if ends is None else len(ends)
     outputs = weight.shape[0] // max(1, num_experts)
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     args = (
@@ -198,8 +199,8 @@ def multiply(
     )
     constants = dict(
         ROWS=tile.num_rows, OUTPUTS=tile.num_outputs, INPUTS=tile.num_inputs,
-        SLICES=tile.num_slices, EXPERTS=triton.next_power_of_2(num_experts), GROUP=GROUP,
-        BIAS=bias is not None, ALIGNED=inputs % GROUP == 0,
+        SLICES=tile.num_slices, EXPERTS=triton.next_power_of_2(num_experts), GROUP=GROUP_SIZE,
+        BIAS=bias is not None, ALIGNED=inputs % GROUP_SIZE == 0,
     )
     options = dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
     launch(_linear, (-(-outputs // tile.num_outputs), num_tiles, 1), args, constants, **options)

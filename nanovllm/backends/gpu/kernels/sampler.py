@@ -267,14 +267,16 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     A filter keeps all tokens whose logits equal its threshold. A row without a token gives -1; see
     models/sampler.py.
     """
-    (num_rows, vocab_size), device = logits.shape, logits.device
+    num_rows, vocab_size = logits.shape
+    device = logits.device
     num_programs = -(-vocab_size // (CHUNK.value * WEIGHED.value))
     num_chunks = num_programs * WEIGHED.value
     chunk_max = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device)
     chunk_sum = torch.empty_like(chunk_max)
     chunk_ids = torch.empty_like(chunk_max, dtype=torch.int32)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
-    temperature, filters = batch.temperature, {**batch.filters}
+    temperature = batch.temperature
+    filters = {**batch.filters}
     if unknown := filters.keys() - set(IN_KERNEL):
         raise NotImplementedError(f"the kernel _threshold has no filter {min(unknown)!r}")
     for name in set(IN_KERNEL) - filters.keys():

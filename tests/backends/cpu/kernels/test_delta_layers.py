@@ -9,7 +9,7 @@ from checkpoints import random_llm
 from hybrid_checkpoints import make_hybrid_checkpoint
 
 from nanovllm import SamplingParams
-from nanovllm.backends.cpu.kernels import fused_decode
+from nanovllm.backends.cpu.kernels import fused_layers
 from nanovllm.backends.cpu.kernels.delta_layers import HybridLayers
 
 
@@ -49,12 +49,12 @@ def test_one_call_is_the_model(
             return wanted
 
     calls: list[int] = []
-    compiled = fused_decode.compute_layers
+    compiled = fused_layers.compute_layers
     runner.fused_model = Both
     # The rows have other numbers than their places, once some have ended.
     params = [SamplingParams(temperature=0, max_tokens=25 - i, ignore_eos=True) for i in range(17)]
     with pytest.MonkeyPatch.context() as patch:
         counted: Any = lambda *a: (calls.append(a[1].rows), compiled(*a))  # noqa: E731
-        patch.setattr(fused_decode, "compute_layers", counted)
+        patch.setattr(fused_layers, "compute_layers", counted)
         llm.generate([[1 + i] * (3 * i + 1) for i in range(17)], params, use_tqdm=False)
     assert {1, 2, 15, 16, 17} <= set(calls)

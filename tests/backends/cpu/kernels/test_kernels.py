@@ -21,11 +21,11 @@ numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests
 from nanovllm.backends.cpu.kernels import (  # noqa: E402
     amx,
     attention,
-    blocks,
-    fused_decode,
+    fused_layers,
     int8,
     parallel,
     primitives,
+    simd,
 )
 from nanovllm.backends.cpu.kernels import pointwise as cpu  # noqa: E402
 from nanovllm.backends.cpu.kernels import sampler as cpu_sampler  # noqa: E402
@@ -34,7 +34,7 @@ from nanovllm.backends.cpu.kernels.attention import (  # noqa: E402
     QueryGroups,
     attend,
 )
-from nanovllm.backends.cpu.kernels.fused_decode import FusedLayers  # noqa: E402
+from nanovllm.backends.cpu.kernels.fused_layers import FusedLayers  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -184,7 +184,7 @@ def test_uniform() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [1, 7, 4 * cpu_sampler.GROUP, 5000])
+@pytest.mark.parametrize("size", [1, 7, 4 * cpu_sampler.CHUNK, 5000])
 def test_sample(dtype: torch.dtype, size: int) -> None:
     """Torch's tokens, but where a number falls on an edge that sums round to this side or that."""
     rows = 600
@@ -255,7 +255,7 @@ def test_a_filter_that_the_kernel_does_not_have(monkeypatch: pytest.MonkeyPatch)
 def test_nothing_is_compiled_while_serving(dtype: str) -> None:
     """What `compile_all` compiled fits every call: prompts, decodes, a prefix in common."""
     llm = LLM(dtype=dtype, device="cpu")
-    modules = cpu, attention, blocks, amx, fused_decode, int8, parallel, cpu_sampler
+    modules = cpu, attention, simd, amx, fused_layers, int8, parallel, cpu_sampler
     kernels = [k for m in modules for k in vars(m).values() if hasattr(k, "signatures")]
     before = [len(k.signatures) for k in kernels]
     assert max(before) > 0
@@ -365,7 +365,7 @@ def test_without_amx(tmp_path) -> None:
     code = (
         "from nanovllm import LLM\n"
         "from nanovllm.backends.cpu import backend, compile\n"
-        "from nanovllm.backends.cpu.kernels import amx, attention, blocks, int4, int8\n"
+        "from nanovllm.backends.cpu.kernels import amx, attention, int4, int8, simd\n"
         "from nanovllm.backends.cpu.kernels import product, sampler\n"
         "from nanovllm.models import sampler as plain\n"
         "same = [sampler.draw_rows, sampler._logprobs_of_rows]\n"
@@ -377,7 +377,7 @@ def test_without_amx(tmp_path) -> None:
         "llm = LLM(dtype='bfloat16', device='cpu', attention_backend='numba')\n"
         "question = [{'role': 'user', 'content': 'What is 34 + 58?'}]\n"
         "print(llm.chat(question, use_tqdm=False)[0].outputs[0].text)\n"
-        "assert not amx.linear_blocks.signatures and blocks.linear_blocks.signatures\n"
+        "assert not amx.linear_blocks.signatures and simd.linear_blocks.signatures\n"
         "assert attention.attend_groups.signatures\n"
     )
     variables = dict(NUMBA_CPU_NAME="x86-64-v3", NUMBA_CACHE_DIR=str(tmp_path), NUMBA_OPT="0")

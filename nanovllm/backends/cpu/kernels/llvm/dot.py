@@ -14,7 +14,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from nanovllm.backends.cpu.jit import has_feature
-from nanovllm.backends.cpu.kernels.llvm.calls import (
+from nanovllm.backends.cpu.kernels.llvm.emit import (
     BYTE,
     FLOAT,
     HALF,
@@ -29,11 +29,11 @@ from nanovllm.backends.cpu.kernels.llvm.calls import (
     without_result,
 )
 from nanovllm.backends.cpu.kernels.llvm.vectors import FLOATS, LANES, copies
+from nanovllm.backends.int4 import GROUP_SIZE
 
 HAS_AVX2, HAS_VNNI = has_feature("avx2"), has_feature("avx512vnni")
 HAS_AVX512, HAS_BF16 = has_feature("avx512f"), has_feature("avx512bf16")
 WORDS = ir.VectorType(INT16, LANES)
-GROUP = 32  # weights in int4 with the same scale
 AHEAD = 8192  # bytes between the weights in int4 that are used and those that are prefetched
 FUSED = ("contract",)  # a product may be fused with a sum
 
@@ -191,7 +191,8 @@ def int4_rows(typing, rows, x, stride, weight, scale, groups, out):
     is vpdpbusd (VNNI), or vpmaddubsw (AVX2), whose sums of 16 bits hold the 16 products of a group
     that belong to them: 16 * 15 * 127 < 2^15.
     """
-    lanes, num_rows = LANES if HAS_VNNI else LANES // 2, rows.literal_value
+    lanes = LANES if HAS_VNNI else LANES // 2
+    num_rows = rows.literal_value
     height = num_rows if HAS_VNNI else min(num_rows, 2)
     numbers, floats, halves, bytes_kind = (
         ir.VectorType(kind, count)
@@ -237,12 +238,12 @@ def int4_rows(typing, rows, x, stride, weight, scale, groups, out):
                 for row, total in enumerate(totals, first_row):
                     values = builder.add(x, builder.mul(INT(row), stride))
                     # They follow the values, their scale and the start of all groups.
-                    starts = builder.add(builder.mul(groups, INT(GROUP)), INT(8))
+                    starts = builder.add(builder.mul(groups, INT(GROUP_SIZE)), INT(8))
                     starts = builder.add(values, starts)
                     start = copies(builder, load(starts, group, 4, INT32), lanes)
                     pairs = []
                     for p, w in enumerate(low + high):
-                        at = builder.add(builder.mul(group, INT(GROUP // 4)), INT(p))
+                        at = builder.add(builder.mul(group, INT(GROUP_SIZE // 4)), INT(p))
                         pairs.append((w, copies(builder, load(values, at, 4, INT32), lanes)))
                     exact = builder.sitofp(integer_sum(builder, start, pairs), floats)
                     scaled = builder.fmul(exact, group_scale, flags=FUSED)

@@ -5,7 +5,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from nanovllm.backends.cpu.kernels.llvm.calls import (
+from nanovllm.backends.cpu.kernels.llvm.emit import (
     BYTE,
     FLOAT,
     INT,
@@ -93,7 +93,8 @@ def weigh_rows(typing, rows, scores, weights, visible, first, row_max, row_sum, 
     vectors = range(SEGMENT // LANES)
 
     def emit(builder, rows, scores, weights, visible, first, row_max, row_sum, factors, scale, _):
-        scales, least = copies(builder, scale), ir.Constant(FLOATS, [-float("inf")] * LANES)
+        scales = copies(builder, scale)
+        least = ir.Constant(FLOATS, [-float("inf")] * LANES)
         zero = ir.Constant(FLOATS, None)
 
         def larger(a, b):
@@ -107,7 +108,9 @@ def weigh_rows(typing, rows, scores, weights, visible, first, row_max, row_sum, 
             end = builder.load(element(builder, visible, row, 8, INT))
             seen = copies(builder, builder.trunc(builder.sub(end, first), INT32))
             at = builder.mul(row, INT(SEGMENT))
-            masks, scaled, top = [], [], copies(builder, old)
+            masks = []
+            scaled = []
+            top = copies(builder, old)
             for v in vectors:
                 lanes = ir.Constant(INTS, [*range(LANES * v, LANES * (v + 1))])
                 masks.append(builder.icmp_signed("<", lanes, seen))

@@ -56,10 +56,14 @@ def add_product(word, sums_ptr, sums_stride, x_ptr, stride, weight_ptr, weight_s
     span = max(steps, 1) if rows <= READ_ONCE else steps_of(rows)
     lines = (parts + 3) // parts  # of the four cache lines of a step, what each part prefetches
     for first in range(0, steps, span):
-        count, w = min(span, steps - first), weight_ptr + weight_stride * first
-        ahead, row, part = w + distance, 0, weight_stride * lines // 4
+        count = min(span, steps - first)
+        w = weight_ptr + weight_stride * first
+        ahead = w + distance
+        row = 0
+        part = weight_stride * lines // 4
         while row < rows:
-            x, left = (x_ptr + row * stride + 4 * first, stride, 4), rows - row
+            x = x_ptr + row * stride + 4 * first, stride, 4
+            left = rows - row
             out, weights = (sums_ptr + sums_stride * row, sums_stride), (w, weight_stride)
             fetched = lines if distance != 0 and row * lines < 4 * HEIGHT else 0
             if left >= 6:
@@ -90,7 +94,8 @@ def add_narrow(word, sums_ptr, sums_stride, x_ptr, stride, weight_ptr, weight_st
     """Compute the same for 16 columns: sums [rows, 16] and weights [steps, 16]."""
     row = 0
     while row < rows:
-        x, left = (x_ptr + row * stride, stride, 4), rows - row
+        x = x_ptr + row * stride, stride, 4
+        left = rows - row
         out, weights = (sums_ptr + sums_stride * row, sums_stride), (weight_ptr, weight_stride)
         ahead = weight_ptr + distance, weight_stride, 1 if row == 0 and distance != 0 else 0
         if left >= 4:
@@ -111,13 +116,16 @@ def linear_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs,
 
     As many rows as stay in the cache are multiplied with all blocks before the next ones.
     """
-    itemsize, stride = bytes_of(example), padded_bytes(inputs, bytes_of(example))
+    itemsize = bytes_of(example)
+    stride = padded_bytes(inputs, bytes_of(example))
     height = min(rows, max(MIN_ROWS, CACHED_BYTES // stride))
     sums = np.empty((height, WIDTH), np.float32)
     for first in range(0, rows, height):
-        count, x = min(height, rows - first), x_ptr + first * stride
+        count = min(height, rows - first)
+        x = x_ptr + first * stride
         for block in range(start, stop):
-            o, sums_ptr = WIDTH * block, np.int64(sums.ctypes.data)
+            o = WIDTH * block
+            sums_ptr = np.int64(sums.ctypes.data)
             sums[:] = 0
             add_block(example, sums_ptr, x, stride, weight_ptr + o * stride, stride // 4, count)
             bias = bias_ptr + o * itemsize if bias_ptr != 0 else np.int64(0)
