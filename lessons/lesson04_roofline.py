@@ -24,11 +24,11 @@ from lessons.lesson import decode_plan, prompt_plan, shape_of, timed
 from lessons.show import Questions, faster, link, say, show_source, show_table
 from nanovllm.backends.cpu.compile import compile_now
 from nanovllm.config import EngineConfig
-from nanovllm.features.parallel.one_rank import OneRank
 from nanovllm.loading.make_runner import make_runner
 from nanovllm.loading.select_backend import pick_dtype
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.plan import StepPlan
+from nanovllm.runner.one_rank import OneRank
 from tools.benchmarks import roofline
 from tools.benchmarks.workloads import Workload
 

@@ -140,7 +140,7 @@ def run(code: str) -> str:
 def test_control_plane_loads_no_torch() -> None:
     run(
         "import sys, nanovllm.engine.llm_engine, tools.training.data\n"
-        "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+        "assert not {'torch', 'numpy', 'transformers', 'tokenizers'} & set(sys.modules)"
     )
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tokenizers.decoders import DecodeStream
-
 # Other files use this type too. transformers is only imported when a tokenizer is loaded.
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -32,7 +30,12 @@ class Detokenizer:
         self.tokenizer = tokenizer.backend_tokenizer
         self.skip_special_tokens = skip_special_tokens
         self.kept: dict[int, str] = {}  # special tokens that are not skipped, with their texts
-        self.stream = DecodeStream(self._context(prompt_ids), skip_special_tokens)
+        self.stream = self._make_stream(self._context(prompt_ids))
+
+    def _make_stream(self, context: list[int]) -> Any:
+        from tokenizers.decoders import DecodeStream  # the control plane runs without tokenizers
+
+        return DecodeStream(context, self.skip_special_tokens)
 
     def _context(self, prompt_ids: list[int]) -> list[int]:
         """Return the last tokens of the prompt, or none if the prompt ends within a character.
@@ -58,6 +61,6 @@ class Detokenizer:
             # the text then continues with this token.
             if not str(error).startswith("Invalid prefix"):
                 raise
-            self.stream = DecodeStream([], self.skip_special_tokens)
+            self.stream = self._make_stream([])
             text = self.stream.step(self.tokenizer, token)
         return (text or "") + self.kept.get(token, "")

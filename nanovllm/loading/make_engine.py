@@ -22,6 +22,7 @@ from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 from nanovllm.loading.make_runner import make_runner
 from nanovllm.loading.select_backend import pick_device
 from nanovllm.loading.tokenizer import adds_eos, load_tokenizer
+from nanovllm.runner.one_rank import OneRank
 from nanovllm.sampling_params import (
     BeamSearchParams,
     PoolingParams,
@@ -31,10 +32,8 @@ from nanovllm.sampling_params import (
 from nanovllm.utils.checks import located
 
 if TYPE_CHECKING:
-    from nanovllm.features.parallel.one_rank import OneRank
     from nanovllm.features.sampling.structured import GrammarCompiler
     from nanovllm.features.tasks.embeddings.pooling import PoolingSettings
-
 # With a hidden size of 1024, the largest activations of so many tokens take less than 32 MiB. glibc
 # returns larger ones to Linux, which clears each page again: 6 to 10 % of the CPU time of a prompt.
 CPU_TOKEN_BUDGET = 2048
@@ -44,7 +43,7 @@ POOLING_FILES = ("modules.json", "config_sentence_transformers.json", "sentence_
 
 def make_engine(config: EngineConfig) -> LLMEngine:
     """Find and load the checkpoint and its tokenizer, and build the engine."""
-    from nanovllm.features.parallel.one_rank import OneRank
+    from nanovllm.runner.one_rank import OneRank
 
     if config.tensor_parallel_size == 1:
         return load_engine(config, *find_files(config), OneRank())

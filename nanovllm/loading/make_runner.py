@@ -28,12 +28,12 @@ from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.weights import load_weights
 from nanovllm.runner.device_runner import DeviceRunner
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.one_rank import OneRank
 from nanovllm.runner.rows import Rows
 from nanovllm.utils.host import check_fork, explain_out_of_memory
 from nanovllm.utils.log import logger
 
 if TYPE_CHECKING:
-    from nanovllm.features.parallel.one_rank import OneRank
     from nanovllm.features.sampling.logit_rules.row_rules import RulesState
 
 

@@ -28,9 +28,9 @@ from nanovllm.runner.rows import Rows
 if TYPE_CHECKING:
     from nanovllm.features.kv.host_cache.pool import HostPool
     from nanovllm.features.models.hybrid.states import States
-    from nanovllm.features.parallel.one_rank import OneRank
     from nanovllm.features.sampling.logit_rules.row_rules import RulesBatch
     from nanovllm.features.weights.new_weights import MissingParts
+    from nanovllm.runner.one_rank import OneRank
 
 TOKEN_KINDS = (None, ResultKind.TOKEN)  # the results of chunks without optional features
 

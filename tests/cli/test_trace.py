@@ -522,7 +522,9 @@ browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
 
 @browser
 @pytest.mark.slow
-@pytest.mark.parametrize("which", ["failed", "hostile", "random", "drafts", "embedded", "beams"])
+@pytest.mark.parametrize(
+    "which", ["failed", "hostile", "random", "drafts", "chunk", "embedded", "beams"]
+)
 def test_the_browser_agrees_in_every_step(
     small, which: str, embedded_run: Trace, beam_run: tuple[Trace, list], tmp_path: Path
 ) -> None:
@@ -537,6 +539,11 @@ def test_the_browser_agrees_in_every_step(
             llm.generate(PROMPTS, greedy(max_tokens=9), use_tqdm=False)
     elif which == "hostile":
         trace = hostile_trace(llm)
+    elif which == "chunk":  # the first step yields no token
+        llm.engine.scheduler.token_budget = 4
+        with Trace(llm) as trace:
+            llm.generate(PROMPTS, greedy(max_tokens=9), use_tqdm=False)
+        assert "receivers" not in trace.events[2]
     else:
         if which == "drafts":
             config = SpeculativeConfig(prompt_lookup_min=1)

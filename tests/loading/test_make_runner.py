@@ -12,9 +12,9 @@ from checkpoints import random_llm
 
 from nanovllm.config import EngineConfig
 from nanovllm.features.models.hybrid.hybrid_config import HybridConfig
-from nanovllm.features.parallel.one_rank import OneRank
 from nanovllm.loading import make_runner as start
 from nanovllm.loading.memory import MemoryBudget
+from nanovllm.runner.one_rank import OneRank
 
 SIZES = [
     ({"max_num_seqs": 65_536}, "max_num_seqs must be between 1 and 65535"),

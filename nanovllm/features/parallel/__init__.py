@@ -2,5 +2,4 @@
 
 ranks     the processes, and their sums
 shards    the part of the model that one rank holds
-one_rank  what an engine in one process has instead
 """

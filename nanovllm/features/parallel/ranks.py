@@ -35,12 +35,12 @@ import xxhash
 from torch import Tensor
 
 from nanovllm.config import EngineConfig
-from nanovllm.features.parallel.one_rank import Launch, OneRank
 from nanovllm.features.parallel.shards import config_of_rank, tensors_of_rank
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.weights import CheckpointTensor
 from nanovllm.plan import StepOutput, StepPlan
+from nanovllm.runner.one_rank import Launch, OneRank
 from nanovllm.utils.log import logger
 
 # If a rank is idle for this long, the others fail. If it fails or is killed, they fail at once.

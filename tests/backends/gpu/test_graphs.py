@@ -24,9 +24,9 @@ from nanovllm.backends.gpu import graphs as gpu_graphs
 from nanovllm.backends.gpu.graphs import CudaCapture, DecodeGraphs, batch_sizes
 from nanovllm.backends.gpu.profile import largest_plans
 from nanovllm.config import EngineConfig
-from nanovllm.features.parallel.one_rank import OneRank
 from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.loading.make_runner import make_runner
+from nanovllm.runner.one_rank import OneRank
 
 
 def make_llm(path: Path, graphs: bool, **options: object) -> LLM:

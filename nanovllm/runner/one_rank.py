@@ -1,4 +1,6 @@
-"""OneRank: the ranks of an engine in one process. Ranks of ranks.py is its subclass for several."""
+"""OneRank: the ranks of an engine in one process. Its subclass for several is `Ranks`, in
+features/parallel/.
+"""
 
 from __future__ import annotations
 
