@@ -71,6 +71,11 @@ def title(name: str) -> str:
     return str(ast.get_docstring(ast.parse(source))).splitlines()[0]
 
 
+def in_vllm(lesson: ModuleType) -> str:
+    """Return where vLLM does what a lesson is about, and what differs there."""
+    return f"In vLLM 0.32: {inspect.cleandoc(lesson.IN_VLLM)}"
+
+
 def run_lesson(what: str, answers: list[str] | None = None) -> None:
     """Run a lesson. With `answers`, compare them to its answers, or show its answers."""
     lessons = [load(name) for name in parts(what)]
@@ -81,7 +86,16 @@ def run_lesson(what: str, answers: list[str] | None = None) -> None:
     for lesson in lessons:
         say(str(lesson.__doc__))
         lesson.run()
+        say(in_vllm(lesson))
     show_command(questions, f"python -m lessons {what} --answers")
+
+
+def shows_times(what: str, given: dict[str, Any]) -> bool:
+    """Return whether a command shows times: a lesson says so, and a check may end with a ladder."""
+    if what == "build":
+        return "check" in given
+    lessons = map(load, parts(what) or [what])
+    return "answers" not in given and any(getattr(m, "SHOWS_TIMES", False) for m in lessons)
 
 
 def run(what: str, given: dict[str, Any]) -> None:
@@ -91,8 +105,7 @@ def run(what: str, given: dict[str, Any]) -> None:
         raise ValueError(f"{what} takes no {given[name] if name == 'which' else '--' + name}")
     since = machine.cpu_seconds()
     function(**given)
-    shows_times = "answers" not in given and what not in ("break", "puzzle", "build")
-    if shows_times and (others := machine.other_load(since)) > BUSY:
+    if shows_times(what, given) and (others := machine.other_load(since)) > BUSY:
         print(f"The machine is busy: the times mean little. Others took {others:.0%} of the CPU.")
 
 

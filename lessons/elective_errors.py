@@ -94,7 +94,7 @@ def run() -> None:
         link("engine.recovery.revert_in_flight", "block_manager.revert"),
         link("llm.LLM._stream", "raise progress.error"),
     )
-    say("In vLLM the engine core stops if a step fails. What to do: read `engine/recovery.py`.")
+    say("What to do: read `engine/recovery.py`.")
 
 
 QUESTIONS = Questions("""
@@ -108,3 +108,7 @@ QUESTIONS = Questions("""
     Answer: 12. The first two steps have sampled 2 tokens. All 12 are known, and none is in a block.
     Hint: Which tokens are known, and for which may the engine trust the keys and values?
 """)
+
+
+IN_VLLM = """The engine core stops if a step fails: `EngineDeadError` in `v1/engine/exceptions.py`. No
+request is queued again."""

@@ -44,9 +44,10 @@ def trace() -> Trace:
 def run() -> None:
     say("""Three requests, ten blocks of 4 slots, and 12 tokens a step. Admission, chunks, a prefix
         hit, decodes, preemption, eviction and three ends are in 14 steps. Read it slowly. The
-        columns free, cached and shared count blocks: without content, in the prefix cache but in no
-        block table, and in several block tables. Forks are a part of the elective samples. The
-        trace is 100 columns wide:""")
+        columns free, cached and shared count blocks while a step runs, so a request that ends in it
+        still has its blocks: without content, in the prefix cache but in no block table, and in
+        several block tables. Forks are a part of the elective samples. The trace is 100 columns
+        wide:""")
     print(trace(), end="\n\n")
     QUESTIONS.show(1, 2)
     say("""The parts, where you have written them, where they are here, and who does this in vLLM
@@ -77,3 +78,7 @@ QUESTIONS = Questions("""
     Hint: Which is the last position that was computed before the preemption? Step 10 computes one
     more.
 """)
+
+IN_VLLM = """`EngineCore.step` in `v1/engine/core.py` calls `Scheduler.schedule`, `execute_model`
+and `Scheduler.update_from_output`. The texts are in another process, and with several GPUs each has
+a worker process."""

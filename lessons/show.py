@@ -165,19 +165,23 @@ def print_question(question: Question, number: int) -> None:
 
 
 def is_right(question: Question, given: str) -> bool:
-    """Compare an answer, or its only number as in "39 tokens", except for case and commas."""
-    text = given.lower().strip("(). ").replace(",", "")
+    """Compare an answer, except for case and commas in numbers.
+
+    Its first word decides, as in "b, because ...", or its only number, as in "39 tokens".
+    """
+    text = given.lower().replace(",", "")
+    first = re.match(r"\W*([a-z_]\w*)", text)
     numbers = [f"{float(number):g}" for number in re.findall(r"-?\d+(?:\.\d+)?", text)]
     right = question.answer.lower().split(" or ")
-    return text in right or (len(numbers) == 1 and numbers[0] in right)
+    return (first is not None and first[1] in right) or (len(numbers) == 1 and numbers[0] in right)
 
 
 def compare(question: Question, given: str) -> str:
     """Return whether an answer is right, with the reason or the hint."""
-    given = given.rstrip(".")
+    short = given.partition(", ")[0].rstrip(".")  # "b" of "b, because ..."
     if is_right(question, given):
-        return f"{given} is right. {question.why}"
-    return f"{given} is not right. Hint: {question.hint}"
+        return f"{short} is right. {question.why}"
+    return f"{short} is not right. Hint: {question.hint}"
 
 
 def show_command(questions: Sequence[Question], command: str) -> None:

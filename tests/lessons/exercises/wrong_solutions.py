@@ -247,6 +247,9 @@ prefix
 - block.token_ids != token_ids
 + sorted(block.token_ids) != sorted(token_ids)
 ? hash here. The tokens of the blocks matched by [6, 5, 8] should be [], but with your code it is [[5, 6]].
+- self.hash_to_block.get(parent)
++ next((b for b in self.hash_to_block.values() if b.block_hash == parent), None)
+? match should look up each hash in hash_to_block, and not go through its blocks.
 eviction
 - self.hits =
 + FewestHits.hits =
