@@ -110,5 +110,5 @@ QUESTIONS = Questions("""
 """)
 
 
-IN_VLLM = """The engine core stops if a step fails: `EngineDeadError` in `v1/engine/exceptions.py`. No
-request is queued again."""
+IN_VLLM = """The engine core stops if a step fails: `EngineDeadError` in `v1/engine/exceptions.py`.
+No request is queued again."""
