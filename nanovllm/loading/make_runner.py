@@ -63,13 +63,12 @@ def make_runner(
         free = memory.free_memory(device, config.tensor_parallel_size)
         model_config = ranks.config_of_rank(full_config)
         backend = make_backend(config, model_config, device, full_config.vocab_size)
-        on_meta = model_config.model_class().on_meta(model_config, like=backend)
-        budget = memory.plan_memory(config, on_meta, backend, free, name)
+        budget = memory.plan_memory(config, model_config, backend, free, name)
         config = budget.config  # with fewer sequences, if the states of more do not fit
         # The longest request that can fit limits the size of rows and rotary tables.
         num_blocks = budget.num_kv_blocks(max_model_len, free - budget.weight_bytes)
         longest = budget.fitted_length(max_model_len, ranks.min(num_blocks))
-        model = type(on_meta)(model_config, longest, backend)
+        model = model_config.model_class()(model_config, longest, backend)
         with backend.thread_limit():
             load_model(config, model, full_config, files, ranks)
         runner = make_eager_runner(config, model, full_config.vocab_size, longest)

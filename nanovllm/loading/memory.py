@@ -9,6 +9,7 @@ import torch
 from nanovllm.config import EngineConfig
 from nanovllm.models.backend import Backend
 from nanovllm.models.fp8 import FP8
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.utils.host import available_host_memory
 
@@ -104,15 +105,14 @@ class MemoryBudget:
 
 
 def plan_memory(
-    config: EngineConfig, on_meta: Qwen3, backend: Backend, free: int, name: str
+    config: EngineConfig, model_config: ModelConfig, backend: Backend, free: int, name: str
 ) -> MemoryBudget:
     """Divide `free` bytes between weights, states and KV cache, before they are allocated.
 
-    `on_meta` is the model `name` on the meta device, with the weights of `backend`. Raises
-    ValueError if something does not fit.
+    `name` is that of the model. Raises ValueError if something does not fit.
     """
-    model_config, dtype, device = on_meta.config, backend.dtype, backend.device
-    weights = weight_bytes(on_meta)
+    dtype, device = backend.dtype, backend.device
+    weights = weight_bytes(model_config.model_class().on_meta(model_config, like=backend))
     if weights > free:
         kind = config.quantization or str(dtype).removeprefix("torch.")
         smaller = ["dtype='bfloat16'", "quantization='int8'", "quantization='int4'"]

@@ -28,6 +28,8 @@ def scratch_bytes(
     over the steps, because graphs use a separate memory pool.
     """
     size = 0
+    # The first row with rules would make this state. It remains, so it is not scratch memory.
+    runner.rows.rules = runner.rows.make_rules()
     for plan in largest_plans(config, max_model_len):
         torch.cuda.reset_peak_memory_stats()
         allocated = torch.cuda.memory_allocated()
@@ -36,8 +38,7 @@ def scratch_bytes(
         runner.attention = make_attention(1)  # everything is written to the null block
         runner.attention.copy_blocks([(0, 0)])
         runner.run(plan)
-        if runner.rows.rules is not None:
-            runner.rows.rules.reset()  # requests with rules allocate their memory again
+        runner.rows.rules.reset()  # requests with rules allocate their memory again
         size += torch.cuda.max_memory_allocated() - allocated
     return size
 
