@@ -71,11 +71,13 @@ def run(number: str, page: Page) -> dict[str, str]:
     with contextlib.redirect_stdout(page):
         page.say(text)
         lesson.run()
+        if number in command.LESSONS:
+            page.say(command.in_vllm(lesson))
     page.add()
     others = machine.describe_load(machine.other_load(since))
     parts = [*head(number), *page.parts]
     files = {f"{page.stem}.md": "\n\n".join(parts)} | page.pictures
-    if measured(files):
+    if getattr(lesson, "SHOWS_TIMES", False):
         parts.append(
             f"Figures: {about['CPU']}, {about['cores']} cores, {about['date'][:10]}. Other "
             f"processes took {others} of the CPU time."

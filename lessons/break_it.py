@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import Any
 
+from lessons import score
 from lessons.oracle import drafts, oracle, states
 from lessons.oracle.mutants import MUTANTS, apply, describe
 from lessons.oracle.oracle import INVARIANTS, Action, History, InvariantError
@@ -200,8 +201,9 @@ def run(which: str | None = None, answers: list[str] | None = None) -> None:
         ),
     ]
     if answers is None:
-        show_question(questions, 1)
-        show_question(questions, 2)
+        tries = [show_question(questions, number) for number in (1, 2)]
+        if all(tries):
+            score.record("fault", which, max(tries))
         show_command(questions, f"python -m lessons break {which} --answers")
     else:
         show_answers(questions, answers)

@@ -10,7 +10,8 @@ python -m lessons ladder            runs the same requests with one idea after a
 python -m lessons ladder 6          measures what lesson 6 adds
 python -m lessons puzzle            lists Triton kernels to complete
 python -m lessons break             lists faults of scheduler and block managers to find
-python -m lessons build             lists parts of the engine to write yourself
+python -m lessons build             lists parts of the engine to write yourself, and the engine
+python -m lessons --score           shows what you have solved, from its first call on
 """
 
 import argparse
@@ -23,6 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from lessons import score
 from lessons.show import fill, say, show_answers, show_command
 from tools.benchmarks import machine
 
@@ -41,6 +43,7 @@ ELECTIVES = [
     "structured_outputs",
     "drafts",
     "order",
+    "errors",
 ]
 # The name of each lesson, such as "6b" or "beams", in the order of the list, and its module.
 LESSONS = {
@@ -68,6 +71,11 @@ def title(name: str) -> str:
     return str(ast.get_docstring(ast.parse(source))).splitlines()[0]
 
 
+def in_vllm(lesson: ModuleType) -> str:
+    """Return where vLLM does what a lesson is about, and what differs there."""
+    return f"In vLLM 0.32: {inspect.cleandoc(lesson.IN_VLLM)}"
+
+
 def run_lesson(what: str, answers: list[str] | None = None) -> None:
     """Run a lesson. With `answers`, compare them to its answers, or show its answers."""
     lessons = [load(name) for name in parts(what)]
@@ -78,7 +86,16 @@ def run_lesson(what: str, answers: list[str] | None = None) -> None:
     for lesson in lessons:
         say(str(lesson.__doc__))
         lesson.run()
+        say(in_vllm(lesson))
     show_command(questions, f"python -m lessons {what} --answers")
+
+
+def shows_times(what: str, given: dict[str, Any]) -> bool:
+    """Return whether a command shows times: a lesson says so, and a check may end with a ladder."""
+    if what == "build":
+        return "check" in given
+    lessons = map(load, parts(what) or [what])
+    return "answers" not in given and any(getattr(m, "SHOWS_TIMES", False) for m in lessons)
 
 
 def run(what: str, given: dict[str, Any]) -> None:
@@ -88,8 +105,7 @@ def run(what: str, given: dict[str, Any]) -> None:
         raise ValueError(f"{what} takes no {given[name] if name == 'which' else '--' + name}")
     since = machine.cpu_seconds()
     function(**given)
-    shows_times = "answers" not in given and what not in ("break", "puzzle")
-    if shows_times and (others := machine.other_load(since)) > BUSY:
+    if shows_times(what, given) and (others := machine.other_load(since)) > BUSY:
         print(f"The machine is busy: the times mean little. Others took {others:.0%} of the CPU.")
 
 
@@ -101,9 +117,13 @@ def main() -> None:
     parser.add_argument("which", nargs="?", help="a puzzle or a fault, or the name of a task")
     parser.add_argument("--answers", nargs="*", metavar="YOURS", help="show or compare answers")
     parser.add_argument("--check", metavar="FILE", help="check your solution of a task or a puzzle")
+    parser.add_argument("--json", action="store_true", help="print the result of a check as JSON")
+    parser.add_argument("--score", action="store_true", help="show what you have solved")
     given = vars(parser.parse_args())
     logging.getLogger("nanovllm").setLevel(logging.WARNING)  # no line for each LLM that is made
-    if what := given.pop("what", None):
+    if given.pop("score", False):
+        score.show()
+    elif what := given.pop("what", None):
         try:
             run(what, given)
         except (ValueError, OSError) as error:

@@ -35,7 +35,9 @@ def run() -> None:
     QUESTIONS.show(1)
     say(f"""A search with beam_width={WIDTH} continues {PROMPT!r} by {LENGTH} tokens. The first step
         computes the prompt once, for all beams. In each step that follows, the last token of each
-        beam is computed. A number in parentheses is the log-probability of a beam so far:""")
+        beam is computed. A number in parentheses is the log-probability of a beam so far. A beam
+        without a token is one of which no candidate was chosen. The columns free, cached and shared
+        count blocks while a step runs (lesson 8):""")
     print(trace, end="\n\n")
     say("""After step 2, two of the three best candidates continue 0.0, so it is forked. None
         continues 0.2, which is dropped. In step 4 all block tables begin with block 2: what the
@@ -57,10 +59,12 @@ def run() -> None:
 
 
 QUESTIONS = Questions("""
-    A beam is forked. Why is its last block copied, but none of its full blocks? (a) Full blocks are
-    in the prefix cache, which has a copy. (b) Full blocks are too large to copy in every step. (c)
-    Both beams will write different tokens into the last block, and nobody writes into the others.
-    Answer: c. Tokens that are computed do not change, so beams can read the same full blocks.
+    A beam is forked. Why is its last block copied, but none of its full blocks?
+    (a) The prefix cache has a copy of each full block.
+    (b) A full block is too large to copy in each step.
+    (c) The beams write their next tokens only into the last.
+    Answer: c. They will write different tokens into it. Tokens that are computed do not change, so
+    beams can read the same full blocks.
     Hint: Into which blocks do the two beams write their next tokens?
 
     Is the output of a search with beam_width=1 the greedy output: yes or no? And why?
@@ -68,3 +72,7 @@ QUESTIONS = Questions("""
     larger width also keeps beginnings that are worse so far.
     Hint: Which candidate does the only beam keep in each step?
 """)
+
+IN_VLLM = """`BeamSearchOfflineMixin.beam_search` in `entrypoints/generate/beam_search/offline.py`
+runs outside of the engine: in each step every beam is a new request for one token, which finds the
+blocks of the beam in the prefix cache."""

@@ -2,8 +2,9 @@
 
 A decode of one row reads all weights to compute one token, and the processor waits for the memory
 (lesson 4). A chunk of six tokens reads the weights once too. If the next tokens are guessed, one
-step can check all of them. Where a text repeats itself, guessing needs no other model: the last
-tokens, an n-gram, occurred before, and the tokens that followed them there are the drafts:
+step can check all of them, which is called speculative decoding. Where a text repeats itself,
+guessing needs no other model: the last tokens, an n-gram, occurred before, and the tokens that
+followed them there are the drafts:
 
     known    a b c d e a b      the last "a b" was followed by c d e
     chunk    [ b | c d e ]      the last token, and the drafts c, d, e
@@ -82,12 +83,18 @@ def run() -> None:
     head = ("tokens", "steps without", "steps with", "drafts", "accepted", "equal tokens")
     show_table(("output", *head), rows)
     say(f"""If drafts fail, the row gets fewer of them, and then none for {FIRST_PAUSE} to
-        {LONGEST_PAUSE} tokens. The engine looks up n-grams of several sizes, the longest first.
-        Where the known tokens end, it repeats the drafts. The task does neither.""")
+        {LONGEST_PAUSE} tokens. The engine looks up n-grams of several sizes, the longest first, and
+        where the known tokens end, it repeats the drafts. The task leaves these three out.""")
     QUESTIONS.show(2)
+    say("""Drafts have another price. Only the tokens of a step say which of its drafts are right,
+        and so what the next step computes. A step that has drafts, or after which a row may have
+        some, is therefore read before the next one is planned. The overlap of lesson 11a is lost
+        for it.""")
+    QUESTIONS.show(3)
     show_source(
         link("features.sampling.ngram.Lookup.find", "self.before[end]"),
         link("features.sampling.ngram.NgramSpeculation.accept", "index(False)"),
+        link("features.sampling.ngram.NgramSpeculation.needs_results", "chunk.num_drafts"),
     )
     say("Build it: `python -m lessons build ngram`.")
 
@@ -99,11 +106,26 @@ QUESTIONS = Questions("""
     Hint: How many tokens has the chunk, and after which of them is a token drawn?
 
     Why does the engine draw with the position as a part of the random number, and not with the next
-    number of a generator? (a) The generator is too slow for several tokens in a step. (b) A
-    generator would have advanced for rejected tokens too, so later tokens would differ. (c) Drafts
-    have no position.
-    Answer: b. With (seed, position) a token gets the same number, however often its position is
-    drawn. For the same reason a request may be preempted and computed again.
+    number of a generator?
+    (a) A generator is too slow for several tokens in a step.
+    (b) A generator would also advance for rejected tokens.
+    (c) A generator would give all drafts the same number.
+    Answer: b. Later tokens would then differ. With (seed, position) a token gets the same number,
+    however often its position is drawn. For the same reason a request may be preempted and computed
+    again.
     Hint: A position whose draft was wrong is drawn again in the next step. Which number must it
     get?
+
+    On a GPU a step takes 5 milliseconds, and the host plans one in 3 milliseconds, in which the GPU
+    computes the step before, if nothing has drafts. How many tokens must a step with drafts give a
+    row on average, to be as fast as steps without drafts?
+    Answer: 1.6. Without drafts a step gives a token every 5 milliseconds. With drafts host and GPU
+    take turns, so a step takes 8, and 8 / 5 = 1.6. The step itself takes longer too, if it is not
+    limited by reading.
+    Hint: How long is a step with drafts, if the host waits for the GPU before it plans?
 """)
+
+IN_VLLM = """`NgramProposer.propose` in `v1/spec_decode/ngram_proposer.py`: draft and verify is
+called speculative decoding, and this kind of it prompt lookup, or ngram. `RejectionSampler` in
+`v1/sample/rejection_sampler.py` accepts a draft with the ratio of two probabilities (rejection
+sampling), so a seed may give other tokens than without drafts. Async scheduling is off with it."""

@@ -97,10 +97,11 @@ def run() -> None:
 
 QUESTIONS = Questions("""
     If a layer has one MLP, a step of 16 tokens reads as many weights as a step of one token. What
-    if it has a mixture of experts? (a) It reads as many too: the rows of an expert are consecutive.
-    (b) It reads more: the tokens use different experts. (c) Both read the weights of all experts,
-    because the router has to score them.
-    Answer: b. One MLP is read once for all tokens, and each expert once for its own tokens only.
+    if it has a mixture of experts?
+    (a) As many: each expert is read only once.
+    (b) Fewer: an expert is smaller than an MLP.
+    (c) More: the tokens use different experts.
+    Answer: c. One MLP is read once for all tokens, and each expert once for its own tokens only.
     Hint: How many experts does a step of one token read, and how many can a step of two?
 
     A layer has 128 experts, and a token uses 8. How many does a step of 2 tokens use on average, if
@@ -108,3 +109,8 @@ QUESTIONS = Questions("""
     Answer: 15.5. The second token shares 8 * 8 / 128 = 0.5 of its experts with the first.
     Hint: The first token uses 8. How many of the 8 of the second did the first choose already?
 """)
+
+IN_VLLM = """`fused_topk` in `model_executor/layers/fused_moe/router/fused_topk_router.py` chooses
+the experts, and `moe_align_block_size` in `model_executor/layers/fused_moe/moe_align_block_size.py`
+sorts the rows, so that each tile of a kernel has rows of one expert. It can divide experts among
+GPUs (expert parallelism)."""

@@ -57,14 +57,24 @@ def run() -> None:
 
 QUESTIONS = Questions("""
     The largest number of a row is 100, and int8 has a scale for the row. Which cache stores 0.01
-    with a smaller relative error, int8 or fp8? (a) Int8: its scale is made for this row. (b) fp8:
-    its steps are smaller for smaller numbers. (c) Neither: both have 256 values.
+    with a smaller relative error, int8 or fp8?
+    (a) Int8: its scale is made for this row.
+    (b) fp8: its steps are smaller near zero.
+    (c) Neither: both have the same 256 values.
     Answer: b. Int8 has steps of 100 / 127, so 0.01 becomes 0, and fp8 stores 0.0098.
     Hint: How large is a step of int8, if 127 stands for 100?
 
     All keys of a layer have one scale, s. Why does attention need no multiplication of each cached
-    key by s? (a) The scale is always 1. (b) Softmax removes it. (c) It can multiply the query once,
-    because q (s k) = (s q) k.
-    Answer: c. For the same reason the scale of values multiplies the output, once for each token.
+    key by s?
+    (a) The softmax divides all scores by s again.
+    (b) The keys were multiplied when they were stored.
+    (c) It can multiply the query by s, which is one vector.
+    Answer: c. q (s k) = (s q) k, so one multiplication serves all keys. For the same reason the
+    scale of values multiplies the output, once for each token.
     Hint: How many multiplications by s does each way take, for 4,000 keys?
 """)
+
+IN_VLLM = """`reshape_and_cache_kernel_flash` in
+`v1/attention/ops/triton_reshape_and_cache_flash.py` rounds, and `BaseKVCacheMethod` in
+`model_executor/layers/quantization/kv_cache.py` has the scales of a layer. There are other formats
+too, such as e5m2, and scales for each token and head."""

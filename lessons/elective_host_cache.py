@@ -72,10 +72,15 @@ QUESTIONS = Questions("""
     Hint: Is there a block that has no copy in the host's memory?
 
     A block can be loaded from the host, or its tokens can be computed again. For which model is
-    loading worth more, Qwen3-0.6B or Qwen3-14B? (a) Qwen3-0.6B: its blocks are smaller, so copies
-    are faster. (b) Qwen3-14B: it has more weights for each byte of KV, so computing a token costs
-    more than copying it. (c) It makes no difference: both grow with the number of layers.
-    Answer: b. From the small to the large model, the FLOPs of a token grow more than its bytes of
-    KV.
+    loading worth more, Qwen3-0.6B or Qwen3-14B?
+    (a) Qwen3-0.6B: a block of it has fewer bytes.
+    (b) Qwen3-14B: its tokens cost more to compute.
+    (c) Neither: both costs grow with the number of layers.
+    Answer: b. It has more weights for each byte of KV: from the small to the large model, the FLOPs
+    of a token grow more than its bytes of KV.
     Hint: By which factor do the weights grow, and by which factor the bytes of a token?
 """)
+
+IN_VLLM = """`CPUOffloadingManager` in `v1/kv_offload/cpu/manager.py`. Blocks are stored when they
+are computed, and not when they are evicted, by an `OffloadingConnector`, whose interface also moves
+KV between machines. The option is called `kv_offloading_size`."""

@@ -71,10 +71,17 @@ QUESTIONS = Questions("""
     Answer: 7. The largest weight becomes -127, so the scale is 0.508 / 127 = 0.004.
     Hint: What is the scale of the row?
 
-    Why does each row of a weight have a scale, and not the whole weight one? (a) The scales then
-    take less memory. (b) The products of integers would overflow. (c) The row with the largest
-    number would make the steps between two values wide for all rows.
-    Answer: c. The error of a number is at most half of its row's scale, so rows of small numbers
-    lose little. A scale costs 4 bytes a row.
+    Why does each row of a weight have a scale, and not the whole weight one?
+    (a) One large number would make all rows coarse.
+    (b) The products of the integers would overflow.
+    (c) A row would have to be multiplied more often.
+    Answer: a. The error of a number is at most half of its row's scale, so rows of small numbers
+    lose little. With one scale, the row with the largest number would decide it for all. A scale
+    costs 4 bytes a row.
     Hint: Which number of a weight decides a scale, and which numbers are rounded with it?
 """)
+
+IN_VLLM = """`CompressedTensorsW8A8Int8` in
+`model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_w8a8_int8.py`.
+Most methods are for checkpoints whose weights were rounded before; here they are rounded while they
+are loaded."""

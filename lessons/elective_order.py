@@ -102,8 +102,15 @@ QUESTIONS = Questions("""
     Hint: Which number is 16777216 + 1 rounded to?
 
     At temperature 0, the logits of a request in a batch and alone differ by at most 0.000001. Where
-    do the outputs differ? (a) Nowhere: the largest logit is the same. (b) From the first token on.
-    (c) Where the two largest logits are that close, and possibly at all later tokens.
-    Answer: c. One other token is enough, because all later tokens are computed from it.
+    do the outputs differ?
+    (a) Nowhere: the largest logit is the same.
+    (b) From the first token on, in all of them.
+    (c) From where the two largest are that close.
+    Answer: c. Another token may be the largest there, and one other token is enough: all later
+    tokens are computed from it.
     Hint: What does the sampler compare, and what does the next step compute from?
 """)
+
+IN_VLLM = """`VLLM_BATCH_INVARIANT` replaces operators of torch by the kernels of
+`model_executor/determinism/batch_invariant.py`, such as `matmul_batch_invariant`, whose tiles do
+not depend on the batch. Here the kernels of a CPU always have one order."""

@@ -55,3 +55,7 @@ QUESTIONS = Questions("""
     last block of the prompt. So each fork copies this block, although it is full.
     Hint: Which token does sequence 0.1 compute first in the trace, and where does it store it?
 """)
+
+IN_VLLM = """`ParentRequest` in `v1/engine/parallel_sampling.py`: parallel sampling is n requests,
+which share full blocks through the prefix cache. There are no forks: each computes the last block
+of the prompt."""

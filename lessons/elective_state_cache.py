@@ -114,3 +114,7 @@ QUESTIONS = Questions("""
     tokens, which has replaced the one after 32.
     Hint: One for the prompt. How many of those that the decodes made are left?
 """)
+
+IN_VLLM = """`MambaManager` in `v1/core/single_type_kv_cache_manager.py`. A snapshot is a block of a
+pool that it shares with the KV. In the mode "align" of `mamba_cache_mode`, the default with prefix
+caching, a step that ends at the end of a block leaves its state there."""

@@ -113,16 +113,24 @@ def run() -> None:
 
 QUESTIONS = Questions("""
     A token has the same key and the same value as the token before it, with beta = 1 and e^g = 1.
-    What does it change? (a) Nothing: S has this value for the key, so d is 0. (b) The value for the
-    key is twice as large. (c) S forgets all other keys.
-    Answer: a. The delta rule adds the difference to what S has. If each token only added its value,
-    the sum would grow, as in the last column of the table.
+    What does it change?
+    (a) Nothing in the whole state.
+    (b) The value of its key: it doubles.
+    (c) The values of the other keys.
+    Answer: a. S has this value for the key, so d is 0. The delta rule adds the difference to what S
+    has. If each token only added its value, the sum would grow, as in the last column of the table.
     Hint: What is S^T k before the second token, and what is d then?
 
     Which model reads and writes less in a decode of a context of 100 tokens, Qwen3-0.6B with a KV
-    cache or Qwen3.5-0.8B with states in 18 of 24 layers? (a) Qwen3.5-0.8B: a state is smaller than
-    a cache. (b) Qwen3-0.6B: the states are as large for 100 tokens as for 40,000, and 100 tokens
-    have little KV. (c) Both as much, because the context is the same.
-    Answer: b. A state is worth it for long contexts: its size does not depend on their length.
+    cache or Qwen3.5-0.8B with states in 18 of 24 layers?
+    (a) Qwen3.5-0.8B: a state is smaller than a cache.
+    (b) Qwen3-0.6B: 100 tokens have few keys and values.
+    (c) Neither: what they keep of 100 tokens is as large.
+    Answer: b. The states are as large for 100 tokens as for 40,000. A state is worth it for long
+    contexts: its size does not depend on their length.
     Hint: How does the size of each of them depend on the length of the context?
 """)
+
+IN_VLLM = """`QwenGatedDeltaNetAttention` in
+`model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py` computes the delta rule. A state is in a
+block of the KV pool; here it has a pool of its own."""

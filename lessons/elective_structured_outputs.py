@@ -22,6 +22,7 @@ from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.features.sampling.structured import GrammarCompiler, Matcher
 from nanovllm.sampling_params import StructuredOutputsParams
 
+SHOWS_TIMES = True
 PROMPT = "What is 12 + 30?\n"
 SCHEMA = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
 PARAMS = StructuredOutputsParams(json=SCHEMA | {"additionalProperties": False})
@@ -64,11 +65,12 @@ def run() -> None:
 
 
 QUESTIONS = Questions("""
-    At a position only one token is allowed. What does the temperature change there? (a) Nothing:
-    all other logits are -inf at any temperature. (b) A high temperature can draw a token that is
-    not allowed. (c) A low temperature makes the draw more certain.
-    Answer: a. An engine could even skip the model there, which is called jump-forward decoding;
-    this engine does not.
+    At a position only one token is allowed. What does the temperature change there?
+    (a) Nothing: the same token is drawn in any case.
+    (b) A high one can draw a token that is masked.
+    (c) A low one makes this token even more likely.
+    Answer: a. All other logits are -inf at any temperature. An engine could even skip the model
+    there, which is called jump-forward decoding; this engine does not.
     Hint: What is -inf divided by a temperature?
 
     The layers of a step take 10 milliseconds on a GPU, and the host needs 12 for the mask of the
@@ -77,3 +79,7 @@ QUESTIONS = Questions("""
     wait for both.
     Hint: What does the device do in the second picture while the host computes the mask?
 """)
+
+IN_VLLM = """`StructuredOutputManager.grammar_bitmask` in `v1/structured_output/__init__.py`
+computes the masks while the model runs, and `apply_grammar_bitmask` in
+`v1/structured_output/utils.py` applies them. One of four libraries makes them."""

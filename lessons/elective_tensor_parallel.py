@@ -98,17 +98,22 @@ def run() -> None:
 
 QUESTIONS = Questions("""
     The first of two weights is column-parallel, the second row-parallel. Why not both
-    column-parallel? (a) A rank would need all outputs of the first weight for its part of the
-    second, so the ranks would have to exchange them in between. (b) The parts would have different
-    sizes. (c) Each rank would have to store the whole second weight.
-    Answer: a. A row-parallel weight needs only the outputs that its rank has. One sum at the end is
-    enough.
+    column-parallel?
+    (a) The ranks would exchange the results of the first.
+    (b) The parts of the second would have different sizes.
+    (c) Each rank would store the whole of the second.
+    Answer: a. A rank would need all outputs of the first weight for its part of the second. A
+    row-parallel weight needs only the outputs that its rank has, and one sum at the end is enough.
     Hint: A row of the second weight is multiplied with which outputs of the first?
 
     The embedded model has 5 layers. How many all-reduces does one of its steps have?
     Answer: 11. Two in each layer, and one of the embeddings.
     Hint: How many has a layer, and what else is divided?
 """)
+
+IN_VLLM = """`ColumnParallelLinear` and `RowParallelLinear` in `model_executor/layers/linear.py`.
+One scheduler plans for all ranks: an executor (`v1/executor/multiproc_executor.py`) sends each plan
+to the workers, which it has started."""
 
 
 if __name__ == "__main__":

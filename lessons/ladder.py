@@ -24,6 +24,7 @@ from lessons.show import faster, link, say, show_source, show_table
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.observer import NO_OBSERVER
 
+SHOWS_TIMES = True
 NUM_REQUESTS = 16
 ROWS = 8  # requests that run at once, from static batches to async scheduling
 BUDGET = 32  # tokens of a step, from there on to async scheduling

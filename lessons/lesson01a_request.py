@@ -36,11 +36,10 @@ def run() -> None:
         by their number in a vocabulary of {engine.input_processor.vocab_size:,}. The ids:""")
     texts = [repr(decode([token])) for token in ids]
     show_table(("position", *map(str, range(len(ids)))), [("text", *texts), ("id", *ids)])
-    say(f"""3. The Sequence has the tokens. num_computed of them are in the steps planned so far:
-        the cache has, or is going to have, their keys and values, which later tokens read. The
-        cache is divided into blocks of {engine.scheduler.block_manager.block_size} places;
-        block_table lists the blocks of the Sequence. It waits for its first step, so it has
-        none:""")
+    say(f"""3. The Sequence has the tokens. num_computed counts those that are a part of a step,
+        which has run or is only planned. (The cache keeps two vectors of each: lesson 3.) The cache
+        is divided into blocks of {engine.scheduler.block_manager.block_size} places; block_table
+        lists the blocks of the Sequence. It waits for its first step, so it has none:""")
     request = engine.submit(PROMPT, SamplingParams(temperature=0))
     seq = request.samples[0].seq
     names = ("token_ids", "num_computed", "block_table", "status")
@@ -102,8 +101,17 @@ QUESTIONS = Questions("""
     Hint: Which tokens of the sequence have not been computed when the second step is planned?
 
     The model computes something for each of the 10 tokens of the prompt. Why do the logits have one
-    row, and not 10? (a) Logits are large, so only some of the rows are kept. (b) Only the last
-    token has a next token that is not known yet. (c) The other tokens are in the cache.
+    row, and not 10?
+    (a) Ten rows are too large, so nine are thrown away.
+    (b) Only after the last token is the next one unknown.
+    (c) The logits of the other tokens are in the cache.
     Answer: b. The prompt says what follows the other tokens.
     Hint: Which token of the prompt is followed by a token that the engine has to find?
 """)
+
+IN_VLLM = """`EngineCore.step` in `v1/engine/core.py` is the loop of objects 4 to 7. The plan is a
+`SchedulerOutput`, which has the number of tokens of each request. A row is an index in the
+persistent batch, `InputBatch` in `v1/worker/gpu_input_batch.py`, and
+`GPUModelRunner._prepare_inputs` in `v1/worker/gpu_model_runner.py` makes the tensors. (This is the
+model runner V1; docs/vllm-map.md has V2 too.) By default texts and the loop are in two
+processes."""

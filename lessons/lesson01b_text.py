@@ -49,10 +49,11 @@ def run() -> None:
         rows.append((token, repr(tokenizer.decode([token])), repr(detokenizer.add([token]))))
     show_table(("token", "alone", "new text"), rows)
     QUESTIONS.show(2)
-    say(f"""Stop strings: the answer to {PROMPT!r} is streamed with stop={STOPS}. The longest
-        has {max(map(len, STOPS))} characters, so at most the last {max(map(len, STOPS)) - 1} can be
-        the beginning of one. The engine does not compare them: it always holds back that many. When
-        the request ends, the rest is shown, or a stop string is cut off:""")
+    say(f"""Stop strings: the answer to {PROMPT!r} is streamed with stop={STOPS}. The longest has
+        {max(map(len, STOPS))} characters, so at most the last {max(map(len, STOPS)) - 1} can be the
+        beginning of one. The engine does not check whether they are: it holds back that many in any
+        case, as vLLM does. When the request ends, the rest is shown, or a stop string is cut
+        off:""")
     show_table(("token", "shown so far", "held back"), stream(llm, STOPS))
     say("""The end: the scheduler sees token ids, so it finds stop tokens and counts tokens. It has
         no text, so the engine looks for stop strings after the Detokenizer. A stop token is not
@@ -69,8 +70,8 @@ def run() -> None:
         link("engine.sampling.Sampling._ends_with_stop", "sample.text.find"),
         link("engine.scheduler.Scheduler.finish_if_complete", "seq.stop_token_ids"),
     )
-    say("""Build it: `python -m lessons build stop` asks for a stream that holds back as little as
-        possible.""")
+    say("""In lesson 12, `python -m lessons build stop` asks for a stream that holds back as little
+        as possible.""")
 
 
 QUESTIONS = Questions("""
@@ -82,9 +83,14 @@ QUESTIONS = Questions("""
     Hint: How many characters begin with the bytes E2 82?
 
     The stop string is "END", and the text so far is "The E". Why may the stream not show the "E"?
-    (a) The next tokens may complete the stop string, and a stop string is not shown. (b) A single
-    letter is not a token. (c) The text of a token is only known with the next token.
-    Answer: a. What has been shown cannot be taken back. If the next token is "nd", the "E" is shown
-    one token late.
+    (a) It may be the beginning of the stop string.
+    (b) A stream shows a word when it is complete.
+    (c) The text of a token needs the token after it.
+    Answer: a. A stop string is not shown, and what has been shown cannot be taken back. If the next
+    token is "nd", the "E" is shown one token late.
     Hint: What should a user have seen if the next two tokens are "N" and "D"?
 """)
+
+IN_VLLM = """`BaseIncrementalDetokenizer.update` in `v1/engine/detokenizer.py` holds back as many
+characters (`stop_buffer_length`). It runs in the front end, and `OutputProcessor.process_outputs`
+in `v1/engine/output_processor.py` then asks the engine process to abort the request."""

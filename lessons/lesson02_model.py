@@ -108,10 +108,12 @@ def run() -> None:
 
 
 QUESTIONS = Questions("""
-    Why are keys and values all that a cache has to keep of earlier tokens? (a) They are the largest
-    results of a layer. (b) All other results can be computed from them. (c) Only attention reads
-    other tokens than its own, and of these only k and v.
-    Answer: c. All other formulas use one row of x, and a query is needed only for its own token.
+    Why are keys and values all that a cache has to keep of earlier tokens?
+    (a) They are the largest results that a layer computes.
+    (b) All of the other results can be computed from them.
+    (c) No other result of a token is read by later tokens.
+    Answer: c. Only attention reads other tokens than its own, and of these only k and v. All other
+    formulas use one row of x, and a query is needed only for its own token.
     Hint: Which of the formulas has more than one row of x?
 
     Rope rotates queries and keys. A query at position 1,000 and a key at position 940 have a score.
@@ -120,3 +122,7 @@ QUESTIONS = Questions("""
     cases. A cached key is rotated by its position: it can be shared only at the same position.
     Hint: Rotations by a and b differ by a rotation by a - b.
 """)
+
+IN_VLLM = """`Qwen3ForCausalLM` in `model_executor/models/qwen3.py` has the same formulas, as torch
+modules. Its attention is a layer that finds the batch in a global, the `ForwardContext`; here the
+batch is an argument."""

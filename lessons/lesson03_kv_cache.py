@@ -18,6 +18,7 @@ from lessons.lesson import decode_plan, make_llm, prompt_plan, runner_of, shape_
 from lessons.show import Questions, faster, link, say, show_source, show_table
 from nanovllm import LLM
 
+SHOWS_TIMES = True
 # A way to generate: (llm, prompt, number of output tokens) -> each token, and how many tokens the
 # model computed for it.
 Way = Callable[[LLM, list[int], int], Iterator[tuple[int, int]]]
@@ -88,15 +89,16 @@ def run() -> None:
         {c.block_bytes(1, 2):,} bytes. This lesson reserved memory for the longest text that the
         model can read, and used little of it. Lessons 5, 8, 9 are about this memory.""")
     say("""In the engine, `run` computes the tokens of a plan, and `store` writes their keys and
-        values to the cache. For a decode the plan has only the number of a row. The row sampled the
-        token to compute in the step before, so it is on the device already.""")
+        values to the cache. For a decode the plan has only the number of a row. The token was
+        sampled in the step before, and the device still has it, at this row.""")
     show_source(
         link("runner.model_runner.ModelRunner.run"),
         link("models.attention.PlainAttention.store"),
         link("engine.scheduler.Scheduler.schedule", "decode_rows.append"),
     )
-    say("""Build it: `python -m lessons build cache`. The two ways are the first rungs of the
-        ladder: `python -m lessons ladder 3` measures them.""")
+    say("""Build it: `python -m lessons build cache`, and then `python -m lessons build m1`, the
+        first milestone of your engine. The two ways are the first rungs of the ladder: `python -m
+        lessons ladder 3` measures them.""")
 
 
 QUESTIONS = Questions("""
@@ -107,9 +109,15 @@ QUESTIONS = Questions("""
     Hint: How many runs are there, and how many tokens does the last one compute?
 
     The model runs over the first 3 tokens of a prompt, and then over the first 6. Does the key of
-    the third token change in the second run? (a) Yes, in all layers. (b) Yes, except in the first
-    layer, where nothing has been mixed. (c) No, in no layer.
+    the third token change in the second run?
+    (a) Yes: it now depends on all six tokens.
+    (b) Yes, in all layers except the first.
+    (c) No, it is the same in each of the layers.
     Answer: c. In each layer a token attends only to itself and to tokens before it. So nothing that
     is computed for it depends on what follows it.
     Hint: Which tokens does the third token attend to, in any layer?
 """)
+
+IN_VLLM = """`FlashAttentionImpl.do_kv_cache_update` in `v1/attention/backends/flash_attn.py` stores
+keys and values, and `FlashAttentionImpl.forward` reads them. `get_attn_backend` in
+`v1/attention/selector.py` chooses among many backends."""

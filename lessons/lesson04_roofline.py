@@ -1,10 +1,10 @@
 """Lesson 4: the roofline of a step.
 
 In lesson 3 the cache left 169 of 14,320 tokens to compute, but it saved much less of the time. And
-the table below shows that a step of 4 requests takes hardly longer than a step of one. Why? A step
-reads weights, keys and values (bytes), and multiplies and adds numbers (FLOPs, floating-point
-operations). A processor can do both at the same time, so a step takes at least as long as the
-slower of the two. This is its roofline (Williams et al. 2009).
+a step of 4 requests takes much less than 4 times as long as a step of one, as the table below
+shows. Why? A step reads weights, keys and values (bytes), and multiplies and adds numbers (FLOPs,
+floating-point operations). A processor can do both at the same time, so a step takes at least as
+long as the slower of the two. This is its roofline (Williams et al. 2009).
 
     FLOPs/s |          .-----------------   compute-bound: all that it computes
             |        .'
@@ -32,6 +32,7 @@ from nanovllm.runner.one_rank import OneRank
 from tools.benchmarks import roofline
 from tools.benchmarks.workloads import Workload
 
+SHOWS_TIMES = True
 # The part of Qwen3-0.6B that is timed.
 LAYERS = 4
 VOCAB = 16_384
@@ -114,15 +115,17 @@ def run() -> None:
     )
     rows = 989 / 3.35
     one = decode_costs(shape_of("qwen3-0.6b"), 1, 4000)
+    products = one["weight_bytes"]  # FLOPs: 2 for each weight, which has 2 bytes
+    attention = one["decode_flops"] - products
     say(f"""What to do: look up how many FLOPs (bfloat16, dense) a GPU computes in a second, and how
         many bytes it reads. From how many rows on is its decode compute-bound? How much memory does
         the KV of this many rows take, each with 4,000 tokens of Qwen3-0.6B? An example: an H100 has
         989 TFLOPs and 3.35 TB a second, so it is {rows:.0f} rows without attention. Their KV takes
-        {rows * one["kv_bytes"] / 1e9:.0f} GB, more than its 80 GB. With attention, a row computes
-        {one["decode_flops"] / 1e9:.1f} GFLOPs and reads {one["kv_bytes"] / 1e9:.2f} GB of KV that
-        no other row reads. These are {one["decode_flops"] / one["kv_bytes"]:.1f} FLOPs for each
-        byte at most, however many rows share the weights, so such a decode is always
-        memory-bound.""")
+        {rows * one["kv_bytes"] / 1e9:.0f} GB, more than its 80 GB. A row computes
+        {products / 1e9:.1f} GFLOPs with the weights and {attention / 1e9:.1f} in attention. All
+        rows share the reads of the weights, and none shares its {one["kv_bytes"] / 1e9:.2f} GB of
+        KV. So however many rows there are, they have {(products + attention) / one["kv_bytes"]:.1f}
+        FLOPs for each byte of KV, far below {rows:.0f}: such a decode is always memory-bound.""")
 
 
 QUESTIONS = Questions("""
@@ -135,9 +138,15 @@ QUESTIONS = Questions("""
 
     In bfloat16 Qwen3-0.6B has 1.2 GB of weights, and 115 kB of keys and values for each token. A
     GPU decodes 16 rows of 4,000 tokens. Numbers of 8 bits (int8 or fp8) can store the weights, or
-    the KV cache. Which of the two shortens this decode more? (a) The weights: all rows read them.
-    (b) The cache: each row reads other keys and values, together more bytes than the weights. (c)
-    Both equally: each halves the bytes of a number.
-    Answer: b. 64,000 tokens of KV take 7.3 GB, and the weights 1.2 GB.
+    the KV cache. Which of the two shortens this decode more?
+    (a) The cache, of which each row reads its own part.
+    (b) The weights, which each of the 16 rows has to read.
+    (c) Neither: both would have half of their bytes.
+    Answer: a. 64,000 tokens of KV take 7.3 GB. The weights take 1.2 GB, and one read of them serves
+    all rows.
     Hint: The rows share one read of the weights. How many tokens' keys and values do they read?
 """)
+
+IN_VLLM = """no file calculates a roofline. What follows from it is in
+`EngineArgs.get_batch_defaults` in `engine/arg_utils.py`: GPUs with more memory get a larger
+max_num_batched_tokens and max_num_seqs."""

@@ -59,9 +59,9 @@ def run() -> None:
         saves memory. The next table compares two caches of 1,024 slots. In the first a block has
         256 slots, which is contiguous memory for a whole request. In the second a block has 16, and
         a request begins when there are free blocks for its prompt, and one more for each request
-        that already runs, so that all of them can grow (Scheduler.reserve). With blocks of 256 the
-        lesson sets this reserve to 0, because no request takes a second one. 24 requests, each with
-        an answer of 10 or 11 tokens:""")
+        that already runs, so that all of them can grow (Scheduler.reserve). This reserve is
+        nanovllm's own: vLLM keeps none by default. A block of 256 holds a whole request, so the
+        first cache needs no reserve. 24 requests, each with an answer of 10 or 11 tokens:""")
     counts = []
     for size in (256, 16):
         options = dict(num_kv_cache_blocks=1024 // size, max_model_len=256)
@@ -82,8 +82,9 @@ def run() -> None:
         link("runner.rows.Rows.slots"),
         link("engine.scheduler.Scheduler.reserve"),
     )
-    say("""Build it: `python -m lessons build slots`. The ladder still runs one request at a time
-        here, so blocks save only memory: `python -m lessons ladder 5`.""")
+    say("""Build it: `python -m lessons build slots`, and then m2, in your engine. The ladder
+        still runs one request at a time here, so blocks save only memory: `python -m lessons
+        ladder 5`.""")
 
 
 QUESTIONS = Questions("""
@@ -99,3 +100,8 @@ QUESTIONS = Questions("""
     same memory.
     Hint: How many times do 256 slots fit into the cache?
 """)
+
+IN_VLLM = """`KVCacheManager.allocate_slots` in `v1/core/kv_cache_manager.py` takes the blocks, and
+`BlockTable.compute_slot_mapping` in `v1/worker/block_table.py` makes slots of them. The reserve of
+a block for each running request is nanovllm's own. vLLM admits a request if all its known tokens
+fit (`scheduler_reserve_full_isl`), and keeps free what `watermark` says, which is 0 by default."""

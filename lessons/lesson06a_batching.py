@@ -1,10 +1,10 @@
 """Lesson 6a: continuous batching.
 
-A step of 4 rows takes hardly longer than a step of one (lesson 4), and lesson 5 has the memory for
-them. So an engine computes the next tokens of several requests, a batch, in one step.
-Each request of the batch has a row, and max_num_seqs is the number of rows. But requests do not
-end together. A static batch runs until its last request has ended, and the rows of the others are
-idle. With continuous batching a waiting request takes a row once one is free (Orca, OSDI 2022).
+A step of 4 rows takes much less than 4 times as long as a step of one (lesson 4), and lesson 5 has
+the memory for them. So an engine computes the next tokens of several requests, a batch, in one
+step. Each request of the batch has a row, and max_num_seqs is the number of rows. But requests do
+not end together. A static batch runs until its last request has ended, and the rows of the others
+are idle. With continuous batching a waiting request takes a row once one is free (Orca, OSDI 2022).
 
              static batches    continuous batching
     row 0    A A . . C C C     A A C C C      a letter: a step; A takes 2
@@ -66,17 +66,24 @@ def run() -> None:
 
 
 QUESTIONS = Questions("""
-    Four requests with 2, 9, 3 and 2 output tokens run in four rows, and a fifth one waits. When
-    does it begin? (a) When the request with 9 tokens has ended, with both kinds of batching. (b)
-    With a static batch, when the request with 9 tokens has ended; with continuous batching, after
-    two steps. (c) After two steps, with both kinds of batching.
+    Four requests with 2, 9, 3 and 2 output tokens run in four rows, and a fifth one waits. After
+    how many steps does it begin with static batches, and with continuous batching?
+    (a) After 9 and after 9. (b) After 9 and after 2. (c) After 16 and after 2.
     Answer: b. A static batch runs until its longest request has ended, although two rows are idle
-    from the third step on.
+    from the third step on. With continuous batching the fifth request takes one of these two.
     Hint: Which rows are free after two steps, and who may take them?
 
     Eight requests have 5 output tokens each, and there are four rows. Why does continuous batching
-    save no step here? (a) The requests are too short. (b) There are more requests than rows. (c)
-    All rows become free in the same step, so no row is idle in static batches either.
-    Answer: c. Continuous batching gains if the lengths of outputs differ, as in real requests.
+    save no step here?
+    (a) All rows become free in the same step.
+    (b) There are more requests than rows.
+    (c) Five tokens are too few to save a step.
+    Answer: a. So no row is idle in static batches either. Continuous batching gains if the lengths
+    of outputs differ, as in real requests.
     Hint: In which steps is a row of a static batch idle, if all its requests are equally long?
 """)
+
+IN_VLLM = """`Scheduler.schedule` in `v1/core/sched/scheduler.py` admits in the same way. In the
+model runner V1 the last row moves to one that becomes free (`InputBatch.condense` in
+`v1/worker/gpu_input_batch.py`). In V2 each request keeps its row, as here (`RequestState` in
+`v1/worker/gpu/states.py`)."""

@@ -21,6 +21,8 @@ from lessons.lesson import Counters, make_llm, timed
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM, SamplingParams
 
+SHOWS_TIMES = True
+
 
 def prompt(num_tokens: int) -> dict[str, list[int]]:
     return {"prompt_token_ids": [5 + i % 100 for i in range(num_tokens)]}
@@ -69,8 +71,8 @@ def run() -> None:
         link("engine.scheduler.Scheduler.plan_chunk", "tokens = min("),
         link("engine.scheduler.Scheduler.plan_chunk", "kind = seq.result_kind"),
     )
-    say("""Build it: `python -m lessons build step`. The budget is a rung of the ladder that makes
-        the longest step shorter: `python -m lessons ladder 6`.""")
+    say("""Build it: `python -m lessons build step`, and then m3, in your engine. The budget is a
+        rung of the ladder that makes the longest step shorter: `python -m lessons ladder 6`.""")
 
 
 QUESTIONS = Questions("""
@@ -80,9 +82,15 @@ QUESTIONS = Questions("""
     Hint: How many tokens of the budget do the decodes take in each step?
 
     The scheduler does not look for decodes. Why do they get their tokens before the prompt that is
-    not finished? (a) They have fewer tokens to compute. (b) They were admitted before it: as long
-    as it is not finished, it takes all of the budget that is left, so nobody is admitted after it.
-    (c) A batch has to end with its chunks.
-    Answer: b. It is always the last of the running sequences, and those that decode come first.
+    not finished?
+    (a) They have fewer tokens to compute.
+    (b) They were admitted before the prompt.
+    (c) Chunks come last in the plan of a step.
+    Answer: b. As long as the prompt is not finished, it takes all of the budget that is left, so
+    nobody is admitted after it. It is always the last of the running sequences.
     Hint: When is a waiting sequence admitted, and what does the prompt leave of the budget?
 """)
+
+IN_VLLM = """`Scheduler.schedule` in `v1/core/sched/scheduler.py` has the same rule, and its first
+comment says so. `long_prefill_token_threshold` can limit a chunk to less than the budget that is
+left; it is off by default."""

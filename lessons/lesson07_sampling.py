@@ -83,17 +83,26 @@ def run() -> None:
 
 QUESTIONS = Questions("""
     In one step the model is sure: a token has the probability 0.99. In another, fifty tokens are
-    about equally likely. What is wrong with top_k=3 here, and not with min_p=0.1? (a) It is slower,
-    because it sorts. (b) It keeps three tokens in both steps, although one or fifty make sense. (c)
-    It changes the order of the tokens.
-    Answer: b. The threshold of min_p is relative to the most likely token: it keeps one token in
-    the first step and all fifty in the second. top_p adapts too.
+    about equally likely. What is wrong with top_k=3 here, and not with min_p=0.1?
+    (a) It may hide the most likely token.
+    (b) It has to sort the whole vocabulary.
+    (c) It keeps as many tokens in both steps.
+    Answer: c. It keeps three tokens, although one or fifty make sense. The threshold of min_p is
+    relative to the most likely token: it keeps one token in the first step and all fifty in the
+    second. top_p adapts too.
     Hint: How many tokens does each filter keep in the first step, and how many in the second?
 
     Suppose that all requests of a batch draw from one random generator, in the order of their rows.
-    What would change the tokens of a request with a seed? (a) Nothing, if the generator begins with
-    this seed. (b) Only its own parameters. (c) Also the other requests of its batch.
+    What would change the tokens of a request with a seed?
+    (a) Nothing, if the generator begins with this seed.
+    (b) Only its own prompt and its own parameters.
+    (c) The other requests of its batch, and their order.
     Answer: c. Each draw advances the generator, so the draws of others change what a request gets.
     So u must depend on the request alone.
     Hint: Who advances the generator between two draws of the request?
 """)
+
+IN_VLLM = """`Sampler.sample` in `v1/sample/sampler.py` applies min_p before top_k and top_p. Each
+token of the vocabulary gets a random number: in the model runner V1 from a generator of each
+request that has a seed (`random_sample` in `v1/sample/ops/topk_topp_sampler.py`), in V2 from seed
+and position, as here (`gumbel_noised_argmax` in `v1/worker/gpu/sample/gumbel.py`)."""

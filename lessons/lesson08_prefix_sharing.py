@@ -44,7 +44,8 @@ def run() -> None:
     a, b = encode(PROMPTS["A"]), encode(PROMPTS["B"])
     say(f"""Prompts A, {PROMPTS["A"]!r}, and B, {PROMPTS["B"]!r}, begin with the same 6 tokens.
         Blocks have 4 slots. Below is the trace of their first step. Its columns free, cached and
-        shared count blocks. A cached block is in the prefix cache, and no sequence owns it now.""")
+        shared count blocks while the step runs: a request that ends in the step still has its
+        blocks. A cached block is in the prefix cache, and no sequence owns it now.""")
     with Trace(llm) as trace:
         run_prompts(llm, [a, b])
     print(trace, end="\n\n")
@@ -57,8 +58,9 @@ def run() -> None:
     say("""So each full block has a hash of its tokens and of all before them: block_hash =
         xxh3_128(parent_block_hash, token ids), where xxh3_128 is a hash function with a result of
         128 bits, and the parent is the block before it. The cache is a dictionary from hashes to
-        blocks. A match compares the tokens too, as two hashes could be equal. Below are the first
-        six digits of the hashes:""")
+        blocks. A match compares the tokens too, as two hashes could be equal. (vLLM does not: its
+        hash is SHA-256, of which no collision is known.) Below are the first six digits of the
+        hashes:""")
     manager = llm.engine.scheduler.block_manager
     rows = []
     for name, ids in (("A", a), ("B", b), ("A with another first token", [b[-1], *a[1:]])):
@@ -83,23 +85,25 @@ def run() -> None:
         because a sequence releases its last block first. The table shows how many tokens of each
         prompt the next request would find in the cache:""")
     show_table(("after", "of A", "of C", "of D"), evict())
-    say("""In `match`, `targets` are tokens of a request that scores a given text. It needs logits
-        of earlier tokens too, so fewer blocks match.""")
     show_source(
         link("engine.block_manager.BlockManager.match"),
         link("engine.block_manager.BlockManager.cache_full_blocks"),
         link("engine.block_manager.BlockManager.choose_victim"),
     )
     say("""Build it: `python -m lessons build prefix`, and then `python -m lessons build eviction`,
-        whose rule has to find more tokens than the engine's. On the ladder 631 of 1,831 tokens are
-        left to compute, with the token budget of lesson 6b: `python -m lessons ladder 8`.""")
+        whose rule has to find more tokens than the engine's; then m4, in your engine. On the ladder
+        631 of 1,831 tokens are left to compute, with the token budget of lesson 6b: `python -m
+        lessons ladder 8`.""")
 
 
 QUESTIONS = Questions("""
     Two prompts differ in their first token only. Why can they share none of the later blocks, whose
-    tokens are equal? (a) The cache compares whole prompts. (b) Their positions differ. (c) The keys
-    and values of a token depend on all tokens before it, so they differ.
-    Answer: c. Equal tokens after different beginnings are different blocks.
+    tokens are equal?
+    (a) The tokens are at other positions.
+    (b) The cache compares whole prompts.
+    (c) Their keys and values are different.
+    Answer: c. The keys and values of a token depend on all tokens before it. So equal tokens after
+    different beginnings are different blocks.
     Hint: The positions are equal, and blocks are compared one by one. Which tokens do the keys and
     values of the fifth token depend on, in the second layer?
 
@@ -109,3 +113,8 @@ QUESTIONS = Questions("""
     is in the second block, and only whole blocks are found.
     Hint: Which logits does the request need before it can sample its first token?
 """)
+
+IN_VLLM = """`KVCacheManager.get_computed_blocks` in `v1/core/kv_cache_manager.py` finds blocks, and
+`BlockPool.cache_full_blocks` in `v1/core/block_pool.py` caches them. Their hash is SHA-256 by
+default, so tokens are not compared; to compare them is nanovllm's own. Free and cached blocks are
+in one queue, from which `BlockPool.get_new_blocks` takes the next one and evicts what it holds."""

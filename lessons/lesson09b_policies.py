@@ -11,7 +11,8 @@ here is the number of uncached prompt tokens:
 
 SJF alone has a fault: the long prompt waits forever if short ones keep arriving. So a later request
 starts with a larger key: the key has 16 more for each request that came before. This is called
-aging. The number of short prompts that overtake the long one is then limited.
+aging. The number of short prompts that overtake the long one is then limited. (vLLM has neither SJF
+nor aging.)
 """
 
 from lessons.lesson import Counters, ask, make_llm
@@ -56,10 +57,12 @@ def run() -> None:
 
 
 QUESTIONS = Questions("""
-    A long prompt arrives just before twelve short ones. With SJF, most of them are computed
-    first. Why is the mean time to the first token smaller than with FCFS, although the same tokens
-    are computed? (a) One request waits a little longer, and several wait less. (b) Short prompts
-    take less time for each token. (c) The long prompt is computed in fewer steps.
+    A long prompt arrives just before twelve short ones. With SJF, most of them are computed first.
+    Why is the mean time to the first token smaller than with FCFS, although the same tokens are
+    computed?
+    (a) One request waits longer, and several wait less.
+    (b) A short prompt takes less time for each of its tokens.
+    (c) The long prompt is then computed in fewer steps.
     Answer: a. The long prompt delays all that come after it with FCFS.
     Hint: Who waits for whom with FCFS, and who with SJF?
 
@@ -70,3 +73,7 @@ QUESTIONS = Questions("""
     150.
     Hint: For which numbers i is 9 + 16 i less than 150?
 """)
+
+IN_VLLM = """`Request.__lt__` in `v1/request.py` orders by a priority that the user gives, if the
+policy is "priority" (`PriorityRequestQueue` in `v1/core/sched/request_queue.py`); the default is
+FCFS. SJF and aging are nanovllm's own: a request of low priority can wait forever in vLLM."""

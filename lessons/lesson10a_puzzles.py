@@ -66,3 +66,7 @@ QUESTIONS = Questions("""
     first 1,000 numbers belongs to something else.
     Hint: How many programs are there, and how many places do all of them have?
 """)
+
+IN_VLLM = """`reshape_and_cache_kernel_flash` in
+`v1/attention/ops/triton_reshape_and_cache_flash.py` is a small kernel to read next: its programs
+store keys and values in their slots."""

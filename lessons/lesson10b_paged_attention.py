@@ -105,9 +105,10 @@ def run() -> None:
         exp2, one instruction, takes the place of exp:""")
     show_lines(kernels._attend_tile.fn, "scores = tl.dot", "return acc")
     say("""A program stores two things of its split: the result acc / l, and lse = m + log2 l, the
-        logarithm of its sum of exp2(score). So exp2(lse) acc / l is acc on the same scale for all
-        splits, and the merge is the mean of the results, weighted with exp2(lse). The largest lse
-        is subtracted first, so that no exp2 overflows:""")
+        logarithm of its sum of exp2(score). exp2(lse) is l exp2(m), so exp2(lse) times the result
+        is exp2(m) acc: the sum as if no maximum had been subtracted, which all splits share. The
+        merge is the mean of the results, weighted with exp2(lse). The largest lse is subtracted
+        first, so that no exp2 overflows:""")
     show_source(link(kernels._merge_splits.fn, "weights ="))
     say("Build it: `python -m lessons build softmax`.")
 
@@ -119,10 +120,16 @@ QUESTIONS = Questions("""
     Hint: The factor is exp(old m - new m). What is the new m of this tile?
 
     A GPU with 132 multiprocessors decodes one sequence with a long context and 8 KV heads. Why is
-    the context split among several programs? (a) A program can read a limited number of blocks. (b)
-    With a program for each KV head, most multiprocessors would be idle. (c) The sums would be too
-    large for float32.
-    Answer: b. The splits cost a merge, so they pay off if there are few sequences. With many
-    sequences all multiprocessors have work without them.
+    the context split among several programs?
+    (a) All of its scores do not fit into one program.
+    (b) Most of the GPU would be idle without splits.
+    (c) The sum would be too large for one float32.
+    Answer: b. There would be one program for each KV head, which is 8. The splits cost a merge, so
+    they pay off if there are few sequences. With many sequences all multiprocessors have work
+    without them.
     Hint: How many programs are there without splits, and how many can run at once?
 """)
+
+IN_VLLM = """`kernel_unified_attention` in `v1/attention/ops/triton_unified_attention.py`, and
+`reduce_segments` there for the merge. A split is called a segment. A context has 16 of them, if the
+step only decodes few requests, and otherwise one."""

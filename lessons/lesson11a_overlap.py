@@ -25,6 +25,7 @@ from nanovllm.engine.sampling import Sampling
 from nanovllm.plan import StepOutput, StepPlan
 from tools.benchmarks.modes import NoModel
 
+SHOWS_TIMES = True
 DEVICE_MS, HOST_MS = 5, 3  # of one step
 
 
@@ -100,11 +101,16 @@ def run() -> None:
 
 QUESTIONS = Questions("""
     With overlap, one token is dropped for a request that ends at a stop token, and none for a
-    request that ends at max_tokens. Why? (a) The stop token is not part of the output. (b) The host
-    can count tokens before it reads them, but it must read them to find a stop token, and the next
-    step has been launched by then. (c) Tokens after max_tokens are not sampled, because the row is
-    masked.
-    Answer: b. The end at max_tokens is known when the next step is planned. A stop token is found
-    one step later.
+    request that ends at max_tokens. Why?
+    (a) A stop token is found only when it is read.
+    (b) A stop token is not a part of the output text.
+    (c) At max_tokens the row of the request is masked.
+    Answer: a. The host can count tokens before it reads them, so it knows the end at max_tokens
+    when it plans the next step. To find a stop token it must read the tokens, and the next step has
+    been launched by then.
     Hint: What does the host know about a step that is in flight?
 """)
+
+IN_VLLM = """`EngineCore.step_with_batch_queue` in `v1/engine/core.py`, and `AsyncScheduler` in
+`v1/core/sched/async_scheduler.py`, which counts sampled tokens that are not read yet
+(`num_output_placeholders`, the same name as here)."""

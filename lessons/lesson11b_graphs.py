@@ -1,9 +1,9 @@
 """Lesson 11b: CUDA graphs.
 
 With overlap the host plans a step while the device computes the one before. But the host also
-launches each step, kernel by kernel. A decode of a model with 28 layers has about 280 small
-kernels, and each launch takes the host some microseconds. If a kernel takes less, the device waits
-again. A CUDA graph records all launches of a step once, and then one call repeats them:
+launches each step, kernel by kernel. Suppose that a decode of 28 layers has 10 kernels in each, and
+that the host takes 5 microseconds to launch one. If a kernel takes less, the device waits again. A
+CUDA graph records all launches of a step once, and then one call repeats them:
 
     without    host    launch 1 | launch 2 | launch 3 | ...
                device          | k 1 |    | k 2 |    | k 3 |  ...
@@ -81,9 +81,9 @@ def run() -> None:
         padding row, {ROWS} here, whose block table has only the null block. The rows 3, 0 and 5
         become 3, 0, 5 and {ROWS}, and the token of row {ROWS} is left out.
 
-        Warm-up: each size runs once before it is recorded, because a recording must not compile
-        kernels, which may be compiled for each size, or initialize libraries. Without this,
-        `lessons/device.py` says: {refused!r}.
+        Warm-up: each size runs once before it is recorded. To compile a kernel or to initialize a
+        library would break the recording, and both happen at the first call with a size. Without
+        this, `lessons/device.py` says: {refused!r}.
 
         Grids: the number of programs of a kernel is recorded too. Attention splits each context
         among several programs (lesson 10b), and contexts grow with each step: a number that was
@@ -92,7 +92,8 @@ def run() -> None:
         and ends at once if its split is empty.
 
         A decode is one graph. Of a step with chunks, whose attention depends on the lengths of the
-        chunks, only the parts between two attentions are graphs.""")
+        chunks, only the parts between two attentions are graphs. vLLM calls the two full and
+        piecewise CUDA graphs.""")
     show_source(
         link("backends.gpu.graphs.CudaCapture.__call__", "function()"),
         link(DecodeGraphs.replay, "self.padding_row"),
@@ -111,9 +112,15 @@ QUESTIONS = Questions(f"""
     Hint: Which of them is slower, and how often?
 
     A step of rows 3, 0 and 5 is recorded. The host makes a new tensor with the rows 1, 2 and 4, and
-    replays the recording. Which rows does it compute? (a) Rows 1, 2 and 4. (b) Rows 3, 0 and 5. (c)
-    All six.
+    replays the recording. Which rows does it compute?
+    (a) Rows 1, 2 and 4. (b) Rows 3, 0 and 5. (c) None: the replay raises an error.
     Answer: b. Where the kernels read and write is a part of the recording. What is there may
     change, so the host must write the new rows into the old tensor.
     Hint: How could the recorded kernels know the address of a tensor that did not exist yet?
 """)
+
+IN_VLLM = """`CudagraphDispatcher.dispatch` in `v1/cudagraph_dispatcher.py` chooses a graph. Graphs
+of whole steps are called full, and those of the parts between attentions piecewise. By default a
+decode takes a full one and other steps take piecewise ones, for the sizes in
+`cudagraph_capture_sizes`. In the model runner V2 this is `CudaGraphManager` in
+`v1/worker/gpu/cudagraph_utils.py`."""

@@ -22,6 +22,7 @@ from lessons.lesson import make_llm
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM, SamplingParams
 
+SHOWS_TIMES = True
 REQUESTS, TOKENS, ROWS = 64, 16, 8
 LOADS = (0.3, 0.9, 3.0)  # arrivals, as parts of what the engine can serve
 
@@ -87,19 +88,22 @@ def run() -> None:
 
 
 QUESTIONS = Questions("""
-    Requests arrive three times as fast as the engine can serve them. It works all the time. What
-    happens to its goodput? (a) It is as large as the number of requests that it serves per second.
-    (b) It is lower: most requests have waited too long when their first token comes. (c) It is
-    three times as large.
-    Answer: b. The engine serves as many requests as it can, but each has waited longer than the one
-    before. Only the first ones meet the limits.
+    Requests arrive three times as fast as the engine can serve them. It works all the time. How
+    large is its goodput, compared with the number of requests that it serves per second?
+    (a) It is lower. (b) It is as large. (c) It is three times as large.
+    Answer: a. Most requests have waited too long when their first token comes. The engine serves as
+    many as it can, but each has waited longer than the one before. Only the first ones meet the
+    limits.
     Hint: How long does the last request of the test wait before it is admitted?
 
     An engine has twice as many rows. Its tokens per second grow by a third. What happens to the
-    time between tokens at full load? (a) It falls, because the engine computes more tokens per
-    second. (b) It stays, because each request has a row in every step. (c) It grows, because twice
-    as many requests share 4/3 of the tokens per second.
-    Answer: c. Each request gets 2/3 of the tokens per second that it had. Batching buys throughput
-    with latency.
+    time between tokens at full load?
+    (a) It falls by a quarter. (b) It stays about the same. (c) It grows by about one half.
+    Answer: c. Twice as many requests share 4/3 of the tokens per second, so each gets 2/3 of what
+    it had. Batching buys throughput with latency.
     Hint: How many tokens per second does one request get, before and after?
 """)
+
+IN_VLLM = """`vllm bench serve` (`calculate_metrics` in `benchmarks/serve.py`) measures a server.
+The time to first token is called TTFT, each time between two tokens ITL, and the mean of a
+request's TPOT. The limits of its goodput are the option `--goodput`."""

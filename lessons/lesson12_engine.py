@@ -44,18 +44,20 @@ def trace() -> Trace:
 def run() -> None:
     say("""Three requests, ten blocks of 4 slots, and 12 tokens a step. Admission, chunks, a prefix
         hit, decodes, preemption, eviction and three ends are in 14 steps. Read it slowly. The
-        columns free, cached and shared count blocks: without content, in the prefix cache but in no
-        block table, and in several block tables. Forks are a part of the elective samples. The
-        trace is 100 columns wide:""")
+        columns free, cached and shared count blocks while a step runs, so a request that ends in it
+        still has its blocks: without content, in the prefix cache but in no block table, and in
+        several block tables. Forks are a part of the elective samples. The trace is 100 columns
+        wide:""")
     print(trace(), end="\n\n")
     QUESTIONS.show(1, 2)
     say("""The parts, where you have written them, where they are here, and who does this in vLLM
         (docs/vllm-map.md has all names, and the files):""")
     show_table(("lesson and part", "build", "here, in nanovllm/", "in vLLM"), PARTS)
     show_source(link("engine.llm_engine.LLMEngine._run_step", "self.runner.run"))
-    say("""Build it: `python -m lessons build engine`. It imports your files of eight tasks: cache,
-        slots, step, filter, prefix, eviction, policy and softmax. Its loop has about 50 lines. The
-        check compares its answers with transformers', and its speed with transformers and nanovllm.
+    say("""Build it: `python -m lessons build stop`, and then m6, the last milestone of your engine:
+        it streams text. If you want more, sort its waiting list by your policy, sample through your
+        filter, attend through your softmax, or draft with your ngram: no check of m1 to m6 may
+        break.
 
         The ladder: `python -m lessons ladder` runs the same requests with one idea after another,
         from lesson 3 to the defaults of LLM(). It names the rungs first: say what each gains while
@@ -76,3 +78,7 @@ QUESTIONS = Questions("""
     Hint: Which is the last position that was computed before the preemption? Step 10 computes one
     more.
 """)
+
+IN_VLLM = """`EngineCore.step` in `v1/engine/core.py` calls `Scheduler.schedule`, `execute_model`
+and `Scheduler.update_from_output`. The texts are in another process, and with several GPUs each has
+a worker process."""

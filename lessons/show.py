@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lessons import score
+
 
 class Question(NamedTuple):
     text: str  # a line, and a line for each choice, such as "(a) Because ..."
@@ -37,15 +39,16 @@ class Questions(list[Question]):
     def show(self, *numbers: int) -> None:
         """Show the questions with these numbers, counted from 1, without their answers."""
         for number in numbers:
-            show_question(self, number)
+            if tries := show_question(self, number):
+                score.record("question", self[number - 1].text, tries)
 
 
-def shown(function: Callable[..., None]) -> Callable[..., None]:
+def shown(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let a page (.ci/page.py) in place of sys.stdout show it by its method of the same name."""
 
     @functools.wraps(function)
-    def show(*args: Any, **kwargs: Any) -> None:
-        getattr(sys.stdout, function.__name__, function)(*args, **kwargs)
+    def show(*args: Any, **kwargs: Any) -> Any:
+        return getattr(sys.stdout, function.__name__, function)(*args, **kwargs)
 
     return show
 
@@ -128,23 +131,29 @@ def faster(before: float, after: float) -> str:
 
 
 @shown
-def show_question(questions: Sequence[Question], number: int) -> None:
-    """Print question `number`, counted from 1. In a terminal, let the reader answer it twice."""
+def show_question(questions: Sequence[Question], number: int) -> int:
+    """Print question `number`, counted from 1. In a terminal, let the reader answer it twice.
+
+    Returns the number of the try that was right, or 0.
+    """
     print_question(question := questions[number - 1], number)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return
+        return 0
     last = question._replace(hint="The command at the end shows the answer.")
+    tries = 0
     for label, this in (("Your answer", question), ("Once more", last)):
         try:
             given = input(f"  {label} (Enter skips it): ").strip()
         except EOFError:  # Ctrl-D, where no line ends
             given = ""
             print()
+        tries += 1
         if given:
             print(fill(compare(this, given), "  ", "  "))
         if not given or is_right(question, given):
             break
     print()
+    return tries if given and is_right(question, given) else 0
 
 
 def print_question(question: Question, number: int) -> None:
@@ -156,19 +165,23 @@ def print_question(question: Question, number: int) -> None:
 
 
 def is_right(question: Question, given: str) -> bool:
-    """Compare an answer, or its only number as in "39 tokens", except for case and commas."""
-    text = given.lower().strip("(). ").replace(",", "")
+    """Compare an answer, except for case and commas in numbers.
+
+    Its first word decides, as in "b, because ...", or its only number, as in "39 tokens".
+    """
+    text = given.lower().replace(",", "")
+    first = re.match(r"\W*([a-z_]\w*)", text)
     numbers = [f"{float(number):g}" for number in re.findall(r"-?\d+(?:\.\d+)?", text)]
     right = question.answer.lower().split(" or ")
-    return text in right or (len(numbers) == 1 and numbers[0] in right)
+    return (first is not None and first[1] in right) or (len(numbers) == 1 and numbers[0] in right)
 
 
 def compare(question: Question, given: str) -> str:
     """Return whether an answer is right, with the reason or the hint."""
-    given = given.rstrip(".")
+    short = given.partition(", ")[0].rstrip(".")  # "b" of "b, because ..."
     if is_right(question, given):
-        return f"{given} is right. {question.why}"
-    return f"{given} is not right. Hint: {question.hint}"
+        return f"{short} is right. {question.why}"
+    return f"{short} is not right. Hint: {question.hint}"
 
 
 def show_command(questions: Sequence[Question], command: str) -> None:

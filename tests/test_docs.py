@@ -28,7 +28,7 @@ PACKAGE = ROOT / "nanovllm"
 DESIGN = ROOT / "docs" / "design.md"
 LESSONS = ROOT / "docs" / "lessons.md"
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, ROOT / "README.zh.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Places outside the core, as README counts it.
 OPTIONAL = {"backends", "features", "cli"}
 MAX_READING_PATH = 3_150
@@ -44,6 +44,16 @@ def test_the_two_lines_stand_in_readme() -> None:
     lines = [line.strip() for line in README.read_text().splitlines()]
     assert "pip install -e . && python example.py" in lines
     assert "pip install -e '.[test]' && pytest" in lines
+
+
+def test_the_chinese_readme_says_the_same() -> None:
+    """It has the same files in the same order, and no command or number that README does not."""
+    chinese = ROOT / "README.zh.md"
+    text, english = chinese.read_text(encoding="utf-8"), README.read_text(encoding="utf-8")
+    commands = r"(?m)^    [^\n]*$|(?s:```.*?```)"
+    assert set(re.findall(commands, text)) <= set(re.findall(commands, english))
+    assert code_links(text)[-18:] == code_links(section("Read it"))
+    assert set(re.findall(r"\d[\d.,]*\d", text)) <= set(re.findall(r"\d[\d.,]*\d", english))
 
 
 def blocks(page: Path) -> list[str]:

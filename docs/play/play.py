@@ -31,7 +31,7 @@ from lessons.oracle.oracle import History, OracleRunner, make_samples
 from nanovllm.cli.trace import show
 from nanovllm.cli.trace.trace import Trace
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.policies import HEAD
+from nanovllm.engine.policies import FIRST
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from tools.simulate.__main__ import use_policy
@@ -141,7 +141,7 @@ def run(form: str) -> str:
     page = show.page(trace.options, trace.events, {token: text(token) for token in tokens})
     page = page.replace("</style>", WITHOUT_TIMES) if trace.num_steps else ""
     keys = {seq.request_id: seq.queue_key[0] for seq in play.scheduler.waiting}
-    waiting = [f"{name} (key {'HEAD' if key == HEAD else key})" for name, key in keys.items()]
+    waiting = [f"{name} (key {'first' if key == FIRST else key})" for name, key in keys.items()]
     found = {"page": page, "steps": trace.num_steps, "memory": play.memory(), "error": error}
     ended = not play.coming and not play.scheduler.has_work()
     return json.dumps(found | {"waiting": ", ".join(waiting), "ended": ended})

@@ -32,7 +32,7 @@ INVARIANTS = {
     "owners": "The reference count of a block is the number of block tables that contain it.",
     "partition": "Each block is in exactly one of three states: owned, evictable, free.",
     "index": "hash_to_block contains the cached blocks and no others.",
-    "cached": "A cached block holds the tokens that it is cached with.",
+    "cached": "A cached block is full, and holds the tokens that it is cached with.",
     "budget": "A plan has at most as many tokens as the budget, of at most max_num_seqs sequences.",
     "oldest": "The oldest sequence is never preempted, and a step that preempts admits nothing.",
     "progress": "All requests end after a bounded number of steps, whatever happened before.",

@@ -1,81 +1,64 @@
-"""Your engine: the parts that you have built, in one loop that answers questions.
+"""Your engine: one file that grows from lesson to lesson and answers questions.
 
-The task. Write `step` and `attend`. This file imports eight of your solutions, which must be in its
-directory. `step` computes one step of many requests:
-  1. The first waiting requests, as many as there are free rows, take their cached prefix:
-     attach_cached(seq, match(seq)) of self.blocks, which sets seq.num_computed. One that the budget
-     does not reach keeps its blocks and waits: do not do it again in the next step if its
-     seq.block_table is not empty. The others in `waiting` have no blocks.
-  2. plan_step says which requests compute how many tokens. They get blocks: append_block(seq).
-  3. self.model.logits(ids, positions, functools.partial(self.attend, plan)) computes the logits
-     [T, V] of the T tokens of all requests, whose ids and positions are lists of int.
-  4. Add the planned tokens to seq.num_computed, at the latest here. cache_full_blocks(seq) caches
-     what is computed. A request whose tokens are all computed gets the most likely token that
-     keep_typical_p leaves. At an end token, one of seq.stop_token_ids, or at seq.max_length it
-     leaves `running`, and its blocks are released: release(seq).
+Six milestones, m1 to m6, are about this file, engine.py. `python -m lessons build m2 --check
+engine.py` runs the checks of m1 and m2. Each builds on parts, small tasks of their own. `from slots
+import slots` takes your part from slots.py beside this file, or copy it here. Add methods and
+fields as you like. All answers must be transformers' answers, the most likely token at each step,
+and `self.model.logits` must compute every token: the checks watch which tokens, and where. An
+output includes the end token, one of `ends`.
 
-The model calls `attend` in each layer. It stores the keys and values of the step in the slots of
-their tokens. Then a request with several new tokens attends through a KVCache, to which all its
-keys are given, and a request with one through `update`, tile by tile, for each query head. The
-answers must be transformers'.
+m1 (lesson 3; part: cache). A loop answers one prompt after the other. self.model.logits(ids,
+positions, attend) computes n tokens and returns their logits [n, V]. It calls attend(layer, q, k,
+v) in each layer. A KVCache for each layer keeps the keys and values, so that the first step
+computes the prompt and each later one only the token before.
 
-In the engine: run_step in nanovllm/engine/llm_engine.py. Hints: for a chunk after a prefix, give
-KVCache zeros in place of the queries of earlier tokens, and leave out their results.
+m2 (lesson 5; part: slots). Keys and values move into blocks. `__init__` makes self.blocks =
+BlockManager(num_blocks, size) of nanovllm/engine/block_manager.py and self.kv = torch.zeros(layers,
+2, (num_blocks + 1) * size, K, D), where block 0 belongs to nobody. Each prompt becomes a Sequence
+(nanovllm/engine/sequence.py). self.blocks.append_block(seq) gives it a block when a token needs it,
+and release(seq) takes all of them back at its end. `attend` writes k and v to the slots of the new
+tokens in self.kv, and reads the earlier ones through seq.block_table. Hint: for tokens after a
+prefix, a new KVCache gets the earlier keys with queries of zeros, whose results you leave out.
+
+m3 (lesson 6; part: step). A step computes tokens of many requests. Those of the plan, one after the
+other, go to one call of self.model.logits: at most `budget` tokens of at most `max_num_seqs`
+requests. plan_step admits from a list of waiting requests to a list of running ones. `attend` gives
+each request its own part of q, k and v. A token is sampled only of a request whose tokens are all
+computed, from the logits of its last token. A request that has ended makes room for a waiting one.
+
+m4 (lesson 8; parts: prefix, eviction). Requests share cached prefixes. self.blocks becomes a
+Blocks(Matching, FewestHits). For the first waiting requests, as many as there are free rows,
+match(seq) says how many tokens are cached: plan_step must not plan these, so set seq.num_computed.
+Those that it admits take the blocks, before anybody else gets new ones: attach_cached(seq,
+match(seq)), once for each admission. A waiting request holds no block. cache_full_blocks(seq) after
+each step caches what is computed.
+
+m5 (lesson 9). The pool may be too small for all running requests. If no block is available for the
+tokens of a request in the plan, the running one that was admitted last loses its blocks, its row
+and its place in the plan, and becomes the head of the waiting list, with all of its tokens. That
+may be the request that needed the block. The oldest never waits. Each request fits alone.
+
+m6 (lesson 12; part: stop). A stream shows text, up to a stop string. Write `stream`, with the
+arguments of `generate`, then stop strings and a function from a token to its bytes. It yields
+(number of the prompt, new text) as soon as a StopStream shows the text, never "", and what is held
+back at the end. An end token has no text. A request ends at a stop string too: its blocks are
+released before its text is yielded.
 """
 
-import torch
 from cache import KVCache  # noqa: F401
-from eviction import FewestHits
-from filter import keep_typical_p  # noqa: F401
-from policy import longest_output_first
-from prefix import Matching
-from slots import blocks_to_append, slots  # noqa: F401
-from softmax import update  # noqa: F401
-from step import plan_step  # noqa: F401
-from torch import Tensor
 
-from lessons.lesson import GREEDY
 from lessons.lesson02_model import Model
-from nanovllm.engine.sequence import Sequence
-
-
-class Blocks(Matching, FewestHits):
-    """A block manager with your match and your eviction rule."""
 
 
 class Engine:
     def __init__(
         self, model: Model, num_blocks: int, size: int, max_num_seqs: int, budget: int
     ) -> None:
-        """size: slots of a block. There must be blocks for `max_num_seqs` complete requests."""
-        c = model.config
+        """size: slots of a block. m1 needs only the model, m2 no max_num_seqs and no budget."""
         self.model = model
-        self.size = size
-        self.max_num_seqs = max_num_seqs
-        self.budget = budget
-        self.blocks = Blocks(num_blocks, size)
-        total = (num_blocks + 1) * size  # slots; block 0 is the null block
-        self.kv = torch.zeros(c.num_layers, 2, total, c.num_kv_heads, c.head_dim)
 
     def generate(
-        self, prompts: list[list[int]], max_tokens: list[int], ends: set[int], typical_p: float = 1
+        self, prompts: list[list[int]], max_tokens: list[int], ends: set[int]
     ) -> list[list[int]]:
-        """Return the output tokens of each prompt, including the end token, one of `ends`."""
-        every = [
-            Sequence(str(i), i, list(ids), len(ids), len(ids) + n, frozenset(ends), GREEDY)
-            for i, (ids, n) in enumerate(zip(prompts, max_tokens, strict=True))
-        ]
-        running: list[Sequence] = []
-        waiting = sorted(every, key=lambda seq: longest_output_first(seq, self.blocks))
-        while running or waiting:
-            self.step(running, waiting, typical_p)
-        return [seq.output_ids for seq in every]
-
-    def step(self, running: list[Sequence], waiting: list[Sequence], typical_p: float) -> None:
-        raise NotImplementedError("step is to be written; see the top of this file")
-
-    def attend(
-        self, plan: list[tuple[Sequence, int]], layer: int, q: Tensor, k: Tensor, v: Tensor
-    ) -> Tensor:
-        """q [T, H, D], k and v [T, K, D] of the tokens in the order of the plan -> [T, H, D]."""
-        raise NotImplementedError("attend is to be written; see the top of this file")
+        """Return the output tokens of each prompt, at most max_tokens[i] of prompt i."""
+        raise NotImplementedError("generate is to be written; see the top of this file")

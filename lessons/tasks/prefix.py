@@ -11,7 +11,8 @@ What must stay true:
   - A block is found by the hash of its tokens and of its parent's hash. The parent is the block
     before it; a first block has b"" in place of this hash.
   - Blocks with different tokens can have the same hash, so their tokens have to be compared.
-  - `match` changes no block and no sequence.
+  - A hash is looked up: a match does not go through the blocks, of which there may be thousands.
+  - `match` changes no block and no sequence, except that it may fill seq.block_hashes.
 
 In the engine: match in nanovllm/engine/block_manager.py. Hints: a block has self.block_size slots.
 self.hash_block(parent_block_hash, token_ids) returns its hash. self.hash_to_block[block_hash] is

@@ -7,6 +7,7 @@ import ast
 import inspect
 import re
 import xml.etree.ElementTree as ET
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,8 @@ def said(number: str) -> list[str]:
                 reached.append(unseen.pop(node.id))
             elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "say":
                 texts.append(template(node.args[0]))
+    if number in command.LESSONS:
+        texts.append(command.in_vllm(command.load(number)))
     paragraphs = [part for text in texts for part in inspect.cleandoc(text).split("\n\n")]
     return [pattern(part) for part in paragraphs if not part.startswith(" ")]
 
@@ -90,6 +93,12 @@ def test_a_page_says_what_its_lesson_says(number: str) -> None:
     for each in patterns:
         found = any(re.fullmatch(each, part) for part in on_page)
         assert found or any(words in each for words in SELDOM), each
+
+
+@pytest.mark.parametrize("number", command.LESSONS)
+def test_a_page_ends_with_what_vllm_does(number: str) -> None:
+    assert paragraphs(number)[-1] == plain(command.in_vllm(command.load(number)))
+    assert re.search(r"`\S+\.py`", command.load(number).IN_VLLM)
 
 
 @pytest.mark.parametrize("number", STEMS)
@@ -124,6 +133,13 @@ def test_links_lead_to_the_lines_that_the_page_shows(number: str) -> None:
     assert "#L" in page(number)
     for link in re.findall(r"\]\((\S+?)\)", page(number)):
         assert link.startswith("http") or (PAGES / link.partition("#")[0]).exists(), link
+
+
+@pytest.mark.parametrize("number", STEMS)
+def test_a_lesson_that_shows_times_says_so(number: str) -> None:
+    """Its page names the machine, and its command says if the machine is busy."""
+    assert ("\n\nFigures: " in page(number)) == command.shows_times(number, {})
+    assert not command.shows_times(number, {"answers": []})
 
 
 def test_the_index_has_all_pages_and_there_are_no_others() -> None:
@@ -218,3 +234,17 @@ def test_answers_do_not_run_the_lesson(monkeypatch: pytest.MonkeyPatch, capsys: 
             assert question.why.endswith(".")
             assert question.hint.endswith(("?", "."))
     assert "Hint" not in capsys.readouterr().out
+
+
+def test_choices_do_not_give_the_answer_away() -> None:
+    """Neither the length of a choice nor its letter tells whether it is right."""
+    lessons = map(command.load, command.LESSONS)
+    questions = [question for lesson in lessons for question in lesson.QUESTIONS]
+    choices = [(q.answer, dict(re.findall(r"^\((\w)\) (.+)$", q.text, re.M))) for q in questions]
+    choices = [(answer, texts) for answer, texts in choices if texts]
+    for extreme in (max, min):
+        lengths = [(len(texts[right]), [*map(len, texts.values())]) for right, texts in choices]
+        assert sum(n == extreme(every) for n, every in lengths) <= 0.4 * len(choices)
+    letters = Counter(answer for answer, _ in choices)
+    assert sorted(letters) == ["a", "b", "c"]
+    assert all(0.25 <= number / len(choices) <= 0.42 for number in letters.values())

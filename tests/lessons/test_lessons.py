@@ -21,6 +21,7 @@ from lessons import (
 from lessons.lesson import make_llm
 from lessons.show import (
     Question,
+    compare,
     faster,
     link,
     say,
@@ -66,6 +67,29 @@ def test_answers_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Two?" not in capsys.readouterr().out
     with pytest.raises(ValueError, match="there are 2 questions, and 3 answers"):
         show_answers(questions, ["1", "2", "3"])
+
+
+@pytest.mark.parametrize(
+    ("answer", "given", "right"),
+    [
+        ("b", "b, since nobody is admitted", True),
+        ("b", "(b)", True),
+        ("b", "b.", True),
+        ("b", "B because of 2 rows", True),
+        ("b", "not b", False),
+        ("b", "both", False),
+        ("b", "a, because of b", False),
+        ("yes", "yes, because one candidate", True),
+        ("yes", "no, because of yes", False),
+        ("_make_room", "_make_room, before it preempts", True),
+        ("1.6", "1.6", True),
+        ("15.5", "-15.5", False),
+    ],
+)
+def test_the_first_word_of_an_answer_counts(answer: str, given: str, right: bool) -> None:
+    shown = compare(Question("Which?", answer, "Why.", "Look."), given)
+    assert (f"{given.partition(', ')[0].rstrip('.')} is right. Why." == shown) == right
+    assert shown.endswith("is not right. Hint: Look.") == (not right)
 
 
 def test_a_ratio_of_noise_is_no_gain() -> None:
@@ -160,7 +184,7 @@ def test_lesson_12() -> None:
     first, last = map(int, again.split("-"))  # the token at the last position is new
     assert last - first == int(lesson12_engine.QUESTIONS[1].answer)
     builds = {task for _, task, *_ in lesson12_engine.PARTS if task}
-    assert builds == {*build_it.TASKS} - {"ngram", "engine"}
+    assert builds == {*build_it.TASKS} - {"ngram", *build_it.PARTS}
     assert all((PACKAGE / place).exists() for *_, place, _ in lesson12_engine.PARTS)
 
 
@@ -211,6 +235,23 @@ def test_the_list(
     assert "python -m lessons ladder " in printed
 
 
+def test_only_commands_that_show_times_say_that_the_machine_is_busy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command.machine, "other_load", lambda since: 0.5)
+    command.run("break", {})
+    command.run("build", {})
+    assert "The machine is busy" not in capsys.readouterr().out
+    monkeypatch.setattr(command.load("ladder"), "run", lambda: None)
+    command.run("ladder", {})
+    assert "The machine is busy: the times mean little. Others took 50%" in capsys.readouterr().out
+    check = {"which": "slots", "check": "slots.py"}
+    assert command.shows_times("build", check)
+    assert [what for what in command.LESSONS if command.shows_times(what, {})] == [
+        *("3", "4", "6b", "11a", "11c", "structured_outputs")
+    ]
+
+
 def test_every_lesson_has_a_title_and_a_place_in_the_docs() -> None:
     docs = (Path(__file__).parents[2] / "docs" / "lessons.md").read_text()
     for name, module in command.LESSONS.items():
@@ -218,7 +259,9 @@ def test_every_lesson_has_a_title_and_a_place_in_the_docs() -> None:
         assert command.title(name).startswith(f"{kind} {name}: ")
         assert f"| [{name}](lessons/" in docs
     glossary = docs[docs.index("## Glossary") :]
-    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| (?!lesson)([\w, ]+) \|$", glossary, re.MULTILINE)
+    rows = re.findall(
+        r"^\| ([^|]+) \| [^|]+ \| [^|]* \| (?!lesson)([\w, ]+) \|$", glossary, re.MULTILINE
+    )
     assert len(rows) > 30
     used = {name for _, names in rows for name in names.split(", ")}
     assert used == {name.rstrip("abcd") for name in command.LESSONS}

@@ -1,6 +1,7 @@
 """Lessons 2 and 11c and electives: what they print is what they are meant to show."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -88,6 +89,19 @@ def test_order() -> None:
         out = order.attend(queries.numpy(), *keys.numpy(), size)
         expected = (queries @ keys[0].T).softmax(-1) @ keys[1]
         torch.testing.assert_close(torch.from_numpy(out), expected)
+
+
+def test_errors() -> None:
+    """A row that fails costs the other one nothing, and a step that fails costs no known token."""
+    printed = run_lesson("errors")
+    rows = [line for line in printed.splitlines() if re.match(r"[1-6]  ", line)]
+    one, whole = rows[:5], rows[5:]
+    assert [line.split()[-4:-1] for line in one[2:]] == [["error,", "with", "2"]] * 3
+    assert "3 tokens, 12 computed" in one[2]
+    assert whole[2].count("waits, 2 tokens, 0 computed") == 2
+    assert whole[3].count("3 tokens, 12 computed") == 2
+    assert len(whole) == 6  # one more
+    assert whole[5].count("length, with 5 tokens") == 2
 
 
 @torch.inference_mode()

@@ -52,7 +52,7 @@ results = []
 for form in json.loads({json.dumps(json.dumps(FORMS))}):
     found = json.loads(play.run(json.dumps(form)))
     data = re.search(r'<script[^>]*id="data"[^>]*>(.*?)</script>', found.pop("page"), re.DOTALL)
-    events = json.loads(data[1])["events"]
+    events = json.loads(data[1])["events"] if data else []
     for event in events:
         event.pop("time", None)
     results.append((found, events))
@@ -60,7 +60,9 @@ for form in json.loads({json.dumps(json.dumps(FORMS))}):
 class Planned(play.History):
     def step(self):
         super().step()
-        plans.append(repr((self.scheduler.running, self.scheduler.waiting, self.runner.memory)))
+        seqs = [*self.scheduler.running, *self.scheduler.waiting]
+        tables = [(s.request_id, s.index, s.row, s.num_computed, s.block_table) for s in seqs]
+        plans.append(json.loads(json.dumps((tables, self.runner.memory))))
 
 for seed in range(40):
     plans = []

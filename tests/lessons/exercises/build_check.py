@@ -27,9 +27,9 @@ FAILS = "Random requests fail with your code. This is a short history of those t
 FAULT = "What fails after the last step of this history:"
 
 
-def load(file: str, *names: str) -> Any:
+def load(file: str, *names: str, task: str = "") -> Any:
     """Return what $SOLUTION, or `file` in that directory or the current one, defines as `names`."""
-    path, task = Path(os.environ.get("SOLUTION", ".")).resolve(), file.removesuffix(".py")
+    path, task = Path(os.environ.get("SOLUTION", ".")).resolve(), task or file.removesuffix(".py")
     path = path / file if path.is_dir() else path
     # pytest shows the text of a CollectError without a traceback.
     if not path.is_file():

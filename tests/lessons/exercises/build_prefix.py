@@ -1,5 +1,6 @@
 """Checks `Matching.match`: python -m lessons build prefix --check FILE"""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -32,9 +33,20 @@ def fields(blocks: BlockManager, seq: Sequence) -> dict[str, str]:
     return {f"self.{name}": repr(value) for name, value in vars(blocks).items()} | of_seq
 
 
+class Index(dict[bytes, Block]):
+    """`hash_to_block`, through which a match must not go."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        message = "match should look up each hash in hash_to_block, and not go through its blocks."
+        raise pytest.fail.Exception(message, pytrace=False)
+
+    keys = values = items = __iter__  # type: ignore[assignment]
+
+
 def check(blocks: BlockManager, tokens: list[int], want: list[list[int]], cached: str) -> None:
     """Compare the tokens of the blocks that match with `want`. Nothing may change."""
     seq = make_samples(tokens, len(tokens) + 1)[0]
+    blocks.hash_to_block = Index(blocks.hash_to_block)
     before = fields(blocks, seq)
     found = blocks.match(seq)
     is_right = isinstance(found, list) and all(isinstance(block, Block) for block in found)

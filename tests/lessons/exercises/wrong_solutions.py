@@ -247,6 +247,9 @@ prefix
 - block.token_ids != token_ids
 + sorted(block.token_ids) != sorted(token_ids)
 ? hash here. The tokens of the blocks matched by [6, 5, 8] should be [], but with your code it is [[5, 6]].
+- self.hash_to_block.get(parent)
++ next((b for b in self.hash_to_block.values() if b.block_hash == parent), None)
+? match should look up each hash in hash_to_block, and not go through its blocks.
 eviction
 - self.hits =
 + FewestHits.hits =
@@ -514,49 +517,87 @@ ngram
 +     known = known[-100:]
 +     for end in range(
 ? The drafts should be [7, 10, 11], but with your code it is [].
-engine
-- if not seq.block_table:
-+ if not seq.block_table and seq is waiting[0]:
-? and both have a row. The tokens that both compute should be 18, but with your code it is
-- waiting[: self.max_num_seqs - len(running)]
-+ waiting[: self.max_num_seqs]
-? No request that has to wait may hold blocks.
-- if count == 1:
-+ if False:
-? A request with one new token should attend through tiles, but `update` of softmax.py is not called.
-- waiting[: self.max_num_seqs - len(running)]
-+ list(waiting)
-? engine raises ValueError('min() arg is an empty sequence'). No request that has to wait may hold blocks.
--  / len(query) ** 0.5
+m1
+- start, ids = start + len(ids), output[-1:]
++ start, ids = start, output[-1:]
+? Step 2 computes the tokens '1' at position 0, where no request has it.
+- caches = [KVCache(c.num_kv_heads, c.head_dim) for _ in range(c.num_layers)]
++ kept = [KVCache(c.num_kv_heads, c.head_dim) for _ in range(c.num_layers)]
++         caches = self.__dict__.setdefault('kept', kept)
+? One question alone is right: look at what is left of the one before.
+- output[-1] in ends or 
 +
-? transformers answers '
-- class Engine
-+ stub.longest_output_first = lambda seq, blocks: seq.arrival
-+ class Engine
-? 2, 37, 2, 2] tokens. If the longest runs first, the steps of all should be 37, but with your code it is 39.
+? transformers answers 'What is 12 + 30?\n' (request 0) with '12 + 30 = 42<|endoftext|>', and your engine with
+- start, ids = start + len(ids), output[-1:]
++ start, ids = 0, prompt + output
++             caches[:] = [KVCache(c.num_kv_heads, c.head_dim) for _ in caches]
+? If each token is computed once, and the last one never, the computed tokens should be 20, but with your code it is
+m2
+- slots(seq.block_table, self.size, 0, seq.num_computed)
++ list(range(self.size, self.size + seq.num_computed))
+? The slots of self.kv that are written, for all tokens but the last, should be
+- self.blocks.release(seq)
++ pass
+? have ended. The blocks that are available again should be 64, but with your code it is 62.
+- if old:
++ if len(old) > 16:
+? This is the first step with wrong logits, of request 0 at position
+- self.size, start, end - start)
++ self.size, start, seq.max_length - start)
+? the blocks of 16 slots that each step owns should be [1, 1, 2, 2, 2, 2], but with your code it is [2, 2, 2, 2, 2, 2].
+m3
+- logits[last]
++ logits[-len(plan) :]
+? All logits before are right: look at what is planned and sampled.
+- if seq.num_computed == len(seq.token_ids):
++ if True:
+? The same with a budget of 64 is right: look at chunks.
+- if old:
++ if old and len(q) == 1:
+? The same with a budget of 64 is right: look at chunks.
+- plan_step(self.running, self.waiting,
++ plan_step(self.running, [] if self.running else self.waiting,
+? steps of all should be 10, but with your code it is
+m4
 - self.blocks.cache_full_blocks(seq)
 + pass
-? run one after the other. The tokens that the second computes should be 28, but with your code it is 204.
--             if not seq.block_table:
--                 self.blocks.attach_cached(seq, self.blocks.match(seq))
-+             self.blocks.attach_cached(seq, self.blocks.match(seq))
-? steps after that. When all have ended, the available blocks should be 64, but with your code it is 62.
-- class Engine
-+ stub.Blocks = stub.Matching
-+ class Engine
+? other. The tokens that the second computes should be
+- Blocks(Matching, FewestHits)
++ Blocks(Matching)
 ? are not evicted first. The tokens that the next chat computes should be 1, but with your code it is 33.
-- keep_typical_p(logits, torch.full((len(plan),), typical_p))
-+ logits
-? 'What is ' with typical_p=
-- if not seq.block_table:
-+ if not seq.block_table and not running:
-? should be 45, but with your code it is
-- len(seq.token_ids) == seq.max_length
-+ len(seq.token_ids) > seq.max_length
-? and your engine '1, 2, 3, 4, 5, 6, 7'.
-- attend(queries, keys, values)
-+ attend(*new)
-? transformers answers '
+- self.running[admitted:]:
++ [*self.running[admitted:], *self.waiting]:
+? have ended. The blocks that are available again should be 64, but with your code it is
+m5
+- self.running.pop()
++ self.running.pop(0)
+? Requests of 14, 14 and 13 tokens, for 12 more, in 3 blocks of 16 slots.
+- self.waiting.insert(0, last)
++ self.waiting.append(last)
+? waits at the head. A block of its first 16 tokens is cached. The first position that step 13 computes should be 16
+-             if not self.make_room(seq, count):
+-                 continue
++             self.make_room(seq, count)
+? Requests of 14, 14 and 13 tokens, for 12 more, in 3 blocks of 16 slots.
+- self.blocks.release(last)
++ pass
+? Requests of 14, 14 and 13 tokens, for 12 more, in 3 blocks of 16 slots.
+m6
+- new += text.finish()
++ pass
+? The streamed text of request
+- if token in ends else
++ if False else
+? should be '12 + 30 = 42', but with your code it is '12 + 30 = 42<|endoftext|>'.
+- if text.ended and seq in self.running:
++ if False:
+? The steps should be
+-                 if new:
++                 if True:
+? `stream` yields an empty text of request
+- {seq: StopStream(stops) for seq in self.add(prompts, max_tokens, ends)}
++ dict.fromkeys(self.add(prompts, max_tokens, ends), StopStream(stops))
+? The streamed text of request
 """
 
 
