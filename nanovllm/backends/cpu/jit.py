@@ -47,7 +47,7 @@ def has_sdot() -> bool:
     name = get_host_cpu_name()
     if config.CPU_NAME or config.CPU_FEATURES or name == "generic":
         return False
-    return name.startswith("apple-") or has_cpu_flag("asimddp")
+    return name.startswith("apple-m") or has_cpu_flag("asimddp")
 
 
 @functools.cache

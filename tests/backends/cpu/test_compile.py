@@ -291,6 +291,7 @@ def test_arms_dot_product(tmp_path: Path) -> None:
         ("cortex-a72", "Features : fp asimd", False),
         ("generic", "Features : fp asimd asimddp", False),  # LLVM does not know the processor
         ("apple-m1", None, True),
+        ("apple-a12", None, False),  # before SDOT
         ("znver5", "flags : fpu avx512f avx512_vnni", False),
     ],
 )
