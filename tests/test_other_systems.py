@@ -4,6 +4,8 @@ A process first imports the libraries, which have files of their own for each sy
 what only Linux has.
 """
 
+from pathlib import Path
+
 import fresh
 import pytest
 
@@ -79,3 +81,18 @@ def test_modules_can_be_imported() -> None:
     assert done.returncode == 0, done.stderr
     failed = dict(line.split(": ") for line in done.stdout.splitlines())
     assert {k: v for k, v in failed.items() if v.partition(".")[0] not in OPTIONAL} == {}
+
+
+@pytest.mark.slow
+def test_kernels_of_a_mac(tmp_path: Path) -> None:
+    """Tests of the kernels in float32 without what x86 and Linux have; see helpers/imitate_arm.py."""
+    pytest.importorskip("numba")
+    code = """
+import imitate_arm, sys, pytest
+from nanovllm.backends.cpu import jit
+assert jit.kernel_lock() is jit.LOCK  # Numba's own threads, without OpenMP
+files = [f"tests/backends/cpu/{name}.py" for name in ("test_linear", "test_fused_step", "kernels/test_experts")]
+sys.exit(pytest.main(["-q", "-n", "0", "-m", "not slow", "-k", "not bfloat16", "-p", "no:cacheprovider", *files]))
+"""
+    done = fresh.run(code, fresh.ROOT, NUMBA_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr

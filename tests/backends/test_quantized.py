@@ -256,13 +256,30 @@ import sys, pytest
 from nanovllm.backends.cpu import jit
 known = jit.get_host_cpu_features()
 jit.get_host_cpu_features = lambda: {{name: known.get(name, False) for name in {names}}}
-names = "of_the_kernel or kernel_equals or int4_are_exact or (torch_packed and float32)"
+names = "of_the_kernel or kernel_equals or int4_are_exact or (test_products and float32)"
 options = "-q", "-n", "0", "-k", names, "-p", "no:cacheprovider", "--noconftest"
 files = "tests/backends/test_quantized.py", "tests/backends/cpu/test_linear.py"
 sys.exit(pytest.main([*options, *files]))
 """
     done = fresh.run(code, NUMBA_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+@needs_numba
+def test_kernels_with_sdot(tmp_path: Path) -> None:
+    """The tests of kernels above, if Numba sees Arm's instruction, which is imitated."""
+    code = """
+import imitate_arm, sys, pytest
+from nanovllm.backends.cpu.kernels import product, simd
+from nanovllm.backends.cpu.kernels.llvm import dot
+assert dot.HAS_SDOT and product.WEIGHT_OFFSET == 0 and simd.READ_ONCE == simd.HEIGHT
+options = "-q", "-n", "0", "-p", "no:cacheprovider", "--noconftest"
+names = "of_the_kernel or kernel_equals or int4_are_exact"
+sys.exit(pytest.main([*options, "-k", names, "tests/backends/test_quantized.py"]))
+"""
+    done = fresh.run(code, NUMBA_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @needs_numba

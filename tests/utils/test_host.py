@@ -93,3 +93,22 @@ def test_quota_of_version_1(place: str, text: str, cores: int, group: Path) -> N
     (group / place / "cpu.cfs_quota_us").write_text(text)
     (group / place / "cpu.cfs_period_us").write_text("100000\n")
     assert host.quota(8) == cores
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "has_bf16"),
+    [
+        ("x86_64", "flags : fpu avx512f avx512_bf16", True),
+        ("x86_64", "flags : fpu amx_bf16", True),
+        ("x86_64", "flags : fpu avx512f", False),
+        ("aarch64", "Features : fp asimddp i8mm bf16", False),  # Graviton 3
+        ("arm64", None, False),  # a Mac, which has no such file
+    ],
+)
+def test_bfloat16_is_not_fast_on_arm(
+    machine: str, flags: str | None, has_bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    read = Mock(return_value=flags) if flags else Mock(side_effect=FileNotFoundError)
+    monkeypatch.setattr(Path, "read_text", read)
+    assert host.cpu_has_fast_bf16() is has_bf16

@@ -12,11 +12,12 @@ from typing import Any, TypeAlias
 
 import numba
 from filelock import FileLock
-from llvmlite.binding import get_host_cpu_features
+from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 from numba import get_num_threads, njit
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
 
 from nanovllm.backends.cpu import kernel_files
+from nanovllm.utils.host import has_cpu_flag
 
 # A function that Numba compiles. Numba has no type for it.
 Kernel: TypeAlias = Any
@@ -34,6 +35,19 @@ def has_feature(name: str) -> bool:
     """Return whether Numba compiles for the processor of this process, and it has a feature."""
     is_other = config.CPU_NAME or config.CPU_FEATURES
     return not is_other and get_host_cpu_features().get(name, False)
+
+
+@functools.cache
+def has_sdot() -> bool:
+    """Return whether LLVM knows that the processor has SDOT, Arm's dot product for int8.
+
+    On Linux, LLVM's list of features lacks it. LLVM knows it from the name of the processor, and
+    would end the process if it did not.
+    """
+    name = get_host_cpu_name()
+    if config.CPU_NAME or config.CPU_FEATURES or name == "generic":
+        return False
+    return name.startswith("apple-m") or has_cpu_flag("asimddp")
 
 
 @functools.cache

@@ -7,6 +7,7 @@ import shutil
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import fresh
 import pytest
@@ -16,7 +17,7 @@ from filelock import FileLock
 numba = pytest.importorskip("numba")
 
 import nanovllm  # noqa: E402
-from nanovllm.backends.cpu import compile, kernel_files  # noqa: E402
+from nanovllm.backends.cpu import compile, jit, kernel_files  # noqa: E402
 from nanovllm.loading.select_backend import pick_backend  # noqa: E402
 from nanovllm.models.backend import Backend  # noqa: E402
 
@@ -160,16 +161,30 @@ for kernel in (amx.linear_blocks, attention.attend_groups, simd.linear_blocks, i
     assert lines == ["tdpbf16ps", "vdpbf16ps", "vdpbf16ps", "tdpbsud vpdpbusd"]
 
 
-CROSS_COMPILE = """
+ASSEMBLY = """
 import re
 import llvmlite.binding as llvm
+
+llvm.initialize_all_targets()
+llvm.initialize_all_asmprinters()
+
+def assembly(code, cpu):
+    triple = "arm64-apple-macosx" if "apple" in cpu else "aarch64-unknown-linux-gnu"
+    machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=3)
+    text = re.sub('target triple = ".*"', f'target triple = "{triple}"', code)
+    text = re.sub('target datalayout = ".*"', f'target datalayout = "{machine.target_data}"', text)
+    module = llvm.parse_assembly(text)
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(module, builder)
+    return machine.emit_assembly(module)
+"""
+CROSS_COMPILE = """
 import torch
 from nanovllm.backends.cpu import compile
 from nanovllm.backends.cpu.kernels.attention import attend_groups
 from nanovllm.models.fp8 import FP8
 
-llvm.initialize_all_targets()
-llvm.initialize_all_asmprinters()
 calls = [*compile.calls(torch.bfloat16, torch.bfloat16)]
 known = {kernel for kernel, _ in calls}
 calls += [(k, t) for k, t in compile.calls(torch.float32, torch.float32) if k not in known]
@@ -179,15 +194,8 @@ calls = [call for i, call in enumerate(calls) if names[i] != "in_parts" or "in_p
 for kernel, types in calls:
     kernel.compile(types)
     code = kernel.inspect_llvm(types)
-    for triple, cpu in (("aarch64-unknown-linux-gnu", "generic"), ("arm64-apple-macosx", "apple-m1")):
-        machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=3)
-        text = re.sub('target triple = ".*"', f'target triple = "{triple}"', code)
-        text = re.sub('target datalayout = ".*"', f'target datalayout = "{machine.target_data}"', text)
-        module = llvm.parse_assembly(text)
-        options = llvm.create_pipeline_tuning_options(speed_level=3)
-        builder = llvm.create_pass_builder(machine, options)
-        builder.getModulePassManager().run(module, builder)
-        called = set(re.findall(r"\\bbl\\t_?([a-z]\\w*)", machine.emit_assembly(module)))
+    for cpu in ("generic", "apple-m1"):
+        called = set(re.findall(r"\\bbl\\t_?([a-z]\\w*)", assembly(code, cpu)))
         print(kernel.__name__, cpu, *sorted(called))
 """
 # Functions of Numba, of its threads and of the C library, which exist wherever Numba runs.
@@ -196,6 +204,10 @@ RUNTIME = (
 )
 RUNTIME += r"deallocate_sched|(memset|memcpy|bzero|printf|logf?|log10|expf?|powf?|floorf?|rintf?)$)"
 
+# Numba's own compilation for x86 needs F16C, which the code for Arm does not see.
+FEATURES = "+f16c" * (platform.machine() == "x86_64")
+FOR_ARM = dict(NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES=FEATURES, NUMBA_OPT="0")
+
 
 @pytest.mark.slow
 def test_kernels_compile_for_arm(tmp_path: Path) -> None:
@@ -203,10 +215,7 @@ def test_kernels_compile_for_arm(tmp_path: Path) -> None:
 
     A call of a function that Numba does not have there would end the process.
     """
-    # Numba's own compilation for x86 needs F16C, which the code for Arm does not see.
-    features = "+f16c" * (platform.machine() == "x86_64")
-    processor = dict(NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES=features, NUMBA_OPT="0")
-    lines, _ = start(tmp_path, CROSS_COMPILE, PYTHONWARNINGS="ignore", **processor)
+    lines, _ = start(tmp_path, ASSEMBLY + CROSS_COMPILE, PYTHONWARNINGS="ignore", **FOR_ARM)
     found: dict[tuple[str, str], set[str]] = {}
     for line in lines:
         kernel, cpu, *called = line.split()
@@ -214,6 +223,89 @@ def test_kernels_compile_for_arm(tmp_path: Path) -> None:
     assert {kernel for kernel, _ in found} >= {"attend_groups", "linear_blocks", "compute_layers"}
     assert len(found) == 2 * len({kernel for kernel, _ in found})
     assert set().union(*found.values()) == set()
+
+
+SDOT = """
+from llvmlite import ir
+from numba import int32, int64
+from nanovllm.backends.cpu.kernels import int4, simd
+from nanovllm.backends.cpu.kernels.llvm import dot
+
+def call_later(builder, name, result, *arguments):
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    llvm.add_symbol(f"later.{name}", 1)
+    function = dot.cgutils.get_or_insert_function(builder.module, kind, f"later.{name}")
+    return builder.call(function, arguments)
+
+# Numba compiles for a processor that cannot know SDOT.
+dot.HAS_SDOT, dot.call = True, call_later
+for kernel, types in ((simd.add_block, (int32, *[int64] * 6)), (int4.multiply_block, (int64,) * 7)):
+    kernel.compile(types)
+    code = kernel.inspect_llvm(types).replace("@later.", "@llvm.")
+    for cpu in ("neoverse-n1", "neoverse-v1", "apple-m1"):
+        lines = [re.split("//|;", line)[0].rstrip() for line in assembly(code, cpu).splitlines()]
+        # Blocks of instructions that nothing jumps into or out of.
+        lines = [line for line in lines if line.endswith(":") or re.match(r"\\t[a-z]", line)]
+        parts = re.split(r"\\S+:\\n|\\t(?:b|b\\.\\w+|t?cbn?z|tbn?z|ret)\\b.*\\n", "\\n".join(lines))
+        for part in parts:
+            if "sdot" in part:
+                print(kernel.__name__, cpu, part.count("sdot"), len(part.splitlines()))
+"""
+# The most instructions of a step that has so many SDOT, on a Neoverse N1, a Neoverse V1 and an Apple
+# M1, without the branch at its end. In int8 16 SDOT can be a row with 256 bytes of weights, and 24
+# are 6 rows with 64 bytes. In int4 8 SDOT are a row with 64 bytes, and 64 are 8 rows. Without SDOT, a
+# row with 128 bytes takes 127 to 151 instructions in int8, and 185 to 193 in int4.
+INSTRUCTIONS = {
+    "add_block": {16: (47, 48, 47), 24: (50, 52, 47)},
+    "multiply_block": {
+        8: (54, 54, 54),
+        16: (84, 84, 84),
+        32: (136, 135, 135),
+        64: (323, 236, 228),
+    },
+}
+
+
+@pytest.mark.slow
+def test_arms_dot_product(tmp_path: Path) -> None:
+    """It is in the inner loops of int8 and int4, which do not become longer."""
+    lines, _ = start(tmp_path, ASSEMBLY + SDOT, PYTHONWARNINGS="ignore", **FOR_ARM)
+    cpus = "neoverse-n1", "neoverse-v1", "apple-m1"
+    found = {kernel: {n: [0, 0, 0] for n in counts} for kernel, counts in INSTRUCTIONS.items()}
+    for line in lines:
+        kernel, cpu, sdot, length = line.split()
+        longest = found[kernel][int(sdot)]
+        longest[cpus.index(cpu)] = max(longest[cpus.index(cpu)], int(length))
+    for kernel, counts in INSTRUCTIONS.items():
+        for sdot, limits in counts.items():
+            pairs = [*zip(found[kernel][sdot], limits, strict=True)]
+            assert all(0 < length <= limit for length, limit in pairs), (kernel, sdot, pairs)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "has_sdot"),
+    [
+        ("neoverse-n1", "Features : fp asimd asimddp", True),
+        ("neoverse-n1", "Features : fp asimd", False),
+        ("neoverse-n1", None, False),  # the file cannot be read
+        ("cortex-a72", "Features : fp asimd", False),
+        ("generic", "Features : fp asimd asimddp", False),  # LLVM does not know the processor
+        ("apple-m1", None, True),
+        ("apple-a12", None, False),  # before SDOT
+        ("znver5", "flags : fpu avx512f avx512_vnni", False),
+    ],
+)
+def test_sdot_is_for_processors_that_have_it(
+    name: str, flags: str | None, has_sdot: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jit, "get_host_cpu_name", lambda: name)
+    read = Mock(return_value=flags) if flags else Mock(side_effect=OSError)
+    monkeypatch.setattr(Path, "read_text", read)
+    assert jit.has_sdot.__wrapped__() is has_sdot
+    for variable in ("CPU_NAME", "CPU_FEATURES"):  # Numba compiles for another processor
+        with monkeypatch.context() as patch:
+            patch.setattr(jit.config, variable, "something")
+            assert not jit.has_sdot.__wrapped__()
 
 
 def test_directory_of_compiled_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,9 @@ and scale [O / 16, G, 16] float16, where G is the number of groups of 32 inputs.
     low halves            [ wwww | wwww | .. | wwww ]    inputs  0 to  3 of the group (first vector)
     high halves           [ wwww | wwww | .. | wwww ]    inputs 16 to 19
 
-VNNI and AVX2 multiply unsigned by signed numbers, and w + 8 is stored. The sum of a group
-therefore starts at -8 times the sum of the token's activations in the group.
+VNNI and AVX2 multiply unsigned by signed numbers, and w + 8 is stored, which SDOT multiplies as
+well. The sum of a group therefore starts at -8 times the sum of the token's activations in the
+group.
 """
 
 from __future__ import annotations

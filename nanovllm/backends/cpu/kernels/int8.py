@@ -11,7 +11,8 @@ neighbours. The weights are stored in the order in which the kernel reads them:
 AMX multiplies 16 tokens with a block, of which it takes 64 inputs of 16 outputs at a time.
 
 One operand of both is unsigned: w + 128 is stored. A sum would therefore be too large by 128 times
-the sum of the token's activations, so it starts at minus this number. No sum overflows.
+the sum of the token's activations, so it starts at minus this number. No sum overflows. SDOT, Arm's
+instruction, multiplies signed numbers: its kernel changes w + 128 to w, and the sum starts at 0.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import torch
 from numba import get_num_threads
 from torch import Tensor
 
-from nanovllm.backends.cpu.jit import Kernel, compiled, has_amx
+from nanovllm.backends.cpu.jit import Kernel, compiled, has_amx, has_sdot
 from nanovllm.backends.cpu.kernels.parallel import address_for, in_parts, parts_for
 from nanovllm.backends.cpu.kernels.primitives import (
     DTYPE_EXAMPLE,
@@ -35,6 +35,8 @@ from nanovllm.models.layers import Linear
 
 # Rows of x are padded to this many bytes: to a word, or to what AMX multiplies at once.
 ROW_UNIT = 64 if has_amx() else 4
+# By how much the weights that a product in int8 multiplies are too large. See int8.py.
+WEIGHT_OFFSET = 0 if has_sdot() else 128
 
 
 class PackedRows:
@@ -141,8 +143,8 @@ def quantize_rows(x_ptr, out_ptr, rows, inputs, example, start, stop):
     """Quantize rows [start, stop) of x [rows, inputs].
 
     A row of the result has the values [I] int8, padded with zeros to whole groups of GROUP_SIZE,
-    their scale in float32, and in int32 what makes up for stored weights that are larger by 128 or
-    8: -128 times the sum of the values, and -8 times the sum of each group.
+    their scale in float32, and in int32 what makes up for weights that are larger by WEIGHT_OFFSET
+    or 8: -WEIGHT_OFFSET times the sum of the values, and -8 times the sum of each group.
     """
     size = padded_inputs(inputs)
     stride = quantized_bytes(inputs)
@@ -164,7 +166,7 @@ def quantize_rows(x_ptr, out_ptr, rows, inputs, example, start, stop):
         for c in range(inputs, size):
             values[c] = 0
         scale[0] = largest * f32(1 / INT8_MAX)
-        starts[0] = int32(-128 * whole)
+        starts[0] = int32(-WEIGHT_OFFSET * whole)
 
 
 @compiled()

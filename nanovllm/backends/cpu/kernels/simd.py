@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from nanovllm.backends.cpu.jit import Kernel, compiled, has_amx, has_feature
+from nanovllm.backends.cpu.jit import Kernel, compiled, has_amx, has_feature, has_sdot
 from nanovllm.backends.cpu.kernels import amx
 from nanovllm.backends.cpu.kernels.llvm.dot import dot_rows
 from nanovllm.backends.cpu.kernels.parallel import address_for
@@ -28,7 +28,7 @@ AHEAD = 4096  # bytes between the weights that are used and those that are prefe
 HEIGHT = 6  # the most rows of a call of dot_rows
 # The most rows that read each weight once. With AVX2, even the sums of one row in int8 do not fit
 # into the registers, and dot_rows reads weights several times.
-READ_ONCE = HEIGHT if has_feature("avx512vnni") else 0
+READ_ONCE = HEIGHT if has_feature("avx512vnni") or has_sdot() else 0
 
 
 @compiled()

@@ -1,7 +1,8 @@
 """The inner loop of the CPU's products, with dot products of the processor for bfloat16 and int8.
 
 LLVM compiles them only for a processor with the instruction: vdpbf16ps (AVX512-BF16), vpdpbusd
-(VNNI), vpmaddwd and vpmaddubsw (AVX2). Without vdpbf16ps, a pair of bfloat16 is two float32.
+(VNNI), vpmaddwd and vpmaddubsw (AVX2), or sdot (Arm). Without vdpbf16ps, a pair of bfloat16 is two
+float32.
 
 Each sum is formed in one order, from the first word to the last, however many rows there are.
 """
@@ -13,7 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from nanovllm.backends.cpu.jit import has_feature
+from nanovllm.backends.cpu.jit import has_feature, has_sdot
 from nanovllm.backends.cpu.kernels.llvm.emit import (
     BYTE,
     FLOAT,
@@ -33,6 +34,7 @@ from nanovllm.backends.int4 import GROUP_SIZE
 
 HAS_AVX2, HAS_VNNI = has_feature("avx2"), has_feature("avx512vnni")
 HAS_AVX512, HAS_BF16 = has_feature("avx512f"), has_feature("avx512bf16")
+HAS_SDOT = has_sdot()
 WORDS = ir.VectorType(INT16, LANES)
 AHEAD = 8192  # bytes between the weights in int4 that are used and those that are prefetched
 FUSED = ("contract",)  # a product may be fused with a sum
@@ -54,6 +56,17 @@ def add_neighbors(builder, a, b, name):
     return builder.add(even, odd)
 
 
+def add_dot(builder, total, w, x):
+    """Return sums in int32, to each of which the products of 4 numbers of w and x were added.
+
+    The numbers of w are unsigned with VNNI, and signed with SDOT.
+    """
+    if not HAS_SDOT:
+        return call(builder, "x86.avx512.vpdpbusd.512", total.type, total, w, x)
+    w, x = (builder.bitcast(vector, ir.VectorType(BYTE, 16)) for vector in (w, x))
+    return call(builder, "aarch64.neon.sdot.v4i32.v16i8", total.type, total, w, x)
+
+
 @intrinsic(prefer_literal=True)
 def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
     """Compute out [rows, columns] += x [rows, steps] w [steps, columns], in words of 4 bytes.
@@ -69,19 +82,20 @@ def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
 
     As many sums as possible stay in registers during all steps.
 
-    With AVX2 a vector of int8 has 4 outputs instead of 16. Its instruction multiplies 16 numbers in
-    int16 and adds each product to its neighbor. An output therefore has two sums until the end.
+    With SDOT and with AVX2 a vector of int8 has 4 outputs instead of 16. AVX2's instruction
+    multiplies 16 numbers in int16 and adds each product to its neighbor. An output therefore has
+    two sums until the end.
     """
     num_rows, width = rows.literal_value, columns.literal_value
     is_int8, is_fp8 = word == types.int32, word == types.uint8
     is_float32 = word == types.float32 or is_fp8
     is_halves = not (is_float32 or is_int8 or HAS_BF16)
-    is_pairs = is_int8 and not HAS_VNNI
-    lanes = 4 if is_pairs else LANES
+    is_sdot = is_int8 and HAS_SDOT
+    is_pairs = is_int8 and not (HAS_VNNI or HAS_SDOT)
+    lanes = 4 if is_pairs or is_sdot else LANES
     numbers = ir.VectorType(FLOAT if is_float32 else INT32, lanes)
     result = numbers if is_int8 else FLOATS
     sums = ir.VectorType(INT32, 8) if is_pairs else result
-    name = "avx512.vpdpbusd.512" if is_int8 else "avx512bf16.dpbf16ps.512"
     # Sums may take three quarters of the registers. `unit`: how many 16 outputs of a row take.
     registers, unit = (24, 1) if HAS_AVX512 and not is_pairs else (12, 4 if is_pairs else 2)
     height = num_rows if num_rows * unit <= registers else min(num_rows, 2)
@@ -111,6 +125,9 @@ def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
                 loaded = builder.load(element(builder, block, INT(v), LANES, kind), align=1)
                 return stored_to_float32(builder, loaded)
             loaded = builder.load(element(builder, block, INT(v), 4 * lanes, numbers), align=4)
+            if is_sdot:  # the numbers that are stored larger by 128, as signed ones
+                flip = ir.Constant(numbers, [0x80808080] * lanes)
+                return builder.xor(loaded, flip)
             if not is_pairs:
                 return loaded
             return builder.zext(builder.bitcast(loaded, ir.VectorType(BYTE, LANES)), WORDS)
@@ -118,7 +135,7 @@ def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
         def load_word(address):
             loaded = builder.load(pointer_to(builder, address, numbers.element), align=4)
             if not is_pairs:
-                return copies(builder, loaded)
+                return copies(builder, loaded, lanes)
             four = builder.bitcast(loaded, ir.VectorType(BYTE, 4))
             loaded = builder.bitcast(builder.sext(four, ir.VectorType(INT16, 4)), INT)
             return builder.bitcast(copies(builder, loaded, 4), WORDS)
@@ -141,7 +158,9 @@ def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
                 return total
             if is_pairs:
                 return add(total, add_neighbors(builder, w, x, "wd"))
-            return call(builder, f"x86.{name}", sums, total, w, x)
+            if is_int8:
+                return add_dot(builder, total, w, x)
+            return call(builder, "x86.avx512bf16.dpbf16ps.512", sums, total, w, x)
 
         def add_pass(x, w, out, ahead):
             results = {
@@ -188,21 +207,22 @@ def int4_rows(typing, rows, x, stride, weight, scale, groups, out):
 
     rows is a literal, all others are addresses or sizes: x has the rows of `quantize_rows`,
     `stride` bytes apart, weight [groups, 4, 16] int32, scale [groups, 16] float16. The instruction
-    is vpdpbusd (VNNI), or vpmaddubsw (AVX2), whose sums of 16 bits hold the 16 products of a group
-    that belong to them: 16 * 15 * 127 < 2^15.
+    is vpdpbusd (VNNI), sdot (Arm), or vpmaddubsw (AVX2), whose sums of 16 bits hold the 16 products
+    of a group that belong to them: 16 * 15 * 127 < 2^15.
     """
-    lanes = LANES if HAS_VNNI else LANES // 2
+    has_dot = HAS_VNNI or HAS_SDOT
+    lanes = 4 if HAS_SDOT else LANES if HAS_VNNI else LANES // 2
     num_rows = rows.literal_value
-    height = num_rows if HAS_VNNI else min(num_rows, 2)
+    height = num_rows if has_dot else min(num_rows, 2)
     numbers, floats, halves, bytes_kind = (
         ir.VectorType(kind, count)
         for kind, count in ((INT32, lanes), (FLOAT, lanes), (HALF, lanes), (BYTE, 4 * lanes)))
 
     def integer_sum(builder, start, pairs):
         """Return start plus the products of all (weights, numbers of x)."""
-        if HAS_VNNI:
+        if has_dot:
             for pair in pairs:
-                start = call(builder, "x86.avx512.vpdpbusd.512", numbers, start, *pair)
+                start = add_dot(builder, start, *pair)
             return start
         words = ir.VectorType(INT16, 2 * lanes)
         total = ir.Constant(words, None)
