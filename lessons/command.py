@@ -91,9 +91,10 @@ def run_lesson(what: str, answers: list[str] | None = None) -> None:
 
 
 def shows_times(what: str, given: dict[str, Any]) -> bool:
-    """Return whether a command shows times: a lesson says so, and a check may end with a ladder."""
+    """Return whether a command shows times: a lesson says so, and milestones end with a ladder."""
     if what == "build":
-        return "check" in given
+        is_milestone = given.get("which") in load("build").PARTS
+        return is_milestone and "check" in given and "json" not in given
     lessons = map(load, parts(what) or [what])
     return "answers" not in given and any(getattr(m, "SHOWS_TIMES", False) for m in lessons)
 

@@ -245,8 +245,10 @@ def test_only_commands_that_show_times_say_that_the_machine_is_busy(
     monkeypatch.setattr(command.load("ladder"), "run", lambda: None)
     command.run("ladder", {})
     assert "The machine is busy: the times mean little. Others took 50%" in capsys.readouterr().out
-    check = {"which": "slots", "check": "slots.py"}
+    check = {"which": "m1", "check": "engine.py"}
     assert command.shows_times("build", check)
+    assert not command.shows_times("build", check | {"json": True})
+    assert not command.shows_times("build", check | {"which": "slots"})
     assert [what for what in command.LESSONS if command.shows_times(what, {})] == [
         *("3", "4", "6b", "11a", "11c", "structured_outputs")
     ]
