@@ -227,6 +227,7 @@ def test_a_csv_file() -> None:
         ),
         ("give --set num_kv_cache_blocks=N", ["--table", "table.json"], ""),
         ("qwen3-14b does not fit into l4", ["--shape", "qwen3-14b", "--device", "l4"], ""),
+        ("--concurrency -1: give 0 or more", ["--concurrency", "-1"], ""),
         ("seed has no effect here", ["--set", "seed=1"], ""),
         ("defines none of policy_key, choose_victim, reserve", [], "x = 1"),
         ("policy_key raised ZeroDivision", [], "def policy_key(seq, blocks): return 1 / 0"),

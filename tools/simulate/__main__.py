@@ -170,6 +170,8 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(measure(args.measure)))
         return 0
     try:
+        if args.concurrency < 0:
+            raise ValueError(f"--concurrency {args.concurrency}: give 0 or more requests")
         if args.table:
             table = json.loads(args.table.read_text())
             clock: Any = Table([(n, s) for n, s in table["seconds"]], table["per_key"])
