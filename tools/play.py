@@ -38,6 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--serve", action="store_true", help="serve it on localhost:8000")
     args = parser.parse_args(argv)
     write_zip(FOLDER / "nanovllm.zip")
+    print(f"wrote {FOLDER / 'nanovllm.zip'}; --serve serves the page")
     if args.serve:
         server = [sys.executable, "-m", "http.server", "--bind", "localhost"]
         subprocess.run([*server, "--directory", str(FOLDER)], check=True)

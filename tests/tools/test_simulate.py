@@ -5,6 +5,7 @@ import re
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from checkpoints import random_llm
@@ -152,6 +153,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     table = {"seconds": [(1, 0.01), (100, 0.02)], "per_key": 0}
     Path("table.json").write_text(json.dumps(table))
+    Path("table.csv").write_text("{}")
     return tmp_path
 
 
@@ -178,8 +180,13 @@ def test_ctrl_c_shows_what_there_is(capsys: Any, monkeypatch: pytest.MonkeyPatch
             raise KeyboardInterrupt
         step(self)
 
+    options = ["--table", "table.json", "--set", "num_kv_cache_blocks=60", "--json"]
     monkeypatch.setattr(Simulation, "step", interrupted)
-    assert run(capsys)["steps"] == 200
+    assert command.main(options) == 130
+    assert json.loads(capsys.readouterr().out)["steps"] == 200
+    monkeypatch.setattr(command, "read_requests", Mock(side_effect=KeyboardInterrupt))
+    assert command.main(options) == 130
+    assert not capsys.readouterr().out
 
 
 JSON_LINE = '{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}\n'
@@ -194,6 +201,8 @@ FAULTS = {
     "a.jsonl:1: Expecting": "[",
     "a.jsonl: no requests": "\n",
     "a.csv:2: the input has 0 tokens": "arrival,prompt,output\n1.5,0,3\n",
+    "a.jsonl:1: a line must be an object": "[1, 2]",
+    "a.csv:1: a line needs arrival, prompt": "1.5,1\n",
     "a.csv:3: invalid literal": "arrival,prompt,output\n1.5,1,3\n2,x,3\n",
     "a.txt: a trace is a .jsonl file or a .csv": "",
 }
@@ -215,6 +224,8 @@ def test_a_csv_file() -> None:
     assert (first.time, second.time) == (0.0, pytest.approx(0.5))
     assert (first.num_prompt, first.num_output) == (4808, 10)
     assert not {*first.token_ids()} & {*second.token_ids()}
+    Path("azure.csv").write_text("0.0,12,3\n1.5,12,3\n")
+    assert len(read_trace(Path("azure.csv"))) == 2
 
 
 @pytest.mark.parametrize(
@@ -227,6 +238,10 @@ def test_a_csv_file() -> None:
         ),
         ("give --set num_kv_cache_blocks=N", ["--table", "table.json"], ""),
         ("qwen3-14b does not fit into l4", ["--shape", "qwen3-14b", "--device", "l4"], ""),
+        ("give one of them", ["trace.csv", "--make", "chat"], ""),
+        ("table.csv is no table", ["--table", "table.csv"], ""),
+        ("none of 47767 steps", ["--trace", "a.html", "--steps", "90000", "90010"], ""),
+        ("no request can be admitted: blocks", [], "def reserve(scheduler): return 10**9"),
         ("--concurrency -1: give 0 or more", ["--concurrency", "-1"], ""),
         ("seed has no effect here", ["--set", "seed=1"], ""),
         ("defines none of policy_key, choose_victim, reserve", [], "x = 1"),

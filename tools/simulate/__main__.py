@@ -100,7 +100,7 @@ def make_scheduler(args: argparse.Namespace, clock: Any) -> tuple[Scheduler, boo
 def read_requests(args: argparse.Namespace, blocks: BlockManager) -> list[traces.TraceRequest]:
     if args.file is not None:
         requests = traces.read_trace(args.file)
-    elif args.make == "chat":
+    elif args.make in (None, "chat"):
         requests = traces.make_chat()
     else:
         from tools.benchmarks.workloads import make_workload  # its requests share nothing here
@@ -131,6 +131,8 @@ def simulate(
             if page is not None and simulation.steps >= steps[0] and not trace.events:
                 trace.__enter__()
     if page is not None:
+        if not trace.num_steps:
+            raise ValueError(f"--steps {steps[0]} {steps[1]}: none of {simulation.steps} steps")
         trace.save(page)
 
 
@@ -142,7 +144,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("file", nargs="?", type=Path, metavar="TRACE", help="a .jsonl or .csv file")
     made = "without TRACE: chat, or a workload of bench.py, all of whose requests arrive at once"
-    add("--make", choices=("chat", *WORKLOADS), default="chat", metavar="NAME", help=made)
+    add("--make", choices=[*dict.fromkeys(("chat", *WORKLOADS))], metavar="NAME", help=made)
     add("--shape", choices=SHAPES, default="qwen3-8b", help="the model (qwen3-8b)")
     add("--device", choices=DEVICES, default="h100", help="the device of its roofline (h100)")
     add("--table", type=Path, metavar="FILE", help="steps that --measure has timed, instead")
@@ -169,11 +171,17 @@ def main(argv: list[str] | None = None) -> int:
     if args.measure:
         print(json.dumps(measure(args.measure)))
         return 0
+    status = 0
+    simulation = None
     try:
         if args.concurrency < 0:
             raise ValueError(f"--concurrency {args.concurrency}: give 0 or more requests")
+        if args.file and args.make:
+            raise ValueError(f"{args.file} and --make {args.make}: give one of them")
         if args.table:
             table = json.loads(args.table.read_text())
+            if not {"seconds", "per_key"} <= {*table}:
+                raise ValueError(f"{args.table} is no table; make one with --measure")
             clock: Any = Table([(n, s) for n, s in table["seconds"]], table["per_key"])
         else:
             clock = Roofline(args.shape, args.device)
@@ -183,16 +191,19 @@ def main(argv: list[str] | None = None) -> int:
         requests = read_requests(args, scheduler.block_manager)
         simulation = Simulation(scheduler, clock, args.limits, args.concurrency, is_async)
         simulate(simulation, requests, args.trace, args.steps)
-    except (OSError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
         print("interrupted; the figures are of the steps before", file=sys.stderr)
+        status = 130
+        if simulation is None:
+            return status
     if args.json:
         print(json.dumps(simulation.results()))
     else:
         for name, value in simulation.results().items():
             print(f"{name.replace('_', ' '):26} {value:,.{0 if value == int(value) else 4}f}")
-    return 0
+    return status
 
 
 if __name__ == "__main__":

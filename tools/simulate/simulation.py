@@ -79,6 +79,8 @@ class Simulation:
         self.observer.begin()
         step = self.scheduler.schedule()
         self.observer.scheduled(step)
+        if step is None and not self.in_flight:
+            raise ValueError(f"no request can be admitted: {self.scheduler.why_waiting}")
         if step is not None:
             self.steps += 1
             self.computed += step.plan.num_tokens

@@ -49,8 +49,9 @@ def read_trace(path: Path) -> list[TraceRequest]:
     """Read a file. Raises ValueError with the line of the first fault.
 
     .jsonl: lines of timestamp (ms), input_length, output_length and hash_ids, as Mooncake's traces
-    (Qin et al. 2024, arXiv:2407.00079). .csv: a header, then arrival (seconds, or a date), prompt
-    tokens and output tokens, as Azure's traces (Patel et al. 2023, arXiv:2311.18677).
+    (Qin et al. 2024, arXiv:2407.00079). .csv: lines of arrival (seconds, or a date), prompt tokens
+    and output tokens, as Azure's traces (Patel et al. 2023, arXiv:2311.18677), with or without a
+    header.
     """
     parse = {".jsonl": _from_json, ".csv": _from_csv}.get(path.suffix)
     if parse is None:
@@ -58,7 +59,8 @@ def read_trace(path: Path) -> list[TraceRequest]:
     requests: list[TraceRequest] = []
     with path.open(encoding="utf-8", newline="") as file:
         for number, line in enumerate(file, 1):
-            if not line.strip() or (parse is _from_csv and number == 1):
+            is_header = number == 1 and parse is _from_csv and not line[:1].isdigit()
+            if not line.strip() or is_header:
                 continue
             try:
                 request = parse(line, len(requests))
@@ -76,12 +78,17 @@ def read_trace(path: Path) -> list[TraceRequest]:
 
 def _from_json(line: str, _: int) -> TraceRequest:
     fields: dict[str, Any] = json.loads(line)
+    if not isinstance(fields, dict):
+        raise ValueError("a line must be an object with timestamp, input_length and so on")
     lengths = fields["input_length"], fields["output_length"]
     return make_request(fields["timestamp"] / 1000, *lengths, fields["hash_ids"])
 
 
 def _from_csv(line: str, number: int) -> TraceRequest:
-    [(arrival, num_prompt, num_output, *_)] = csv.reader([line])
+    [row] = csv.reader([line])
+    if len(row) < 3:
+        raise ValueError("a line needs arrival, prompt tokens and output tokens")
+    arrival, num_prompt, num_output, *_ = row
     try:
         time = float(arrival)
     except ValueError:
