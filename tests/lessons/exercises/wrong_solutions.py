@@ -532,6 +532,12 @@ m1
 + start, ids = 0, prompt + output
 +             caches[:] = [KVCache(c.num_kv_heads, c.head_dim) for _ in caches]
 ? If each token is computed once, and the last one never, the computed tokens should be 20, but with your code it is
+- len(output) == max_tokens
++ len(output) > max_tokens
+? new tokens, and may have
+- for _ in range(c.num_layers)]
++ for _ in range(1)] * c.num_layers
+? the answers are right by chance. Step 1 computes the tokens 0 to 9 of request 0. This is the first step with wrong logits
 m2
 - slots(seq.block_table, self.size, 0, seq.num_computed)
 + list(range(self.size, self.size + seq.num_computed))
