@@ -36,7 +36,7 @@ SAMPLING_FIELDS = {
     **{"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"},
 }
 INDEX = "model.safetensors.index.json"  # which file has which tensor
-# What is fetched from the hub: no pickles, no code, and weights only in the layout of transformers.
+# The files that are fetched from the hub. Pickles and code are never among them.
 WANTED = ["*.json", "*.txt", "*.jinja", "*.model"]
 SKIPPED = ["original/*", "onnx/*", "consolidated*"]
 
