@@ -309,7 +309,7 @@ def config(heads: int, kv_heads: int, inner: int, **fields: Any) -> ModelConfig:
         head_dim=128,
         rms_norm_eps=1e-6,
         rope=RopeConfig(1e6),
-        sliding_window=None,
+        windows=(0, 0),
         max_position_embeddings=64,
         tie_word_embeddings=False,
         attention_bias=False,

@@ -18,7 +18,7 @@ from nanovllm.models.rope import RopeConfig
 NAN = float("nan")
 
 
-def config(heads: int, kv_heads: int, dim: int) -> ModelConfig:
+def config(heads: int, kv_heads: int, dim: int, window: int = 0) -> ModelConfig:
     return ModelConfig(
         architecture="Qwen3ForCausalLM",
         vocab_size=1,
@@ -35,7 +35,7 @@ def config(heads: int, kv_heads: int, dim: int) -> ModelConfig:
         attention_bias=False,
         output_bias=False,
         qk_norm=False,
-        sliding_window=None,
+        windows=(window,),
         dtype=None,
     )
 
@@ -52,8 +52,9 @@ def make(
     dtype: torch.dtype = torch.float32,
     dim: int = 16,
     scales: Scales | None = None,
+    window: int = 0,
 ) -> PlainAttention | NumbaAttention:
-    arguments = config(*heads, dim), num_blocks, block_size, dtype, torch.device("cpu")
+    arguments = config(*heads, dim, window), num_blocks, block_size, dtype, torch.device("cpu")
     return make_backend(*arguments, scales and [scales])
 
 
@@ -79,6 +80,7 @@ def compare(
     dtype: torch.dtype = torch.float32,
     dim: int = 16,
     scales: Scales | None = None,
+    window: int = 0,
 ) -> Any:
     """Any mix of (query length, tokens before it) against the reference, and what was prepared.
 
@@ -90,7 +92,7 @@ def compare(
     num_heads, kv_heads = heads
     contexts = [query + past for query, past in lengths]
     needed = [-(-c // block_size) for c in contexts]
-    backend = make(make_backend, heads, sum(needed) + 4, block_size, dtype, dim, scales)
+    backend = make(make_backend, heads, sum(needed) + 4, block_size, dtype, dim, scales, window)
     k_scale, v_scale = scales or (1.0, 1.0)
     backend.cache.fill_(NAN)
     blocks = (torch.randperm(sum(needed) + 3) + 1).tolist()  # any physical order; never block 0
@@ -138,7 +140,7 @@ def compare(
     for (query, _), k, v in zip(lengths, ks, vs, strict=True):
         if scales is not None:
             k, v = k_scale * to_fp8(k, k_scale).float(), v_scale * to_fp8(v, v_scale).float()
-        want = plain_attention(q[start : start + query].float(), k.float(), v.float())
+        want = plain_attention(q[start : start + query].float(), k.float(), v.float(), window)
         torch.testing.assert_close(got[start : start + query], want.to(dtype), **tolerance)
         start += query
     return batch.attention_metadata

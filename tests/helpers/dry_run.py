@@ -445,7 +445,7 @@ GPU = Gpu()
 def attend(a: Any, starts: Tensor) -> None:
     cache = a.k_cache, a.v_cache, starts, a.context_lens, a.block_tables
     k_scale = a.scale * a.q.shape[2] ** 0.5 / attention.LOG2E
-    a.out.copy_(references.attend(a.q, *cache, k_scale, a.v_scale))
+    a.out.copy_(references.attend(a.q, *cache, k_scale, a.v_scale, a.WINDOW))
 
 
 def attend_chunks(a: Any) -> None:

@@ -57,7 +57,7 @@ def calls(dtype: torch.dtype, cache_dtype: torch.dtype) -> list[tuple[Kernel, Ty
     none = product.Product(0, 0)
     callers = [
         *((parallel.in_parts, (0, arguments, 1, 1)) for _, arguments in in_parts),
-        (attend, (*[0] * 7, step.shape, step.attention, 1.0, example, cached, 0, 1)),
+        (attend, (*[0] * 7, step.shape, step.attention, 0, 1.0, example, cached, 0, 1)),
         (product.compute, (none, *[0] * 9, example, 1)),
     ]
     if dtype is cache_dtype:

@@ -103,7 +103,7 @@ class FusedStep:
         queries, context_lens = np.empty((2, len(groups), size), np.int64)
         first, tables = self.first[: len(groups)], self.tables[: len(groups)]
         rest = QueryGroups(queries, context_lens, first, tables)
-        work = AttentionWork(self.no_groups, rest, self.partial)
+        work = AttentionWork(np.empty(count, np.int64), self.no_groups, rest, self.partial)
         inputs = tuple(tensor[:count] for tensor in self.inputs)
         step = self.layers.make_step(inputs, self.slots[:count], work)
         layers = self.layers.kernels, step, self.layers.layers, NO_STATES

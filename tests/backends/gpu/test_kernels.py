@@ -89,6 +89,7 @@ def cases(draw: st.DrawFn, decode: bool) -> dict[str, object]:
         dtype=draw(DTYPES),
         # Of an fp8 cache; None: the cache has the dtype of q.
         scales=draw(st.sampled_from([None, None, (1.0, 1.0), (0.3, 1.7)])),
+        window=draw(st.sampled_from([0, 0, 1, 15, 16, 17, 40, 300])),
     )
 
 
@@ -112,10 +113,9 @@ def test_attend(case: dict, rows: int) -> None:
     kv, q, starts = attention_inputs(case)
     tiles = query_tiles(case["queries"], rows // case["group"])
     actual = torch.full_like(q, NAN)
-    scales = case["scales"] or ()
-    attention.attend(
-        q, kv.k, kv.v, tiles, starts, kv.contexts, kv.tables, Tile(rows, 16, 4, 1), actual, *scales
-    )
+    scales = *(case["scales"] or (1.0, 1.0)), case["window"]
+    tile = Tile(rows, 16, 4, 1)
+    attention.attend(q, kv.k, kv.v, tiles, starts, kv.contexts, kv.tables, tile, actual, *scales)
     close(actual, references.attend(q, kv.k, kv.v, starts, kv.contexts, kv.tables, *scales))
 
 
@@ -125,7 +125,7 @@ def test_attend(case: dict, rows: int) -> None:
 def test_attend_decode(case: dict, splits: int) -> None:
     """Splits have at least 32 positions here, so that short contexts are split and merged too."""
     kv, q, starts = attention_inputs(case)
-    scales = case["scales"] or ()
+    scales = *(case["scales"] or (1.0, 1.0)), case["window"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "MIN_SPLIT_SIZE", 32)
         actual = torch.full_like(q, NAN)

@@ -93,6 +93,7 @@ def look_up(host, step, rows, places, positions, tokens):
         embed(host, tokens[t], x[t], example)
         for c in range(dim):
             cos[t, c], sin[t, c] = rotary[0, position, c], rotary[1, position, c]
+        step.attention.positions[t] = position
         block = np.int64(host.block_tables[row, position // block_size])
         step.slot_mapping[t] = block * block_size + position % block_size
         if t == 0 or row != rows[t - 1] or query == rest.queries.shape[1]:

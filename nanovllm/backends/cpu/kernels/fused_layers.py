@@ -77,7 +77,7 @@ def attention(kernels, step, layer, states):
              step.cache_example, layer.k_scale, layer.v_scale)
     in_parts(kernels.store, store, step.rows, parts_for(step.rows * width, step.parts))
     attend(step.projected, step.rows, step.row_heads, step.mixed, step.num_heads, layer.k_cache,
-           layer.v_cache, step.shape, step.attention, layer.v_scale, step.example,
+           layer.v_cache, step.shape, step.attention, layer.window, layer.v_scale, step.example,
            step.cache_example, kernels.attend_groups, step.parts)
     if states.gate != 0:
         size = step.num_heads * dim
@@ -162,6 +162,7 @@ class FusedLayers:
             record["q_norm"], record["k_norm"] = (weight.data_ptr() for weight in attn.norms)
         record["k_cache"], record["v_cache"] = attention.kv_addresses[attn.layer]
         record["k_scale"], record["v_scale"] = attention.scales[attn.layer]
+        record["window"] = attention.windows[attn.layer]
 
     def forward(self, batch: ForwardBatch, attention: NumbaAttention) -> Tensor:
         """Compute Qwen3.forward."""

@@ -18,6 +18,7 @@ LAYER = np.dtype(
         *((name, WEIGHT) for name in PRODUCTS),
         ("k_scale", np.float64),
         ("v_scale", np.float64),
+        ("window", np.int64),  # of attention in tokens, or 0
         ("state", np.int64),  # the number of the layer among those of linear attention
     ]
 )
@@ -91,7 +92,7 @@ def example_step(example: Any, weight_example: Any, cache_example: Any) -> Step:
         eps=0.0,
         shape=(1, 1, 1, 1),
         slot_mapping=none.ravel(),
-        attention=AttentionWork(groups, groups, np.empty((0, 0, 0), np.float32)),
+        attention=AttentionWork(none.ravel(), groups, groups, np.empty((0, 0, 0), np.float32)),
         example=example,
         weight_example=weight_example,
         cache_example=cache_example,

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.features.models.moe.moe_config import Experts, UnstackedFile
-from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.model_config import FULL, ModelConfig
 from nanovllm.utils.json_files import Fields, check_field
 
 if TYPE_CHECKING:
     from nanovllm.features.models.hybrid.qwen3_5 import Qwen3_5
 
-LINEAR, FULL = "linear_attention", "full_attention"
+LINEAR = "linear_attention"
 SIZES: Fields = {
     f"linear_{name}": (int, (1, 2**20))
     for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
@@ -47,7 +47,7 @@ class HybridConfig(ModelConfig):
         rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
         share = rope.pop("partial_rotary_factor", raw.get("partial_rotary_factor", 0.25))
         fields = raw | {"rope_parameters": rope, "rope_scaling": None}
-        fields["partial_rotary_factor"] = None
+        fields |= dict.fromkeys(("partial_rotary_factor", "layer_types", "use_sliding_window"))
         experts = None
         if any("Moe" in str(name) for name in raw.get("architectures") or []):
             experts = Experts.from_json(raw, path, normalized=True, shared=True)
