@@ -100,6 +100,18 @@ def config_class(architectures: Any) -> type[ModelConfig]:
             from nanovllm.features.models.moe.moe_config import MoeConfig
 
             return MoeConfig
+        case "Qwen3VL" | "Mistral3":
+            from nanovllm.features.models.text_config import TextConfig
+
+            return TextConfig
+        case "Phi3":
+            from nanovllm.features.models.phi3 import Phi3Config
+
+            return Phi3Config
+        case "Granite":
+            from nanovllm.features.models.granite import GraniteConfig
+
+            return GraniteConfig
     return ModelConfig
 
 
@@ -231,7 +243,7 @@ def read_config(directory: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
         raise ValueError(f"{directory} has no config.json: it is not in Hugging Face layout")
     raw = read_json(path)
     if isinstance(raw.get("text_config"), dict):
-        from nanovllm.features.models.hybrid.hybrid_config import with_text_config
+        from nanovllm.features.models.text_config import with_text_config
 
         raw = with_text_config(raw)
     if overrides:

@@ -174,7 +174,9 @@ def all_tasks(
         from nanovllm.features.tasks.embeddings.sentence_transformers import read_pooling_settings
 
         directory, size = checkpoint.directory, checkpoint.model_config.hidden_size
-        return replace(read_pooling_settings(directory, size), add_eos_token=add_eos_token)
+        factor = getattr(checkpoint.model_config, "hidden_factor", 1.0)
+        settings = read_pooling_settings(directory, size)
+        return replace(settings, add_eos_token=add_eos_token, factor=factor)
 
     if any((checkpoint.directory / name).is_file() for name in POOLING_FILES):
         pooling()  # now, because a file may be broken
@@ -213,11 +215,16 @@ def refuse_without_head(input_processor: InputProcessor, params: object) -> Task
 
 def longest_request(config: EngineConfig, checkpoint: Checkpoint) -> int:
     """Return the length of the longest request that the model and max_model_len allow."""
-    longest = checkpoint.model_config.max_position_embeddings
+    model_config = checkpoint.model_config
+    longest = model_config.max_position_embeddings
+    rope = model_config.rope
+    beyond = "; llama_4_scaling_beta is not supported beyond" * bool(rope.llama_4_scaling_beta)
+    if rope.rope_type == "longrope" and config.max_model_len is None:  # long factors are optional
+        return min(longest, rope.original_max_position_embeddings)
     max_model_len = config.max_model_len or longest
     if max_model_len > longest:
         raise ValueError(
             f"max_model_len={max_model_len} is more than the {longest} positions of the model; use "
-            f"at most {longest}"
+            f"at most {longest}" + beyond
         )
     return max_model_len

@@ -139,7 +139,11 @@ class Qwen3:
         )
         self.layers = self.make_layers()
         self.norm = backend.empty(hidden)
-        self.rotary = RotaryEmbedding(config.head_dim, max_model_len, config.rope, self.norm)
+        ropes = config.ropes or (config.rope,) * config.num_layers
+        kinds = list(dict.fromkeys(ropes))
+        self.rope_of_layer = [kinds.index(rope) for rope in ropes]
+        sizes = config.head_dim, max_model_len
+        self.rotary = RotaryEmbedding(*sizes, kinds, self.norm, config.attention_scale)
 
     def make_layers(self) -> list[DecoderLayer]:
         config, backend = self.config, self.backend
@@ -161,11 +165,11 @@ class Qwen3:
     def forward(self, batch: ForwardBatch, attention: PlainAttention) -> Tensor:
         """Return the hidden states [T, E] of the step's tokens, after the last norm."""
         x = self.embed_tokens[batch.input_ids]
-        rope = self.rotary.at(batch.positions)
+        ropes = self.rotary.at(batch.positions)
         residual: Tensor | None = None
-        for layer in self.layers:
+        for layer, rope in zip(self.layers, self.rope_of_layer, strict=True):
             self.backend.before_layer()
-            x, residual = layer(x, residual, rope, batch, attention)
+            x, residual = layer(x, residual, ropes[rope], batch, attention)
         return self.backend.add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ All types but the first let a model read more positions than it was trained with
     llama3    only low frequencies are divided, with a smooth transition  (Llama 3.1)
     yarn      as llama3, with a linear transition over i, and larger logits
               (Peng et al. 2023, arXiv:2309.00071)
+    longrope  each divided by a factor of its own: there are short factors for the positions of
+              training, and long ones for longer tables  (Ding et al. 2024, arXiv:2402.13753)
 
 transformers computes all but the first.
 """
@@ -26,6 +28,7 @@ REQUIRED = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
 }
 
 
@@ -42,10 +45,20 @@ class RopeConfig:
     attention_factor: float | None = None  # None: derived from `factor`
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    llama_4_scaling_beta: float = 0.0  # changes queries beyond the original positions
+    short_factor: tuple[float, ...] = ()  # [R / 2]
+    long_factor: tuple[float, ...] = ()
+    partial_rotary_factor: float = 1.0  # the part of a head that is rotated; with 0, none is
 
-    def frequencies(self, dim: int) -> tuple[Tensor, float]:
-        """Return the frequencies [D / 2] in float32 on the CPU, and a factor for cos and sin."""
+    def frequencies(self, dim: int, max_len: int = 0) -> tuple[Tensor, float]:
+        """Return the frequencies [R / 2] in float32 on the CPU, and a factor for cos and sin.
+
+        R is the rotated part of `dim`, and `max_len` the length of the longest request.
+        """
         if self.rope_type == "default":
+            dim = int(dim * self.partial_rotary_factor)
             exponents = torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").float() / dim
             return 1.0 / self.rope_theta**exponents, 1.0
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -55,4 +68,13 @@ class RopeConfig:
         config.rope_parameters = asdict(self)
         config.max_position_embeddings = self.original_max_position_embeddings
         config.standardize_rope_params = lambda: None
-        return ROPE_INIT_FUNCTIONS[self.rope_type](config, torch.device("cpu"))
+        return ROPE_INIT_FUNCTIONS[self.rope_type](config, torch.device("cpu"), max_len)
+
+    def pairs(self, dim: int) -> list[int]:
+        """Return the order of a head's numbers in which RotaryEmbedding rotates i and i + D / 2.
+
+        A checkpoint's pairs are (i, i + R / 2). The other numbers form pairs whose angle is 0.
+        """
+        rotated = int(dim * self.partial_rotary_factor)
+        half, middle = rotated // 2, (dim + rotated) // 2
+        return [*range(half), *range(rotated, middle), *range(half, rotated), *range(middle, dim)]

@@ -228,10 +228,8 @@ def test_norm_rope_store(
     num, kv_heads = heads
     qkv = torch.randn(tokens, (num + 2 * kv_heads) * dim).to(dtype)
     weights = [torch.rand(dim).to(dtype) + 0.5 if norm else None for _ in range(2)]
-    tables = RotaryEmbedding(dim, 200, RopeConfig(), like=torch.empty(0)).at(
-        torch.randint(200, (tokens,))
-    )
-    cos, sin = (table.to(dtype) for table in tables)
+    tables = RotaryEmbedding(dim, 200, [RopeConfig()], like=torch.empty(0))
+    cos, sin = (x.to(dtype) for x in tables.at(torch.randint(200, (tokens,)))[0])
     slot_mapping = torch.randperm(5 * 16)[:tokens]
     shape, cache_dtype = (5, kv_heads, 16, dim), FP8 if scales else dtype
     caches = [torch.full(shape, NAN, dtype=cache_dtype) for _ in range(4)]

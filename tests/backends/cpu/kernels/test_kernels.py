@@ -127,8 +127,8 @@ def test_turn_and_store(
     torch.manual_seed(0)
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype)
     weights = [torch.randn(dim).to(dtype) if normed else None for _ in range(2)]
-    table = RotaryEmbedding(dim, 50, RopeConfig(100.0), like=torch.empty(0))
-    cos, sin = (x.to(dtype) for x in table.at(torch.tensor([3, 0, 7, 49, 8])))
+    table = RotaryEmbedding(dim, 50, [RopeConfig(100.0)], like=torch.empty(0))
+    cos, sin = (x.to(dtype) for x in table.at(torch.tensor([3, 0, 7, 49, 8]))[0])
     cache = torch.full((2, 6, kv_heads, size, dim), 7.0, dtype=dtype)
     slots = np.array([4, 9, 3, 17, 11])
     q, k, v = qkv.clone().view(rows, -1, dim).split((heads, kv_heads, kv_heads), dim=1)
