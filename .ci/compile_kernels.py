@@ -218,6 +218,7 @@ def variants(
             pointwise.add_rms_norm(x, x, x[0], 1e-6)
             pointwise.add_rms_norm(x, None, x[0], 1e-6)
             pointwise.silu_and_mul(x)
+            pointwise.gelu_and_mul(x)
             every = name == "sm_90" and dtype == half
             launch_delta_rule(dtype, *DELTA_HEADS, only_decode=name == "sm_75")
             launch_quantized(dtype, all_tiles=dtype == torch.bfloat16, odd=every or exact)

@@ -108,6 +108,10 @@ def config_class(architectures: Any) -> type[ModelConfig]:
             from nanovllm.features.models.phi3 import Phi3Config
 
             return Phi3Config
+        case "Gemma3":
+            from nanovllm.features.models.gemma3 import Gemma3Config
+
+            return Gemma3Config
         case "Granite":
             from nanovllm.features.models.granite import GraniteConfig
 

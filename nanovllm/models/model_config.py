@@ -97,6 +97,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": None,
     },
     "Granite": {},
+    "Gemma3": {
+        **{"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "head_dim": 256},
+        **{"num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4},
+        **{"max_position_embeddings": 131_072, "rope_theta": 1e6, "tie_word_embeddings": True},
+    },
     "Qwen3Moe": {},
     "Qwen3_5": {"head_dim": 256, "partial_rotary_factor": 0.25},
     "Qwen3_5Moe": {"head_dim": 256, "partial_rotary_factor": 0.25},
@@ -185,7 +190,7 @@ class ModelConfig:
             tie_word_embeddings=raw.get("tie_word_embeddings", False),
             attention_bias=family == "Qwen2" or (has_bias and family not in NO_BIAS),
             output_bias=has_bias and family not in ("Qwen2", *NO_BIAS),
-            qk_norm=family.startswith("Qwen3"),
+            qk_norm=family.startswith(("Qwen3", "Gemma3")),
             windows=_windows(raw, family, longest, path),
             dtype=dtype if dtype in DTYPES else None,
         )

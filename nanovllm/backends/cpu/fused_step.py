@@ -47,6 +47,7 @@ class FusedStep:
             seeds=rows.seeds,
             embeddings=(table.values if is_int8 else table).data_ptr(),
             scale=table.scale.data_ptr() if is_int8 else 0,
+            factor=model.embedding_factor,
             rotary=rotary.data_ptr(),
             ropes=rotary.shape[1],
             max_len=rotary.shape[2],

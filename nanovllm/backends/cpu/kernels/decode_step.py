@@ -13,7 +13,7 @@ from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels.fused_layers import compute_layers, norm
 from nanovllm.backends.cpu.kernels.int8 import OUTPUTS
 from nanovllm.backends.cpu.kernels.parallel import in_parts
-from nanovllm.backends.cpu.kernels.primitives import array, f32, from_float32
+from nanovllm.backends.cpu.kernels.primitives import array, f32, from_float32, to_float32
 from nanovllm.backends.cpu.kernels.product import Product, compute, padded_inputs
 
 
@@ -27,6 +27,7 @@ class Host(NamedTuple):
     seeds: np.ndarray  # [N + 1] int64
     embeddings: int  # the address of [V, E], or of the `values` of an int8.PackedWeight
     scale: int  # the address of its `scale`, or 0
+    factor: float  # multiplies the embeddings
     rotary: int  # the address of [2, ropes, max_len, D]
     ropes: int
     max_len: int
@@ -37,7 +38,7 @@ def example_host() -> Host:
     """Return a Host with the types of every Host."""
     numbers = np.empty(0, np.int64)
     tables = np.empty((0, 0), np.int32)
-    return Host(numbers, tables, numbers, tables.astype(np.float32), numbers, 0, 0, 0, 0, 0, 0)
+    return Host(numbers, tables, numbers, tables.astype(np.float32), numbers, 0, 0, 1.0, 0, 0, 0, 0)
 
 
 class OutputLayer(NamedTuple):
@@ -60,8 +61,8 @@ def embed(host, token, x, example):
     size = len(x)
     if host.scale == 0:
         row = array(host.embeddings, (token + 1, size), example)[token]
-        for c in range(size):  # the error message of `x[:] = row` would take seconds to compile
-            x[c] = row[c]
+        for c in range(size):
+            x[c] = from_float32(to_float32(row[c]) * f32(host.factor), example)
         return
     block, output = token // OUTPUTS, token % OUTPUTS
     columns = padded_inputs(size) // 4
@@ -69,7 +70,8 @@ def embed(host, token, x, example):
     scale = array(host.scale, (token + 1,), f32(0))[token]
     for c in range(size):
         value = f32(np.int32(values[c // 4, output, c % 4]) - np.int32(128))
-        x[c] = from_float32(value * scale, example)
+        value = to_float32(from_float32(value * scale, example))
+        x[c] = from_float32(value * f32(host.factor), example)
 
 
 @compiled()
@@ -147,7 +149,7 @@ def sample_tokens(kernels, step, layers, states, host, head, rows, places, token
             positions[t] = positions[t + 1] - 1
     look_up(host, step, rows, places, positions, tokens)
     compute_layers(kernels, step, layers, states)
-    norm(kernels, step, head.norm)
+    norm(kernels, step, head.norm, step.residual)
     compute(head.product, step.x, head.weight, head.scale, head.bias, head.logits, step.rows,
             step.size, head.size, step.work, step.example, step.parts)
     params = np.empty((len(host.params), step.rows), f32)

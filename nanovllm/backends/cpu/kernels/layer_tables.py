@@ -11,10 +11,11 @@ PRODUCTS = "projection", "output", "gate_up", "down"  # in the order of DecoderL
 # A weight and a layer: the addresses of their tensors, or 0 for those that they lack.
 WEIGHT = np.dtype([(name, np.int64) for name in ("values", "scale", "bias")])
 ADDRESSES = "input_norm", "post_attention_norm", "q_norm", "k_norm", "k_cache", "v_cache"
+OUTPUT_NORMS = "attention_output_norm", "mlp_output_norm"
 LINEAR_ATTENTION = "conv1d", "a_log", "dt_bias", "norm"
 LAYER = np.dtype(
     [
-        *((name, np.int64) for name in (*ADDRESSES, *LINEAR_ATTENTION)),
+        *((name, np.int64) for name in (*ADDRESSES, *OUTPUT_NORMS, *LINEAR_ATTENTION)),
         *((name, WEIGHT) for name in PRODUCTS),
         ("k_scale", np.float64),
         ("v_scale", np.float64),
@@ -31,7 +32,7 @@ class LayerKernels(NamedTuple):
     norm: int  # pointwise.add_rms_norm_rows
     store: int  # pointwise.norm_rope_store_rows
     attend_groups: int  # attention.attend_groups
-    activation: int  # pointwise.silu_and_mul_rows
+    activation: int  # pointwise.silu_and_mul_rows or gelu_and_mul_rows
     product: Product
 
 

@@ -286,7 +286,8 @@ def attend(
     The queries are the last tokens of their context. k_cache, v_cache [blocks, K, block size, D];
     tiles from `query_tiles`; query_start_loc [S + 1] int32; context_lens [S]; block_tables [S, B]
     int32. All tensors are contiguous. The numbers in the caches are multiplied by the scales. A
-    query sees the last `window` positions up to its own, or all if it is 0. With loops=1 every tile is masked, so that the result for a query does not depend on its tile.
+    query sees the last `window` positions up to its own, or all if it is 0. With loops=1 every tile
+    is masked, so that the result for a query does not depend on its tile.
     """
     _, H, D = q.shape
     _, K, BLOCK, _ = k_cache.shape

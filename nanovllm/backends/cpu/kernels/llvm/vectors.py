@@ -85,8 +85,9 @@ def weigh_rows(typing, rows, scores, weights, oldest, visible, first, row_max, r
 
     All arguments but rows, first, scale and example are addresses. Of the keys from `first` on, row
     r attends to those from oldest [r] to visible [r], which are int64 and the second one excluded.
-    weight = exp2(score * scale - maximum), and 0 for other keys. The maxima and the sums of weights in row_max and row_sum [rows] go on; factors [rows] are
-    what earlier weights are multiplied by. Weights are float32, or bfloat16 for pairs.
+    weight = exp2(score * scale - maximum), and 0 for other keys. The maxima and the sums of weights
+    in row_max and row_sum [rows] go on; factors [rows] are what earlier weights are multiplied by.
+    Weights are float32, or bfloat16 for pairs.
     """
     is_pair = example == types.uint16
     itemsize = 2 if is_pair else 4
