@@ -130,6 +130,8 @@ class DecoderLayer:
 class Qwen3:
     """A model of one of these families. Its weights are uninitialized until they are loaded."""
 
+    attention_class = SelfAttention
+
     def __init__(self, config: ModelConfig, max_model_len: int, backend: Backend) -> None:
         self.config, self.backend = config, backend
         vocab_size, hidden = config.vocab_size, config.hidden_size
@@ -147,7 +149,7 @@ class Qwen3:
 
     def make_layers(self) -> list[DecoderLayer]:
         config, backend = self.config, self.backend
-        attns = [SelfAttention(config, i, backend) for i in range(config.num_layers)]
+        attns = [self.attention_class(config, i, backend) for i in range(config.num_layers)]
         return [DecoderLayer(config, a, self.make_mlp(a.layer), backend) for a in attns]
 
     def make_mlp(self, layer: int) -> MLP:
