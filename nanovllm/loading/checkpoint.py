@@ -91,32 +91,12 @@ def find_checkpoint(
 
 def config_class(architectures: Any) -> type[ModelConfig]:
     """Return the class that reads the config.json of a model with these architectures."""
-    match find_family(architectures)[1]:
-        case "Qwen3_5" | "Qwen3_5Moe":
-            from nanovllm.features.models.hybrid.hybrid_config import HybridConfig
+    family = find_family(architectures)[1]
+    if family in ("", "Qwen3", "Qwen2", "Llama", "Mistral"):
+        return ModelConfig
+    from nanovllm.features.models.families import CONFIGS
 
-            return HybridConfig
-        case "Qwen3Moe":
-            from nanovllm.features.models.moe.moe_config import MoeConfig
-
-            return MoeConfig
-        case "Qwen3VL" | "Mistral3":
-            from nanovllm.features.models.text_config import TextConfig
-
-            return TextConfig
-        case "Phi3":
-            from nanovllm.features.models.phi3 import Phi3Config
-
-            return Phi3Config
-        case "Gemma3":
-            from nanovllm.features.models.gemma3 import Gemma3Config
-
-            return Gemma3Config
-        case "Granite":
-            from nanovllm.features.models.granite import GraniteConfig
-
-            return GraniteConfig
-    return ModelConfig
+    return CONFIGS[family]
 
 
 class Checkpoint:

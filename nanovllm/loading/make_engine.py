@@ -217,14 +217,10 @@ def longest_request(config: EngineConfig, checkpoint: Checkpoint) -> int:
     """Return the length of the longest request that the model and max_model_len allow."""
     model_config = checkpoint.model_config
     longest = model_config.max_position_embeddings
-    rope = model_config.rope
-    beyond = "; llama_4_scaling_beta is not supported beyond" * bool(rope.llama_4_scaling_beta)
-    if rope.rope_type == "longrope" and config.max_model_len is None:  # long factors are optional
-        return min(longest, rope.original_max_position_embeddings)
-    max_model_len = config.max_model_len or longest
+    max_model_len = config.max_model_len or model_config.usual_length or longest
     if max_model_len > longest:
         raise ValueError(
             f"max_model_len={max_model_len} is more than the {longest} positions of the model; use "
-            f"at most {longest}" + beyond
+            f"at most {longest}"
         )
     return max_model_len

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from nanovllm.config import DTYPES, EngineConfig
 from nanovllm.models.rope import REQUIRED, RopeConfig
-from nanovllm.utils.json_files import Fields, check_field, check_fields, named, unusual
+from nanovllm.utils.json_files import Fields, check_fields, named, unusual
 
 if TYPE_CHECKING:
     from nanovllm.models.qwen3 import Qwen3
@@ -29,21 +28,18 @@ FIELDS: Fields = {
         (int, SIZE, "hidden_size intermediate_size vocab_size head_dim sliding_window"),
         (int, SIZE, "num_attention_heads num_key_value_heads"),
         (int, LENGTH, "max_position_embeddings original_max_position_embeddings"),
-        (int, (1, 10_000), "num_hidden_layers no_rope_layer_interval"),
+        (int, (1, 10_000), "num_hidden_layers"),
         (int, (0, math.inf), "max_window_layers"),
         (float, (0, math.inf), "attention_factor beta_fast beta_slow"),
         (float, (0, math.inf), "low_freq_factor high_freq_factor"),
         (float, (0, 1), "partial_rotary_factor rms_norm_eps"),
-        (float, (1e-6, 1e6), "embedding_multiplier attention_multiplier residual_multiplier"),
-        (float, (0, math.inf), "mscale mscale_all_dim llama_4_scaling_beta"),
-        (float, (1e-6, 1e6), "logits_scaling"),
+        (float, (0, math.inf), "mscale mscale_all_dim"),
         (float, (1, math.inf), "factor rope_theta"),
         (str, STORED, "dtype torch_dtype"),
         (str, ("silu",), "hidden_act"),
         (str, ANY, "rope_type type"),
         (str, ("from_2_way_softmax",), "method"),
-        (list, ANY, "architectures classifier_from_token layer_types no_rope_layers"),
-        (list, ANY, "short_factor long_factor"),
+        (list, ANY, "architectures classifier_from_token layer_types"),
         (dict, ANY, "quantization_config compression_config quantization"),
         (dict, ANY, "rope_parameters rope_scaling"),
     )
@@ -62,8 +58,8 @@ HARMLESS = r"""
     mlp_only_layers moe_intermediate_size norm_topk_prob num_(local_)?experts(_per_tok)?
     scoring_func shared_expert_intermediate_size
 """
-# Rope fields without effect on text: in an image a token has three positions, in text one.
-UNUSED_IN_ROPE = ("mrope_section", "mrope_interleaved", "finetuned", "max_position_embeddings")
+# Rope fields for positions in images. For text, the three rows of positions are equal.
+IMAGE_FIELDS = ("mrope_section", "mrope_interleaved")
 NEEDED = (
     "vocab_size",
     "hidden_size",
@@ -72,12 +68,6 @@ NEEDED = (
     "num_attention_heads",
     "num_hidden_layers",
 )
-MINISTRAL3 = {
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-5,
-    "sliding_window": None,
-}
 # The beginnings of the supported architectures' names, such as "Qwen3" of "Qwen3ForCausalLM", with
 # the values of fields that config.json does not have.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -85,17 +75,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2": {},
     "Llama": {},
     "Mistral": {"num_key_value_heads": 8},
-    "Ministral3": MINISTRAL3,
-    "SmolLM3": {"num_key_value_heads": 4, "tie_word_embeddings": True},
     # These are in features/models/.
     "Qwen3VL": {"head_dim": 128, "rope_theta": 500_000.0},
-    "Mistral3": MINISTRAL3 | {"tie_word_embeddings": True},
-    "Phi3": {
-        "original_max_position_embeddings": 4096,
-        "partial_rotary_factor": 1.0,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": None,
-    },
+    "Mistral3": {"num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True},
+    "Ministral3": {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
+    "Phi3": {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    "SmolLM3": {"num_key_value_heads": 4, "tie_word_embeddings": True},
     "Granite": {},
     "Gemma3": {
         **{"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "head_dim": 256},
@@ -106,8 +91,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3_5": {"head_dim": 256, "partial_rotary_factor": 0.25},
     "Qwen3_5Moe": {"head_dim": 256, "partial_rotary_factor": 0.25},
 }
-# Families that read neither attention_bias nor use_sliding_window: all layers have the window.
-NO_BIAS = ("Mistral", "Mistral3", "Ministral3", "Phi3")
 
 
 @dataclass(frozen=True)
@@ -131,8 +114,10 @@ class ModelConfig:
     qk_norm: bool
     windows: tuple[int, ...]  # of each layer: the number of tokens that it attends to; 0: all
     dtype: str | None  # the stored dtype of the weights, if config.json names it
+    usual_length: int | None = None  # the default of max_model_len; None: all positions
     ropes: tuple[RopeConfig, ...] = ()  # of each layer, if they are not all `rope`
     attention_scale: float = 1.0  # multiplies the products of queries and keys
+    rotates_part: ClassVar[bool] = False  # whether partial_rotary_factor may be below 1
 
     @classmethod
     def from_json(cls, raw: dict[str, Any], path: Path) -> ModelConfig:
@@ -145,7 +130,9 @@ class ModelConfig:
         harmless = re.compile("|".join(HARMLESS.split()))
         unknown = unusual(raw, {*FIELDS, *filter(harmless.fullmatch, raw)})
         if not family:
-            raise ValueError(f"{path}: {_not_supported(raw, unknown)}")
+            from nanovllm.features.models.families import why_refused
+
+            raise ValueError(f"{path}: {why_refused(raw, [*FAMILIES], unknown)}")
         if raw.get("is_causal") is False:
             unknown["is_causal"] = False
         if unknown:
@@ -157,6 +144,12 @@ class ModelConfig:
             raise ValueError(f"{path} has no {missing[0]!r}")
         if raw.get("mlp_bias"):
             raise ValueError(f"{path}: mlp_bias is not supported")
+        rope = _rope(raw, path)
+        if rope.partial_rotary_factor != 1 and not cls.rotates_part:
+            raise ValueError(f"{path}: partial_rotary_factor is not supported; only 1 is")
+        is_yarn = rope.rope_type == "yarn"  # which extends the context
+        extended = int(rope.factor * rope.original_max_position_embeddings) if is_yarn else 0
+        longest = max(raw["max_position_embeddings"], extended)
         dtype = (raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch.")
         heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
         head_dim = raw.get("head_dim") or hidden // heads
@@ -167,12 +160,6 @@ class ModelConfig:
             raise ValueError(
                 f"{path}: head_dim {head_dim} is odd or 0; rotary embedding needs pairs"
             )
-        rope = _rope(raw, family, head_dim, path)
-        longest = raw["max_position_embeddings"]
-        if rope.llama_4_scaling_beta:
-            longest = rope.original_max_position_embeddings
-        elif rope.rope_type == "yarn":  # it extends the context
-            longest = max(longest, int(rope.factor * rope.original_max_position_embeddings))
         has_bias = bool(raw.get("attention_bias"))
         return cls(
             architecture=architecture,
@@ -185,11 +172,10 @@ class ModelConfig:
             head_dim=head_dim,
             rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
             rope=rope,
-            ropes=_ropes(raw, rope, path) if family == "SmolLM3" else (),
             max_position_embeddings=longest,
             tie_word_embeddings=raw.get("tie_word_embeddings", False),
-            attention_bias=family == "Qwen2" or (has_bias and family not in NO_BIAS),
-            output_bias=has_bias and family not in ("Qwen2", *NO_BIAS),
+            attention_bias=family == "Qwen2" or (has_bias and family != "Mistral"),
+            output_bias=has_bias and family not in ("Qwen2", "Mistral"),
             qk_norm=family.startswith(("Qwen3", "Gemma3")),
             windows=_windows(raw, family, longest, path),
             dtype=dtype if dtype in DTYPES else None,
@@ -251,19 +237,7 @@ def name_architectures(raw: dict[str, Any]) -> Any:
     return names
 
 
-def _not_supported(raw: dict[str, Any], unknown: dict[str, Any]) -> str:
-    """Return why no architecture of config.json is supported, and how it differs from another."""
-    names = raw.get("architectures") or []
-    found = names or f"none (model_type is {raw.get('model_type')!r})"
-    known = [f"{name}ForCausalLM" for name in FAMILIES]
-    near = difflib.get_close_matches(str(names[:1]), known, n=1, cutoff=0.6)
-    text = f"the architecture {found} is not supported; {', '.join(known)} are"
-    if near and unknown:
-        text += f". The nearest is {near[0]}, which has no {named(dict([*unknown.items()][:8]))}"
-    return text
-
-
-def _rope(raw: dict[str, Any], family: str, head_dim: int, path: Path) -> RopeConfig:
+def _rope(raw: dict[str, Any], path: Path) -> RopeConfig:
     """Return the rope fields, from rope_parameters (new) or rope_theta and rope_scaling (old).
 
     Raises ValueError for a type or a field that would change the result and is not supported.
@@ -272,26 +246,19 @@ def _rope(raw: dict[str, Any], family: str, head_dim: int, path: Path) -> RopeCo
     if new and old and new != old:
         raise ValueError(f"{path} has both rope_parameters and rope_scaling; keep one of them")
     params = check_fields(new or old, path, FIELDS)
-    params = {name: value for name, value in params.items() if name not in UNUSED_IN_ROPE}
-    longest, outside = raw["max_position_embeddings"], "original_max_position_embeddings"
+    params = {name: value for name, value in params.items() if name not in IMAGE_FIELDS}
+    outside = "original_max_position_embeddings"
     params = {
         "rope_type": params.pop("type", "default"),
         "rope_theta": raw.get("rope_theta", 10_000.0),
         "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0),
         **params,
-        outside: raw.get(outside, params.get(outside, longest)),
+        outside: raw.get(outside, params.get(outside, raw["max_position_embeddings"])),
     }
-    share = params["partial_rotary_factor"]
-    if share != 1 and "partial_rotary_factor" not in FAMILIES[family]:
-        raise ValueError(f"{path}: partial_rotary_factor is not supported; only 1 is")
-    if int(head_dim * share) % 2:
-        raise ValueError(f"{path}: partial_rotary_factor={share} of {head_dim} gives no pairs")
+    params.pop("finetuned", None)  # it has no effect
+    if params["rope_type"] == "mrope":  # an old name
+        params["rope_type"] = "default"
     kind = params["rope_type"]
-    if kind == "mrope":  # an old name
-        kind = "default"
-    if family == "Phi3" and kind in ("su", "yarn"):  # old names, too
-        kind = "longrope"
-    params["rope_type"] = kind
     if kind not in REQUIRED:
         raise ValueError(
             f"{path}: rope type {kind!r} is not supported, only {', '.join(REQUIRED)}; without it "
@@ -301,24 +268,7 @@ def _rope(raw: dict[str, Any], family: str, head_dim: int, path: Path) -> RopeCo
         raise ValueError(f"{path}: the rope field {min(unknown)!r} is not supported")
     if missing := [name for name in REQUIRED[kind] if name not in params]:
         raise ValueError(f"{path}: rope type {kind!r} needs {missing[0]!r}")
-    if kind == "longrope":
-        params.setdefault("factor", longest / params[outside])
-        for name in REQUIRED[kind]:
-            params[name] = tuple(check_field(path, name, x, float, ANY) for x in params[name])
-            if len(params[name]) != (size := int(head_dim * share) // 2):
-                raise ValueError(
-                    f"{path}: {name} must have {size} numbers, and has {len(params[name])}"
-                )
     return RopeConfig(**params)
-
-
-def _ropes(raw: dict[str, Any], rope: RopeConfig, path: Path) -> tuple[RopeConfig, ...]:
-    """Return the rope of each layer. In spite of its name, no_rope_layers is 1 for `rope`."""
-    num, interval = raw["num_hidden_layers"], raw.get("no_rope_layer_interval", 4)
-    layers = raw.get("no_rope_layers", [int((i + 1) % interval > 0) for i in range(num)])
-    if len(layers) != num or any(x not in (0, 1) for x in layers):
-        raise ValueError(f"{path}: no_rope_layers must have {num} entries 0 or 1, and is {layers}")
-    return tuple(rope if x else RopeConfig(partial_rotary_factor=0.0) for x in layers)
 
 
 def _windows(raw: dict[str, Any], family: str, longest: int, path: Path) -> tuple[int, ...]:
@@ -327,12 +277,12 @@ def _windows(raw: dict[str, Any], family: str, longest: int, path: Path) -> tupl
     The defaults are the same as in transformers. Raises ValueError for wrong layer_types.
     """
     num = raw["num_hidden_layers"]
-    first = 0 if family in ("Qwen3Moe", *NO_BIAS) else raw.get("max_window_layers", 28)
+    first = 0 if family in ("Qwen3Moe", "Mistral") else raw.get("max_window_layers", 28)
     types = raw.get("layer_types", [SLIDING if i >= first else FULL for i in range(num)])
     if len(types) != num or any(kind not in (SLIDING, FULL) for kind in types):
         raise ValueError(
             f"{path}: layer_types must have {num} entries {SLIDING!r} or {FULL!r}, and is {types}"
         )
-    is_used = family in NO_BIAS or raw.get("use_sliding_window")
+    is_used = family == "Mistral" or raw.get("use_sliding_window")
     window = raw.get("sliding_window", 0) if is_used else 0
     return tuple(window * (kind == SLIDING and window < longest) for kind in types)

@@ -142,6 +142,7 @@ class DecoderLayer:
 class Qwen3:
     """A model of one of these families. Its weights are uninitialized until they are loaded."""
 
+    attention_class = SelfAttention
     embedding_factor = 1.0  # multiplies the embeddings
 
     def __init__(self, config: ModelConfig, max_model_len: int, backend: Backend) -> None:
@@ -161,7 +162,7 @@ class Qwen3:
 
     def make_layers(self) -> list[DecoderLayer]:
         config, backend = self.config, self.backend
-        attns = [SelfAttention(config, i, backend) for i in range(config.num_layers)]
+        attns = [self.attention_class(config, i, backend) for i in range(config.num_layers)]
         return [DecoderLayer(config, a, self.make_mlp(a.layer), backend) for a in attns]
 
     def make_mlp(self, layer: int) -> MLP:

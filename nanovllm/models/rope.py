@@ -7,8 +7,6 @@ All types but the first let a model read more positions than it was trained with
     llama3    only low frequencies are divided, with a smooth transition  (Llama 3.1)
     yarn      as llama3, with a linear transition over i, and larger logits
               (Peng et al. 2023, arXiv:2309.00071)
-    longrope  each divided by a factor of its own: there are short factors for the positions of
-              training, and long ones for longer tables  (Ding et al. 2024, arXiv:2402.13753)
 
 transformers computes all but the first.
 """
@@ -28,7 +26,6 @@ REQUIRED = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
-    "longrope": ("short_factor", "long_factor"),
 }
 
 
@@ -47,9 +44,6 @@ class RopeConfig:
     beta_slow: float = 1.0
     mscale: float | None = None
     mscale_all_dim: float | None = None
-    llama_4_scaling_beta: float = 0.0  # changes queries beyond the original positions
-    short_factor: tuple[float, ...] = ()  # [R / 2]
-    long_factor: tuple[float, ...] = ()
     partial_rotary_factor: float = 1.0  # the part of a head that is rotated; with 0, none is
 
     def frequencies(self, dim: int, max_len: int = 0) -> tuple[Tensor, float]:
@@ -69,12 +63,3 @@ class RopeConfig:
         config.max_position_embeddings = self.original_max_position_embeddings
         config.standardize_rope_params = lambda: None
         return ROPE_INIT_FUNCTIONS[self.rope_type](config, torch.device("cpu"), max_len)
-
-    def pairs(self, dim: int) -> list[int]:
-        """Return the order of a head's numbers in which RotaryEmbedding rotates i and i + D / 2.
-
-        A checkpoint's pairs are (i, i + R / 2). The other numbers form pairs whose angle is 0.
-        """
-        rotated = int(dim * self.partial_rotary_factor)
-        half, middle = rotated // 2, (dim + rotated) // 2
-        return [*range(half), *range(rotated, middle), *range(half, rotated), *range(middle, dim)]

@@ -59,6 +59,13 @@ def make_checkpoint(
     torch.manual_seed(seed)
     model_class = getattr(transformers, f"{FAMILIES[family]}ForCausalLM")
     model = model_class(make_config(family, *shape, **config)).float().eval()
+    randomize(model)
+    model.save_pretrained(path)
+    return model
+
+
+def randomize(model: torch.nn.Module) -> None:
+    """Set the weights of a model, those of each tensor with a scale of its own."""
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "norm" in name:
@@ -69,8 +76,6 @@ def make_checkpoint(
                 p.copy_(torch.randn_like(p) * 0.3)
             else:
                 p.copy_(torch.randn_like(p) * 1.5 / p.shape[1] ** 0.5)
-    model.save_pretrained(path)
-    return model
 
 
 def weights_of(llm: LLM) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanovllm.features.models.families import pairs
 from nanovllm.features.models.hybrid.hybrid_config import FULL, KERNEL_SIZE, LINEAR, HybridConfig
 from nanovllm.features.models.moe.qwen3_moe import make_mlp
 from nanovllm.models.attention import PlainAttention
@@ -136,8 +137,8 @@ class GatedAttention(SelfAttention):
 
     def permuted(self, weight: Tensor) -> Tensor:
         """Reorder the rows of each head of q or k [heads * D, ...]. Products do not change."""
-        heads = weight.unflatten(0, (-1, self.config.head_dim))
-        return heads[:, self.config.rope.pairs(self.config.head_dim)].flatten(0, 1)
+        dim = self.config.head_dim
+        return weight.unflatten(0, (-1, dim))[:, pairs(dim, self.config.rope)].flatten(0, 1)
 
 
 class Qwen3_5(Qwen3):

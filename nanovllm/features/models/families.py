@@ -1,0 +1,258 @@
+"""Families that differ from Llama by names of tensors, by rotation, and by factors.
+
+Phi-3, Phi-4   q, k and v are one tensor of a checkpoint, and gate and up are another one. In
+               Phi-4-mini only a part of each head is rotated, with the rope type longrope.
+SmolLM3        Some layers are not rotated.
+Ministral 3    Queries beyond the original positions have a factor; such positions are refused.
+Granite 3      Four factors become part of the weights, of rotation and of eps; see GraniteConfig.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from nanovllm.config import EngineConfig
+from nanovllm.features.models.gemma3 import Gemma3Config
+from nanovllm.features.models.hybrid.hybrid_config import HybridConfig
+from nanovllm.features.models.moe.moe_config import MoeConfig
+from nanovllm.features.models.text_config import TextConfig
+from nanovllm.models.backend import Backend
+from nanovllm.models.layers import Linear
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.qwen3 import MLP, Qwen3, SelfAttention
+from nanovllm.models.rope import RopeConfig
+from nanovllm.models.weights import EMBEDDINGS, LM_HEAD, CheckpointTensor
+from nanovllm.utils.json_files import check_field, named
+
+
+def like_mistral(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields for a model without biases, whose layers all have the window, if any."""
+    slides = raw.get("sliding_window") is not None
+    window = {"use_sliding_window": slides, "max_window_layers": 0, "layer_types": None}
+    return raw | {"attention_bias": None} | window
+
+
+def pairs(dim: int, rope: RopeConfig) -> list[int]:
+    """Return the order of a head's numbers in which RotaryEmbedding rotates i and i + D / 2.
+
+    A checkpoint's pairs are (i, i + R / 2), if R numbers are rotated. The other numbers form pairs
+    whose angle is 0.
+    """
+    rotated = int(dim * rope.partial_rotary_factor)
+    half, middle = rotated // 2, (dim + rotated) // 2
+    return [*range(half), *range(rotated, middle), *range(half, rotated), *range(middle, dim)]
+
+
+def rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    return dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+
+
+# ---- Phi-3 and Phi-4 ----
+
+
+@dataclass(frozen=True)
+class LongRope(RopeConfig):
+    """Each frequency is divided by a factor (Ding et al. 2024, arXiv:2402.13753).
+
+    The long factors are used if requests may be longer than the original positions.
+    """
+
+    short_factor: tuple[float, ...] = ()  # [R / 2]
+    long_factor: tuple[float, ...] = ()
+
+
+class Phi3Config(ModelConfig):
+    rotates_part: ClassVar[bool] = True
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any], path: Path) -> ModelConfig:
+        """Create a Phi3Config. Raises ValueError for missing or unsupported fields."""
+        rope = rope_fields(raw)
+        is_long = "longrope" in (rope.get("type"), rope.get("rope_type"))
+        names = "short_factor", "long_factor"
+        factors = {name: rope.pop(name, None) for name in names if is_long}
+        if is_long:
+            rope |= {"type": None, "rope_type": "default"}
+        fields = like_mistral(raw) | {"rope_parameters": rope, "rope_scaling": None}
+        base = super().from_json(fields, path)
+        size = int(base.head_dim * base.rope.partial_rotary_factor)
+        if size % 2:
+            raise ValueError(f"{path}: the {size} rotated numbers of a head do not form pairs")
+        if not is_long:
+            return base
+        for name, values in factors.items():
+            values = check_field(path, name, values, list, ())
+            if len(values) != size // 2:
+                raise ValueError(f"{path}: {name} must have {size // 2} numbers, not {len(values)}")
+            factors[name] = tuple(check_field(path, name, value, float, ()) for value in values)
+        original = base.rope.original_max_position_embeddings
+        longest = base.max_position_embeddings
+        factors |= {"rope_type": "longrope", "factor": rope.get("factor") or longest / original}
+        long = LongRope(**vars(base.rope) | factors)
+        return replace(base, rope=long, usual_length=min(original, longest))
+
+    def model_class(self) -> type[Phi3]:
+        return Phi3
+
+
+def fuse(linear: Linear, name: str) -> None:
+    """Give all projections of a Linear one name in a checkpoint."""
+    linear.projections = {name: sum(linear.projections.values())}
+
+
+class Phi3Attention(SelfAttention):
+    def __init__(self, config: ModelConfig, layer: int, backend: Backend) -> None:
+        super().__init__(config, layer, backend)
+        fuse(self.qkv_proj, "qkv_proj")
+        # The rows of a checkpoint's tensor in the order of RotaryEmbedding.
+        self.rows = torch.arange(self.qkv_proj.weight.shape[0], device="cpu")
+        heads = self.rows.unflatten(0, (-1, config.head_dim))[: -config.num_kv_heads]
+        heads.copy_(heads[:, pairs(config.head_dim, config.rope)])
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
+        qkv, output = super().checkpoint_tensors(prefix)
+        yield replace(qkv, store=lambda weight: qkv.store(weight[self.rows]))
+        yield output
+
+
+class Phi3(Qwen3):
+    attention_class = Phi3Attention
+
+    def make_mlp(self, layer: int) -> MLP:
+        mlp = super().make_mlp(layer)
+        fuse(mlp.gate_up_proj, "gate_up_proj")
+        return mlp
+
+
+# ---- SmolLM3 and Ministral 3 ----
+
+
+class SmolLM3Config(ModelConfig):
+    @classmethod
+    def from_json(cls, raw: dict[str, Any], path: Path) -> ModelConfig:
+        """Create a SmolLM3Config. Raises ValueError for missing or unsupported fields."""
+        names = "no_rope_layers", "no_rope_layer_interval"
+        layers, interval = map(raw.get, names)
+        base = super().from_json(raw | dict.fromkeys(names), path)
+        interval = check_field(path, names[1], interval or 4, int, (1, 10_000))
+        if layers is None:
+            layers = [int((i + 1) % interval > 0) for i in range(base.num_layers)]
+        # In spite of the name, 1 is for layers with rotation.
+        if len(layers) != base.num_layers or any(x not in (0, 1) for x in layers):
+            wanted = f"{base.num_layers} entries 0 or 1"
+            raise ValueError(f"{path}: no_rope_layers must have {wanted}, and is {layers}")
+        ropes = RopeConfig(partial_rotary_factor=0.0), base.rope
+        return replace(base, ropes=tuple(ropes[x] for x in layers))
+
+
+class Ministral3Config(TextConfig):
+    @classmethod
+    def from_json(cls, raw: dict[str, Any], path: Path) -> ModelConfig:
+        """Create a Ministral3Config. Raises ValueError for missing or unsupported fields."""
+        rope = rope_fields(raw)
+        beta = rope.pop("llama_4_scaling_beta", None)
+        rope.pop("max_position_embeddings", None)
+        fields = like_mistral(raw) | {"rope_parameters": rope, "rope_scaling": None}
+        base = super().from_json(fields, path)
+        original = base.rope.original_max_position_embeddings
+        return replace(base, usual_length=original) if beta else base
+
+    def check_options(self, config: EngineConfig) -> None:
+        super().check_options(config)
+        if (config.max_model_len or 0) > (self.usual_length or math.inf):
+            raise ValueError(
+                f"max_model_len={config.max_model_len} is more than the {self.usual_length} "
+                "original positions of the model, and llama_4_scaling_beta, a factor of later "
+                f"queries, is not supported; use at most {self.usual_length}"
+            )
+
+
+# ---- Granite 3 ----
+
+FACTORS = "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"
+
+
+@dataclass(frozen=True)
+class GraniteConfig(ModelConfig):
+    """A Llama with four factors.
+
+    attention_multiplier is the scale of attention. residual_multiplier, r, multiplies what a layer
+    adds to the hidden state. A norm cancels a factor of the hidden state, except for eps, so that
+    the embeddings are divided by r instead, and eps by r * r. embedding_multiplier multiplies the
+    embeddings, and logits_scaling divides the logits. A tied head has the factor of the embeddings,
+    m, and an untied one is given it too. The last norm is divided by m and logits_scaling.
+    """
+
+    embedding_factor: float = 1.0  # m
+    hidden_factor: float = 1.0  # of transformers' hidden states: m * logits_scaling
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any], path: Path) -> GraniteConfig:
+        """Create a GraniteConfig. Raises ValueError for missing or unsupported fields."""
+        base = super().from_json(raw | dict.fromkeys(FACTORS), path)
+        assert isinstance(base, GraniteConfig)
+        given = {name: 1.0 if raw.get(name) is None else raw[name] for name in FACTORS}
+        limits = (1e-6, 1e6)
+        values = (check_field(path, name, x, float, limits) for name, x in given.items())
+        embedding, residual, attention, logits = values
+        return replace(
+            base,
+            rms_norm_eps=base.rms_norm_eps / residual**2,
+            attention_scale=attention * base.head_dim**0.5,
+            embedding_factor=embedding / residual,
+            hidden_factor=embedding / residual * logits,
+        )
+
+    def model_class(self) -> type[Granite]:
+        return Granite
+
+
+class Granite(Qwen3):
+    config: GraniteConfig
+
+    def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
+        factors = dict.fromkeys((EMBEDDINGS[0], LM_HEAD), self.config.embedding_factor)
+        factors["model.norm.weight"] = 1 / self.config.hidden_factor
+        for tensor in super().checkpoint_tensors():
+            yield multiplied(tensor, factors[tensor.name]) if tensor.name in factors else tensor
+
+
+def multiplied(tensor: CheckpointTensor, factor: float) -> CheckpointTensor:
+    return replace(tensor, store=lambda weight: tensor.store(weight.float() * factor))
+
+
+CONFIGS: dict[str, type[ModelConfig]] = {
+    "Qwen3VL": TextConfig,
+    "Mistral3": Ministral3Config,
+    "Ministral3": Ministral3Config,
+    "Phi3": Phi3Config,
+    "SmolLM3": SmolLM3Config,
+    "Granite": GraniteConfig,
+    "Gemma3": Gemma3Config,
+    "Qwen3Moe": MoeConfig,
+    "Qwen3_5": HybridConfig,
+    "Qwen3_5Moe": HybridConfig,
+}
+
+
+def why_refused(raw: dict[str, Any], families: list[str], unknown: dict[str, Any]) -> str:
+    """Return why no architecture of config.json is supported, and how it differs from another.
+
+    unknown: the fields that no supported architecture has.
+    """
+    names = raw.get("architectures") or []
+    found = names or f"none (model_type is {raw.get('model_type')!r})"
+    known = [f"{name}ForCausalLM" for name in families]
+    text = f"the architecture {found} is not supported; {', '.join(known)} are"
+    near = difflib.get_close_matches(str(names[:1]), known, n=1, cutoff=0.6)
+    if near:
+        fields = named(dict([*unknown.items()][:8])) or "another computation"
+        text += f". The nearest is {near[0]}, and this model differs by {fields}"
+    return text
