@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint, random_llm
+from family_checkpoints import make_family_checkpoint
 from hybrid_checkpoints import make_hybrid_checkpoint
 from moe_checkpoints import make_moe_checkpoint
 from wrong_kernels import IN_ANOTHER_ORDER
@@ -32,6 +33,11 @@ MODELS: dict[str, Make] = {
     "llama": lambda path: make_checkpoint(path, "llama", 80, 1, 3),
     # Neither heads, nor hidden size, nor MLP fill whole blocks and words.
     "odd": lambda path: make_checkpoint(path, "qwen3", 24, 1, 5, hidden_size=75),
+    # A window that ends in the shared prefix, and in most requests before it.
+    "window": lambda path: make_checkpoint(
+        path, "qwen2", use_sliding_window=True, sliding_window=150, max_window_layers=1
+    ),
+    "gemma3": lambda path: make_family_checkpoint(path, "gemma3"),
     "moe": make_moe_checkpoint,
     "hybrid": make_hybrid_checkpoint,
 }
@@ -185,7 +191,7 @@ def maker(path: Path, model: str, setting: str) -> Callable[..., LLM]:
     ("model", "setting"),
     [
         *(("nano", "bfloat16"), ("nano", "float32"), ("odd", "bfloat16"), ("moe", "bfloat16")),
-        *(("hybrid", "bfloat16"), ("qwen3", "int8")),
+        *(("hybrid", "bfloat16"), ("qwen3", "int8"), ("window", "bfloat16"), ("gemma3", "float32")),
     ],
 )
 def test_kinds_of_requests(tmp_path: Path, model: str, setting: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.features.models.hybrid.qwen3_5 import norm_weight, plus_one
+from nanovllm.features.models.norms import norm_weight, plus_one
 from nanovllm.features.models.text_config import TextConfig
 from nanovllm.models.backend import Backend
 from nanovllm.models.model_config import FULL, SIZE, SLIDING
