@@ -21,6 +21,7 @@ ARCHITECTURES = {
     "qwen3vl": ("Qwen3VLForConditionalGeneration", False),
     "smollm3": ("SmolLM3ForCausalLM", True),
     "granite": ("GraniteForCausalLM", True),
+    "gemma3": ("Gemma3ForCausalLM", False),  # whose norms are stored as 1 + w
 }
 # Names of tensors. "blk.N." is "model.layers.N.".
 NAMES = {
@@ -39,6 +40,11 @@ NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+GEMMA3_NAMES = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 # Fields of config.json -> GGUF fields, without the architecture prefix.
 FIELDS = {
     "hidden_size": "embedding_length",
@@ -56,6 +62,11 @@ GRANITE = {
     "attention_multiplier": "attention.scale",
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
+}
+GEMMA3 = {
+    "rope_local_base_freq": "rope.freq_base_swa",
+    "sliding_window": "attention.sliding_window",
+    "sliding_window_pattern": "attention.sliding_window_pattern",
 }
 # Other fields, with the values that change nothing.
 USUAL: dict[str, tuple[Any, ...]] = {
@@ -109,7 +120,8 @@ class GGUF:
             known = ", ".join(ARCHITECTURES)
             raise ValueError(f"{path} has the architecture {self.kind!r}; supported are {known}")
         self.architecture, self.is_reordered = ARCHITECTURES[self.kind]
-        self.fields = FIELDS | (GRANITE if self.kind == "granite" else {})
+        self.fields = FIELDS | {"granite": GRANITE, "gemma3": GEMMA3}.get(self.kind, {})
+        self.names = NAMES | (GEMMA3_NAMES if self.kind == "gemma3" else {})
         stored = {tensor.name: tensor for tensor in self.reader.tensors}
         divisors = stored.pop(ROPE_DIVISORS, None)
         self.rope_divisors = None if divisors is None else torch.tensor(divisors.data)
@@ -118,10 +130,10 @@ class GGUF:
     def name_of(self, name: str) -> str:
         """Return the Hugging Face name of a GGUF tensor, such as blk.0.attn_q.weight."""
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-        if match is None or match[2] not in NAMES:
+        if match is None or match[2] not in self.names:
             raise ValueError(f"{self.path} has the tensor {name!r}, which is not supported")
         prefix = "" if match[1] is None else f"model.layers.{match[1]}."
-        return f"{prefix}{NAMES[match[2]]}.{match[3]}"
+        return f"{prefix}{self.names[match[2]]}.{match[3]}"
 
     def field(self, name: str) -> Any:
         found = self.reader.get_field(name)
