@@ -121,12 +121,7 @@ class ModelConfig:
         """
         architecture, family = find_family(raw.get("architectures"))
         raw = check_fields({"sliding_window": 4096} | FAMILIES.get(family, {}) | raw, path, FIELDS)
-        harmless = re.compile("|".join(HARMLESS.split()))
-        unknown = unusual(raw, {*FIELDS, *filter(harmless.fullmatch, raw)})
-        if not family:
-            from nanovllm.features.models.families import why_refused
-
-            raise ValueError(f"{path}: {why_refused(raw, [*FAMILIES], unknown)}")
+        unknown = unknown_fields(raw)
         if raw.get("is_causal") is False:
             unknown["is_causal"] = False
         if unknown:
@@ -205,6 +200,12 @@ class ModelConfig:
     def state_bytes(self, itemsize: int) -> int:
         """Return the bytes of a sequence's state, which models with linear attention have."""
         return 0
+
+
+def unknown_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config.json that may change the result, and that are not read."""
+    harmless = re.compile("|".join(HARMLESS.split()))
+    return unusual(raw, {*FIELDS, *filter(harmless.fullmatch, raw)})
 
 
 def find_family(architectures: Any) -> tuple[str, str]:

@@ -24,11 +24,11 @@ from nanovllm.features.models.moe.moe_config import MoeConfig
 from nanovllm.features.models.text_config import TextConfig
 from nanovllm.models.backend import Backend
 from nanovllm.models.layers import Linear
-from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.model_config import FAMILIES, FIELDS, ModelConfig, unknown_fields
 from nanovllm.models.qwen3 import MLP, Qwen3, SelfAttention
 from nanovllm.models.rope import RopeConfig
 from nanovllm.models.weights import EMBEDDINGS, LM_HEAD, CheckpointTensor
-from nanovllm.utils.json_files import check_field, named
+from nanovllm.utils.json_files import check_field, check_fields, named
 
 
 def like_mistral(raw: dict[str, Any]) -> dict[str, Any]:
@@ -240,17 +240,13 @@ CONFIGS: dict[str, type[ModelConfig]] = {
 }
 
 
-def why_refused(raw: dict[str, Any], families: list[str], unknown: dict[str, Any]) -> str:
-    """Return why no architecture of config.json is supported, and how it differs from another.
-
-    unknown: the fields that no supported architecture has.
-    """
-    names = raw.get("architectures") or []
-    found = names or f"none (model_type is {raw.get('model_type')!r})"
-    known = [f"{name}ForCausalLM" for name in families]
-    text = f"the architecture {found} is not supported; {', '.join(known)} are"
-    near = difflib.get_close_matches(str(names[:1]), known, n=1, cutoff=0.6)
-    if near:
-        fields = named(dict([*unknown.items()][:8])) or "another computation"
+def why_refused(raw: dict[str, Any], path: Path) -> str:
+    """Return that no architecture of config.json is supported, and how the nearest differs."""
+    raw = check_fields(raw, path, FIELDS)
+    names = raw["architectures"] or [f"none (model_type is {raw.get('model_type')!r})"]
+    known = [f"{name}ForCausalLM" for name in FAMILIES]
+    text = f"the architecture {', '.join(map(str, names))} is not supported; {', '.join(known)} are"
+    if near := difflib.get_close_matches(str(names[0]), known, n=1, cutoff=0.6):
+        fields = named(dict([*unknown_fields(raw).items()][:8])) or "another computation"
         text += f". The nearest is {near[0]}, and this model differs by {fields}"
     return text
