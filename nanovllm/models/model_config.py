@@ -49,13 +49,13 @@ HARMLESS = r"""
     (_|image|mtp|output_|return_dict|tokenizer|transformers|unsloth|video|vision).* .*dropout.*
     .*flash_att.* .*initializer.* .*_loss_coef .*pdrop .*_penalty .*token(_ids?|_index)? .*version
     .*projector.* architectures attn_implementation auto_map chunk_size_feed_forward do_sample
-    early_stopping finetuning_task id2label interpolate_factor is_decoder is_llama_config label2id
-    language_model_only max_length max_seq(uence)?_len(gth)? model_(max_length|name|type)
-    num_(beam.*|labels|nextn.*|return.*) prefix pretraining_tp problem_type sentence_transformers
-    seq_length spatial_merge_size task_specific_params temperature text_config top_[kp] typical_p
-    use_cache attn_output_gate decoder_sparse_step full_attention_interval linear_.* mamba_ssm_dtype
-    mlp_only_layers moe_intermediate_size norm_topk_prob num_(local_)?experts(_per_tok)?
-    scoring_func shared_expert_intermediate_size
+    early_stopping finetuning_task full_attn_mod id2label interpolate_factor is_decoder
+    is_llama_config label2id language_model_only max_length max_seq(uence)?_len(gth)?
+    model_(max_length|name|type) num_(beam.*|labels|nextn.*|return.*) prefix pretraining_tp
+    problem_type sentence_transformers seq_length spatial_merge_size task_specific_params
+    temperature text_config top_[kp] typical_p use_cache attn_output_gate decoder_sparse_step
+    full_attention_interval linear_.* mamba_ssm_dtype mlp_only_layers moe_intermediate_size
+    norm_topk_prob num_(local_)?experts(_per_tok)? scoring_func shared_expert_intermediate_size
 """
 # Rope fields for positions in images. For text, the three rows of positions are equal.
 IMAGE_FIELDS = ("mrope_section", "mrope_interleaved")

@@ -49,8 +49,10 @@ def pairs(dim: int, rope: RopeConfig) -> list[int]:
     return [*range(half), *range(rotated, middle), *range(half, rotated), *range(middle, dim)]
 
 
-def rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
-    return dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+def rope_fields(raw: dict[str, Any], path: Path) -> tuple[str, dict[str, Any]]:
+    """Return the field of the rope's fields, and a copy of them."""
+    name = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    return name, dict(check_field(path, name, raw.get(name) or {}, dict, ()))
 
 
 # ---- Phi-3 and Phi-4 ----
@@ -73,14 +75,13 @@ class Phi3Config(ModelConfig):
     @classmethod
     def from_json(cls, raw: dict[str, Any], path: Path) -> ModelConfig:
         """Create a Phi3Config. Raises ValueError for missing or unsupported fields."""
-        rope = rope_fields(raw)
+        field, rope = rope_fields(raw, path)
         is_long = "longrope" in (rope.get("type"), rope.get("rope_type"))
         names = "short_factor", "long_factor"
         factors = {name: rope.pop(name, None) for name in names if is_long}
         if is_long:
             rope |= {"type": None, "rope_type": "default"}
-        fields = like_mistral(raw) | {"rope_parameters": rope, "rope_scaling": None}
-        base = super().from_json(fields, path)
+        base = super().from_json(like_mistral(raw) | {field: rope}, path)
         size = int(base.head_dim * base.rope.partial_rotary_factor)
         if size % 2:
             raise ValueError(f"{path}: the {size} rotated numbers of a head do not form pairs")
@@ -133,20 +134,23 @@ class Phi3(Qwen3):
 # ---- SmolLM3 and Ministral 3 ----
 
 
+NO_ROPE = "no_rope_layers", "no_rope_layer_interval"
+
+
 class SmolLM3Config(ModelConfig):
     @classmethod
     def from_json(cls, raw: dict[str, Any], path: Path) -> ModelConfig:
         """Create a SmolLM3Config. Raises ValueError for missing or unsupported fields."""
-        names = "no_rope_layers", "no_rope_layer_interval"
-        layers, interval = map(raw.get, names)
-        base = super().from_json(raw | dict.fromkeys(names), path)
-        interval = check_field(path, names[1], interval or 4, int, (1, 10_000))
-        if layers is None:
-            layers = [int((i + 1) % interval > 0) for i in range(base.num_layers)]
+        base = super().from_json(raw | dict.fromkeys(NO_ROPE), path)
+        number = base.num_layers
+        interval = check_field(path, NO_ROPE[1], raw.get(NO_ROPE[1]) or 4, int, (1, 10_000))
         # In spite of the name, 1 is for layers with rotation.
-        if len(layers) != base.num_layers or any(x not in (0, 1) for x in layers):
-            wanted = f"{base.num_layers} entries 0 or 1"
-            raise ValueError(f"{path}: no_rope_layers must have {wanted}, and is {layers}")
+        usual = [int((i + 1) % interval > 0) for i in range(number)]
+        layers = check_field(path, NO_ROPE[0], raw.get(NO_ROPE[0]) or usual, list, ())
+        if len(layers) != number or any(x not in (0, 1) for x in layers):
+            raise ValueError(
+                f"{path}: {NO_ROPE[0]} must have {number} entries 0 or 1, not {layers}"
+            )
         ropes = RopeConfig(partial_rotary_factor=0.0), base.rope
         return replace(base, ropes=tuple(ropes[x] for x in layers))
 
@@ -155,11 +159,10 @@ class Ministral3Config(TextConfig):
     @classmethod
     def from_json(cls, raw: dict[str, Any], path: Path) -> ModelConfig:
         """Create a Ministral3Config. Raises ValueError for missing or unsupported fields."""
-        rope = rope_fields(raw)
+        field, rope = rope_fields(raw, path)
         beta = rope.pop("llama_4_scaling_beta", None)
         rope.pop("max_position_embeddings", None)
-        fields = like_mistral(raw) | {"rope_parameters": rope, "rope_scaling": None}
-        base = super().from_json(fields, path)
+        base = super().from_json(like_mistral(raw) | {field: rope}, path)
         original = base.rope.original_max_position_embeddings
         return replace(base, usual_length=original) if beta else base
 
@@ -247,6 +250,7 @@ def why_refused(raw: dict[str, Any], path: Path) -> str:
     known = [f"{name}ForCausalLM" for name in FAMILIES]
     text = f"the architecture {', '.join(map(str, names))} is not supported; {', '.join(known)} are"
     if near := difflib.get_close_matches(str(names[0]), known, n=1, cutoff=0.6):
-        fields = named(dict([*unknown_fields(raw).items()][:8])) or "another computation"
+        others = {x: y for x, y in unknown_fields(raw).items() if x not in (*FACTORS, *NO_ROPE)}
+        fields = named(dict([*others.items()][:8])) or "another computation"
         text += f". The nearest is {near[0]}, and this model differs by {fields}"
     return text
