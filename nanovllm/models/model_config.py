@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import DTYPES, EngineConfig
 from nanovllm.models.rope import REQUIRED, RopeConfig
@@ -32,7 +32,7 @@ FIELDS: Fields = {
         (float, (0, math.inf), "attention_factor beta_fast beta_slow"),
         (float, (0, math.inf), "low_freq_factor high_freq_factor"),
         (float, (0, 1), "partial_rotary_factor rms_norm_eps"),
-        (float, (0, math.inf), "mscale mscale_all_dim"),
+        (float, (0, math.inf), "mscale mscale_all_dim llama_4_scaling_beta"),
         (float, (1, math.inf), "factor rope_theta"),
         (str, STORED, "dtype torch_dtype"),
         (str, ("silu",), "hidden_act"),
@@ -57,8 +57,8 @@ HARMLESS = r"""
     full_attention_interval linear_.* mamba_ssm_dtype mlp_only_layers moe_intermediate_size
     norm_topk_prob num_(local_)?experts(_per_tok)? scoring_func shared_expert_intermediate_size
 """
-# Rope fields for positions in images. For text, the three rows of positions are equal.
-IMAGE_FIELDS = ("mrope_section", "mrope_interleaved")
+# Rope fields without effect. mrope is for images: for text, its three positions are equal.
+UNUSED_IN_ROPE = ("mrope_section", "mrope_interleaved", "max_position_embeddings", "finetuned")
 NEEDED = (
     "vocab_size",
     "hidden_size",
@@ -78,13 +78,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3VL": {"head_dim": 128, "rope_theta": 500_000.0},
     "Mistral3": {"num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True},
     "Ministral3": {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
-    "Phi3": {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    "Phi3": {"original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0},
     "SmolLM3": {"num_key_value_heads": 4, "tie_word_embeddings": True},
     "Granite": {},
     "Qwen3Moe": {},
     "Qwen3_5": {"head_dim": 256, "partial_rotary_factor": 0.25},
     "Qwen3_5Moe": {"head_dim": 256, "partial_rotary_factor": 0.25},
 }
+NO_BIAS = ("Mistral", "Mistral3", "Ministral3", "Phi3")  # families without biases of attention
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,6 @@ class ModelConfig:
     usual_length: int | None = None  # the default of max_model_len; None: all positions
     ropes: tuple[RopeConfig, ...] = ()  # of each layer, if they are not all `rope`
     attention_scale: float = 1.0  # multiplies the products of queries and keys
-    rotates_part: ClassVar[bool] = False  # whether partial_rotary_factor may be below 1
 
     @classmethod
     def from_json(cls, raw: dict[str, Any], path: Path) -> ModelConfig:
@@ -133,9 +133,8 @@ class ModelConfig:
             raise ValueError(f"{path} has no {missing[0]!r}")
         if raw.get("mlp_bias"):
             raise ValueError(f"{path}: mlp_bias is not supported")
-        rope = _rope(raw, path)
-        if rope.partial_rotary_factor != 1 and not cls.rotates_part:
-            raise ValueError(f"{path}: partial_rotary_factor is not supported; only 1 is")
+        rope = _rope(raw, family, path)
+        is_limited = rope.rope_type == "longrope" or rope.llama_4_scaling_beta > 0
         is_yarn = rope.rope_type == "yarn"  # which extends the context
         extended = int(rope.factor * rope.original_max_position_embeddings) if is_yarn else 0
         dtype = (raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch.")
@@ -162,11 +161,12 @@ class ModelConfig:
             rope=rope,
             max_position_embeddings=max(raw["max_position_embeddings"], extended),
             tie_word_embeddings=raw.get("tie_word_embeddings", False),
-            attention_bias=family == "Qwen2" or (has_bias and family != "Mistral"),
-            output_bias=has_bias and family not in ("Qwen2", "Mistral"),
+            attention_bias=family == "Qwen2" or (has_bias and family not in NO_BIAS),
+            output_bias=has_bias and family not in ("Qwen2", *NO_BIAS),
             qk_norm=family.startswith("Qwen3"),
             sliding_window=_sliding_window(raw, family),
             dtype=dtype if dtype in DTYPES else None,
+            usual_length=rope.original_max_position_embeddings if is_limited else None,
         )
 
     def check_options(self, config: EngineConfig) -> None:
@@ -231,7 +231,7 @@ def name_architectures(raw: dict[str, Any]) -> Any:
     return names
 
 
-def _rope(raw: dict[str, Any], path: Path) -> RopeConfig:
+def _rope(raw: dict[str, Any], family: str, path: Path) -> RopeConfig:
     """Return the rope fields, from rope_parameters (new) or rope_theta and rope_scaling (old).
 
     Raises ValueError for a type or a field that would change the result and is not supported.
@@ -240,7 +240,7 @@ def _rope(raw: dict[str, Any], path: Path) -> RopeConfig:
     if new and old and new != old:
         raise ValueError(f"{path} has both rope_parameters and rope_scaling; keep one of them")
     params = check_fields(new or old, path, FIELDS)
-    params = {name: value for name, value in params.items() if name not in IMAGE_FIELDS}
+    params = {name: value for name, value in params.items() if name not in UNUSED_IN_ROPE}
     outside = "original_max_position_embeddings"
     params = {
         "rope_type": params.pop("type", "default"),
@@ -249,13 +249,15 @@ def _rope(raw: dict[str, Any], path: Path) -> RopeConfig:
         **params,
         outside: raw.get(outside, params.get(outside, raw["max_position_embeddings"])),
     }
-    params.pop("finetuned", None)  # it has no effect
+    if params["partial_rotary_factor"] != 1 and "partial_rotary_factor" not in FAMILIES[family]:
+        raise ValueError(f"{path}: partial_rotary_factor is not supported; only 1 is")
     if params["rope_type"] == "mrope":  # an old name
         params["rope_type"] = "default"
     kind = params["rope_type"]
-    if kind not in REQUIRED:
+    kinds = [x for x in REQUIRED if x != "longrope" or family == "Phi3"]
+    if kind not in kinds:
         raise ValueError(
-            f"{path}: rope type {kind!r} is not supported, only {', '.join(REQUIRED)}; without it "
+            f"{path}: rope type {kind!r} is not supported, only {', '.join(kinds)}; without it "
             "the model runs at its original length, and 'yarn' extends this length"
         )
     if unknown := params.keys() - RopeConfig.__dataclass_fields__.keys():
@@ -273,5 +275,5 @@ def _sliding_window(raw: dict[str, Any], family: str) -> int | None:
     else:
         slides = "sliding_attention" in layers
     slides = slides or family == "Qwen3Moe"  # all of its layers do, or none
-    is_used = family == "Mistral" or (slides and raw.get("use_sliding_window"))
+    is_used = family in NO_BIAS or (slides and raw.get("use_sliding_window"))
     return raw.get("sliding_window") if is_used else None
