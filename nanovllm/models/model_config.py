@@ -70,10 +70,10 @@ NEEDED = (
 # The beginnings of the supported architectures' names, such as "Qwen3" of "Qwen3ForCausalLM", with
 # the values of fields that config.json does not have.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "Qwen3": {"head_dim": 128},
-    "Qwen2": {},
+    "Qwen3": {"head_dim": 128, "sliding_window": 4096},
+    "Qwen2": {"sliding_window": 4096},
     "Llama": {},
-    "Mistral": {"num_key_value_heads": 8},
+    "Mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     # These are in features/models/.
     "Qwen3VL": {"head_dim": 128, "rope_theta": 500_000.0},
     "Mistral3": {"num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True},
@@ -81,7 +81,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Phi3": {"original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0},
     "SmolLM3": {"num_key_value_heads": 4, "tie_word_embeddings": True},
     "Granite": {},
-    "Qwen3Moe": {},
+    "Qwen3Moe": {"sliding_window": 4096},
     "Qwen3_5": {"head_dim": 256, "partial_rotary_factor": 0.25},
     "Qwen3_5Moe": {"head_dim": 256, "partial_rotary_factor": 0.25},
 }
@@ -120,7 +120,7 @@ class ModelConfig:
         Raises ValueError for missing or unsupported fields.
         """
         architecture, family = find_family(raw.get("architectures"))
-        raw = check_fields({"sliding_window": 4096} | FAMILIES.get(family, {}) | raw, path, FIELDS)
+        raw = check_fields(FAMILIES.get(family, {}) | raw, path, FIELDS)
         unknown = unknown_fields(raw)
         if raw.get("is_causal") is False:
             unknown["is_causal"] = False

@@ -46,7 +46,7 @@ class Phi3Config(ModelConfig):
     @classmethod
     def from_json(cls, raw: dict[str, Any], path: Path) -> ModelConfig:
         """Create a Phi3Config. Raises ValueError for missing or unsupported fields."""
-        base = super().from_json(raw, path)
+        base = super().from_json({"rms_norm_eps": 1e-5} | raw, path)
         rope, longest = base.rope, base.max_position_embeddings
         size = int(base.head_dim * rope.partial_rotary_factor)
         if size % 2:
