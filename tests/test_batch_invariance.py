@@ -33,6 +33,11 @@ MODELS: dict[str, Make] = {
     "llama": lambda path: make_checkpoint(path, "llama", 80, 1, 3),
     # Neither heads, nor hidden size, nor MLP fill whole blocks and words.
     "odd": lambda path: make_checkpoint(path, "qwen3", 24, 1, 5, hidden_size=75),
+    "part of a head": lambda path: make_family_checkpoint(
+        path, "phi4mini", original_max_position_embeddings=512
+    ),
+    "no rotation": lambda path: make_family_checkpoint(path, "smollm3"),
+    "factors": lambda path: make_family_checkpoint(path, "granite"),
     # A window that ends in the shared prefix, and in most requests before it.
     "window": lambda path: make_checkpoint(
         path, "qwen2", use_sliding_window=True, sliding_window=150, max_window_layers=1

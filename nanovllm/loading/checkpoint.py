@@ -89,13 +89,18 @@ def find_checkpoint(
     return directory
 
 
-def config_class(architectures: Any) -> type[ModelConfig]:
-    """Return the class that reads the config.json of a model with these architectures."""
-    family = find_family(architectures)[1]
-    if family in ("", "Qwen3", "Qwen2", "Llama", "Mistral"):
-        return ModelConfig
-    from nanovllm.features.models.families import CONFIGS
+def config_class(raw: dict[str, Any], path: Path) -> type[ModelConfig]:
+    """Return the class that reads `raw`, the fields of the config.json at `path`.
 
+    Raises ValueError for an architecture that is not supported.
+    """
+    family = find_family(raw["architectures"])[1]
+    if family in ("Qwen3", "Qwen2", "Llama", "Mistral"):
+        return ModelConfig
+    from nanovllm.features.models.families import CONFIGS, why_refused
+
+    if not family:
+        raise ValueError(f"{path}: {why_refused(raw, path)}")
     return CONFIGS[family]
 
 
@@ -115,7 +120,7 @@ class Checkpoint:
         # Messages show this name.
         self.config_path = directory / ("config.json" + " with hf_overrides" * bool(overrides))
         self.config = read_config(directory, overrides or {})
-        config_type = config_class(self.config.get("architectures"))
+        config_type = config_class(self.config, self.config_path)
         self.model_config = config_type.from_json(self.config, self.config_path)
         self.weight_format: WeightFormat | None = None  # of quantized weights
         # compression_config is the old name of compressed-tensors. MLX has `quantization`, and in

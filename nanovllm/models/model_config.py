@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import DTYPES, EngineConfig
 from nanovllm.models.rope import REQUIRED, RopeConfig
@@ -33,7 +33,7 @@ FIELDS: Fields = {
         (float, (0, math.inf), "attention_factor beta_fast beta_slow"),
         (float, (0, math.inf), "low_freq_factor high_freq_factor"),
         (float, (0, 1), "partial_rotary_factor rms_norm_eps"),
-        (float, (0, math.inf), "mscale mscale_all_dim"),
+        (float, (0, math.inf), "mscale mscale_all_dim llama_4_scaling_beta"),
         (float, (1, math.inf), "factor rope_theta"),
         (str, STORED, "dtype torch_dtype"),
         (str, ("silu",), "hidden_act"),
@@ -50,16 +50,16 @@ HARMLESS = r"""
     (_|image|mtp|output_|return_dict|tokenizer|transformers|unsloth|video|vision).* .*dropout.*
     .*flash_att.* .*initializer.* .*_loss_coef .*pdrop .*_penalty .*token(_ids?|_index)? .*version
     .*projector.* architectures attn_implementation auto_map chunk_size_feed_forward do_sample
-    early_stopping finetuning_task id2label interpolate_factor is_decoder is_llama_config label2id
-    language_model_only max_length max_seq(uence)?_len(gth)? model_(max_length|name|type)
-    num_(beam.*|labels|nextn.*|return.*) prefix pretraining_tp problem_type sentence_transformers
-    seq_length spatial_merge_size task_specific_params temperature text_config top_[kp] typical_p
-    use_cache attn_output_gate decoder_sparse_step full_attention_interval linear_.* mamba_ssm_dtype
-    mlp_only_layers moe_intermediate_size norm_topk_prob num_(local_)?experts(_per_tok)?
-    scoring_func shared_expert_intermediate_size
+    early_stopping finetuning_task full_attn_mod id2label interpolate_factor is_decoder
+    is_llama_config label2id language_model_only max_length max_seq(uence)?_len(gth)?
+    model_(max_length|name|type) num_(beam.*|labels|nextn.*|return.*) prefix pretraining_tp
+    problem_type sentence_transformers seq_length spatial_merge_size task_specific_params
+    temperature text_config top_[kp] typical_p use_cache attn_output_gate decoder_sparse_step
+    full_attention_interval linear_.* mamba_ssm_dtype mlp_only_layers moe_intermediate_size
+    norm_topk_prob num_(local_)?experts(_per_tok)? scoring_func shared_expert_intermediate_size
 """
-# Rope fields for positions in images. For text, the three rows of positions are equal.
-IMAGE_FIELDS = ("mrope_section", "mrope_interleaved")
+# Rope fields without effect. mrope is for images: for text, its three positions are equal.
+UNUSED_IN_ROPE = ("mrope_section", "mrope_interleaved", "max_position_embeddings", "finetuned")
 NEEDED = (
     "vocab_size",
     "hidden_size",
@@ -71,26 +71,32 @@ NEEDED = (
 # The beginnings of the supported architectures' names, such as "Qwen3" of "Qwen3ForCausalLM", with
 # the values of fields that config.json does not have.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "Qwen3": {"head_dim": 128},
-    "Qwen2": {},
+    "Qwen3": {"head_dim": 128, "sliding_window": 4096},
+    "Qwen2": {"sliding_window": 4096},
     "Llama": {},
-    "Mistral": {"num_key_value_heads": 8},
+    "Mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     # These are in features/models/.
     "Qwen3VL": {"head_dim": 128, "rope_theta": 500_000.0},
     "Mistral3": {"num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True},
     "Ministral3": {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
-    "Phi3": {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    "Phi3": {"original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0},
     "SmolLM3": {"num_key_value_heads": 4, "tie_word_embeddings": True},
     "Granite": {},
     "Gemma3": {
         **{"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "head_dim": 256},
         **{"num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4},
-        **{"max_position_embeddings": 131_072, "rope_theta": 1e6, "tie_word_embeddings": True},
+        **{
+            "max_position_embeddings": 131_072,
+            "rope_theta": 1e6,
+            "sliding_window": 4096,
+            "tie_word_embeddings": True,
+        },
     },
-    "Qwen3Moe": {},
+    "Qwen3Moe": {"sliding_window": 4096},
     "Qwen3_5": {"head_dim": 256, "partial_rotary_factor": 0.25},
     "Qwen3_5Moe": {"head_dim": 256, "partial_rotary_factor": 0.25},
 }
+NO_BIAS = ("Mistral", "Mistral3", "Ministral3", "Phi3")  # families without biases of attention
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,6 @@ class ModelConfig:
     usual_length: int | None = None  # the default of max_model_len; None: all positions
     ropes: tuple[RopeConfig, ...] = ()  # of each layer, if they are not all `rope`
     attention_scale: float = 1.0  # multiplies the products of queries and keys
-    rotates_part: ClassVar[bool] = False  # whether partial_rotary_factor may be below 1
 
     @classmethod
     def from_json(cls, raw: dict[str, Any], path: Path) -> ModelConfig:
@@ -126,13 +131,8 @@ class ModelConfig:
         Raises ValueError for missing or unsupported fields.
         """
         architecture, family = find_family(raw.get("architectures"))
-        raw = check_fields({"sliding_window": 4096} | FAMILIES.get(family, {}) | raw, path, FIELDS)
-        harmless = re.compile("|".join(HARMLESS.split()))
-        unknown = unusual(raw, {*FIELDS, *filter(harmless.fullmatch, raw)})
-        if not family:
-            from nanovllm.features.models.families import why_refused
-
-            raise ValueError(f"{path}: {why_refused(raw, [*FAMILIES], unknown)}")
+        raw = check_fields(FAMILIES.get(family, {}) | raw, path, FIELDS)
+        unknown = unknown_fields(raw)
         if raw.get("is_causal") is False:
             unknown["is_causal"] = False
         if unknown:
@@ -144,9 +144,8 @@ class ModelConfig:
             raise ValueError(f"{path} has no {missing[0]!r}")
         if raw.get("mlp_bias"):
             raise ValueError(f"{path}: mlp_bias is not supported")
-        rope = _rope(raw, path)
-        if rope.partial_rotary_factor != 1 and not cls.rotates_part:
-            raise ValueError(f"{path}: partial_rotary_factor is not supported; only 1 is")
+        rope = _rope(raw, family, path)
+        is_limited = rope.rope_type == "longrope" or rope.llama_4_scaling_beta > 0
         is_yarn = rope.rope_type == "yarn"  # which extends the context
         extended = int(rope.factor * rope.original_max_position_embeddings) if is_yarn else 0
         longest = max(raw["max_position_embeddings"], extended)
@@ -174,11 +173,12 @@ class ModelConfig:
             rope=rope,
             max_position_embeddings=longest,
             tie_word_embeddings=raw.get("tie_word_embeddings", False),
-            attention_bias=family == "Qwen2" or (has_bias and family != "Mistral"),
-            output_bias=has_bias and family not in ("Qwen2", "Mistral"),
+            attention_bias=family == "Qwen2" or (has_bias and family not in NO_BIAS),
+            output_bias=has_bias and family not in ("Qwen2", *NO_BIAS),
             qk_norm=family.startswith(("Qwen3", "Gemma3")),
             windows=_windows(raw, family, longest, path),
             dtype=dtype if dtype in DTYPES else None,
+            usual_length=rope.original_max_position_embeddings if is_limited else None,
         )
 
     def check_options(self, config: EngineConfig) -> None:
@@ -214,6 +214,12 @@ class ModelConfig:
         return 0
 
 
+def unknown_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config.json that may change the result, and that are not read."""
+    harmless = re.compile("|".join(HARMLESS.split()))
+    return unusual(raw, {*FIELDS, *filter(harmless.fullmatch, raw)})
+
+
 def find_family(architectures: Any) -> tuple[str, str]:
     """Return the supported one of `architectures` and its family, or two empty strings."""
     names = architectures if isinstance(architectures, list) else []
@@ -237,7 +243,7 @@ def name_architectures(raw: dict[str, Any]) -> Any:
     return names
 
 
-def _rope(raw: dict[str, Any], path: Path) -> RopeConfig:
+def _rope(raw: dict[str, Any], family: str, path: Path) -> RopeConfig:
     """Return the rope fields, from rope_parameters (new) or rope_theta and rope_scaling (old).
 
     Raises ValueError for a type or a field that would change the result and is not supported.
@@ -246,7 +252,7 @@ def _rope(raw: dict[str, Any], path: Path) -> RopeConfig:
     if new and old and new != old:
         raise ValueError(f"{path} has both rope_parameters and rope_scaling; keep one of them")
     params = check_fields(new or old, path, FIELDS)
-    params = {name: value for name, value in params.items() if name not in IMAGE_FIELDS}
+    params = {name: value for name, value in params.items() if name not in UNUSED_IN_ROPE}
     outside = "original_max_position_embeddings"
     params = {
         "rope_type": params.pop("type", "default"),
@@ -255,13 +261,15 @@ def _rope(raw: dict[str, Any], path: Path) -> RopeConfig:
         **params,
         outside: raw.get(outside, params.get(outside, raw["max_position_embeddings"])),
     }
-    params.pop("finetuned", None)  # it has no effect
+    if params["partial_rotary_factor"] != 1 and "partial_rotary_factor" not in FAMILIES[family]:
+        raise ValueError(f"{path}: partial_rotary_factor is not supported; only 1 is")
     if params["rope_type"] == "mrope":  # an old name
         params["rope_type"] = "default"
     kind = params["rope_type"]
-    if kind not in REQUIRED:
+    kinds = [x for x in REQUIRED if x != "longrope" or family == "Phi3"]
+    if kind not in kinds:
         raise ValueError(
-            f"{path}: rope type {kind!r} is not supported, only {', '.join(REQUIRED)}; without it "
+            f"{path}: rope type {kind!r} is not supported, only {', '.join(kinds)}; without it "
             "the model runs at its original length, and 'yarn' extends this length"
         )
     if unknown := params.keys() - RopeConfig.__dataclass_fields__.keys():
@@ -277,12 +285,12 @@ def _windows(raw: dict[str, Any], family: str, longest: int, path: Path) -> tupl
     The defaults are the same as in transformers. Raises ValueError for wrong layer_types.
     """
     num = raw["num_hidden_layers"]
-    first = 0 if family in ("Qwen3Moe", "Mistral") else raw.get("max_window_layers", 28)
+    first = 0 if family in ("Qwen3Moe", *NO_BIAS) else raw.get("max_window_layers", 28)
     types = raw.get("layer_types", [SLIDING if i >= first else FULL for i in range(num)])
     if len(types) != num or any(kind not in (SLIDING, FULL) for kind in types):
         raise ValueError(
             f"{path}: layer_types must have {num} entries {SLIDING!r} or {FULL!r}, and is {types}"
         )
-    is_used = family == "Mistral" or raw.get("use_sliding_window")
+    is_used = family in NO_BIAS or raw.get("use_sliding_window")
     window = raw.get("sliding_window", 0) if is_used else 0
     return tuple(window * (kind == SLIDING and window < longest) for kind in types)

@@ -7,6 +7,8 @@ All types but the first let a model read more positions than it was trained with
     llama3    only low frequencies are divided, with a smooth transition  (Llama 3.1)
     yarn      as llama3, with a linear transition over i, and larger logits
               (Peng et al. 2023, arXiv:2309.00071)
+    longrope  each divided by a factor of its own, a short or a long one  (Ding et al. 2024,
+              arXiv:2402.13753)
 
 transformers computes all but the first.
 """
@@ -26,6 +28,7 @@ REQUIRED = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
 }
 
 
@@ -44,6 +47,9 @@ class RopeConfig:
     beta_slow: float = 1.0
     mscale: float | None = None
     mscale_all_dim: float | None = None
+    llama_4_scaling_beta: float = 0.0  # of queries beyond the original positions
+    short_factor: tuple[float, ...] = ()  # [R / 2]
+    long_factor: tuple[float, ...] = ()  # if requests can be longer than the original positions
     partial_rotary_factor: float = 1.0  # the part of a head that is rotated; with 0, none is
 
     def frequencies(self, dim: int, max_len: int = 0) -> tuple[Tensor, float]:

@@ -75,7 +75,7 @@ def randomize(model: torch.nn.Module) -> None:
             elif "embed" in name or "lm_head" in name:
                 p.copy_(torch.randn_like(p) * 0.3)
             else:
-                p.copy_(torch.randn_like(p) * 1.5 / p.shape[1] ** 0.5)
+                p.copy_(torch.randn_like(p) * 1.5 / p.shape[-1] ** 0.5)
 
 
 def weights_of(llm: LLM) -> dict[str, torch.Tensor]:

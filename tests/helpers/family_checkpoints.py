@@ -28,7 +28,7 @@ YARN = dict(
     rope_type="yarn", type="yarn", rope_theta=1e6, factor=2.0, beta_fast=32.0, beta_slow=1.0
 )
 YARN |= dict(mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=256)
-FACTORS = dict(embedding_multiplier=12.0, logits_scaling=8.0, residual_multiplier=0.22)
+FACTORS = dict(embedding_multiplier=0.6, logits_scaling=0.7, residual_multiplier=0.5)
 MROPE = dict(rope_type="default", rope_theta=5e6, mrope_section=[4, 4, 4], mrope_interleaved=True)
 SCALED = {"rope_type": "linear", "factor": 8.0}
 VISION = dict(hidden_size=32, intermediate_size=32)

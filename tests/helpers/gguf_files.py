@@ -9,7 +9,7 @@ import pytest
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import nanovllm
-from nanovllm.features.formats.gguf.reader import ARCHITECTURES, FIELDS, GRANITE, NAMES
+from nanovllm.features.formats.gguf.reader import FIELDS, NAMES
 
 gguf = pytest.importorskip("gguf")
 NANO = Path(nanovllm.__file__).parent / "loading" / "qwen3-nano"
@@ -39,7 +39,7 @@ def write_gguf(
     config = json.loads((checkpoint / "config.json").read_text())
     config |= config.get("rope_parameters") or {}
     writer = gguf.GGUFWriter(path, kind)
-    for ours, theirs in (FIELDS | GRANITE).items():
+    for ours, theirs in FIELDS.items():
         if (value := config.get(ours)) is not None:
             add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
             add = writer.add_array if isinstance(value, list) else add
@@ -69,7 +69,7 @@ def write_gguf(
         theirs = GGUF_NAMES[inner if name.startswith("model.layers.") else short]
         layer = f"blk.{number}." if name.startswith("model.layers.") else ""
         heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(theirs)
-        if ARCHITECTURES.get(kind, ("", False))[1] and heads:
+        if kind == "llama" and heads:
             values = reordered(values, config[heads])
         if quantized and values.ndim == 2 and values.shape[1] % 32 == 0:
             data = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)

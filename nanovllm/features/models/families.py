@@ -3,40 +3,30 @@
 Phi-3, Phi-4   q, k and v are one tensor of a checkpoint, and gate and up are another one. In
                Phi-4-mini only a part of each head is rotated, with the rope type longrope.
 SmolLM3        Some layers are not rotated.
-Ministral 3    Queries beyond the original positions have a factor; such positions are refused.
 Granite 3      Four factors become part of the weights, of rotation and of eps; see GraniteConfig.
 """
 
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from nanovllm.config import EngineConfig
 from nanovllm.features.models.gemma3 import Gemma3Config
 from nanovllm.features.models.hybrid.hybrid_config import HybridConfig
 from nanovllm.features.models.moe.moe_config import MoeConfig
 from nanovllm.features.models.text_config import TextConfig
 from nanovllm.models.backend import Backend
 from nanovllm.models.layers import Linear
-from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.model_config import FAMILIES, FIELDS, ModelConfig, unknown_fields
 from nanovllm.models.qwen3 import MLP, Qwen3, SelfAttention
 from nanovllm.models.rope import RopeConfig
 from nanovllm.models.weights import EMBEDDINGS, LM_HEAD, CheckpointTensor
-from nanovllm.utils.json_files import check_field, named
-
-
-def like_mistral(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields for a model without biases, whose layers all have the window, if any."""
-    slides = raw.get("sliding_window") is not None
-    window = {"use_sliding_window": slides, "max_window_layers": 0, "layer_types": None}
-    return raw | {"attention_bias": None} | window
+from nanovllm.utils.json_files import check_field, check_fields, named
 
 
 def pairs(dim: int, rope: RopeConfig) -> list[int]:
@@ -50,53 +40,29 @@ def pairs(dim: int, rope: RopeConfig) -> list[int]:
     return [*range(half), *range(rotated, middle), *range(half, rotated), *range(middle, dim)]
 
 
-def rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
-    return dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-
-
 # ---- Phi-3 and Phi-4 ----
 
 
-@dataclass(frozen=True)
-class LongRope(RopeConfig):
-    """Each frequency is divided by a factor (Ding et al. 2024, arXiv:2402.13753).
-
-    The long factors are used if requests may be longer than the original positions.
-    """
-
-    short_factor: tuple[float, ...] = ()  # [R / 2]
-    long_factor: tuple[float, ...] = ()
-
-
 class Phi3Config(ModelConfig):
-    rotates_part: ClassVar[bool] = True
-
     @classmethod
     def from_json(cls, raw: dict[str, Any], path: Path) -> ModelConfig:
         """Create a Phi3Config. Raises ValueError for missing or unsupported fields."""
-        rope = rope_fields(raw)
-        is_long = "longrope" in (rope.get("type"), rope.get("rope_type"))
-        names = "short_factor", "long_factor"
-        factors = {name: rope.pop(name, None) for name in names if is_long}
-        if is_long:
-            rope |= {"type": None, "rope_type": "default"}
-        fields = like_mistral(raw) | {"rope_parameters": rope, "rope_scaling": None}
-        base = super().from_json(fields, path)
-        size = int(base.head_dim * base.rope.partial_rotary_factor)
+        base = super().from_json({"rms_norm_eps": 1e-5} | raw, path)
+        rope, longest = base.rope, base.max_position_embeddings
+        size = int(base.head_dim * rope.partial_rotary_factor)
         if size % 2:
             raise ValueError(f"{path}: the {size} rotated numbers of a head do not form pairs")
-        if not is_long:
+        if rope.rope_type != "longrope":
             return base
-        for name, values in factors.items():
-            values = check_field(path, name, values, list, ())
+        fields: dict[str, Any] = {}
+        for name in ("short_factor", "long_factor"):
+            values = check_field(path, name, getattr(rope, name), list, ())
             if len(values) != size // 2:
                 raise ValueError(f"{path}: {name} must have {size // 2} numbers, not {len(values)}")
-            factors[name] = tuple(check_field(path, name, value, float, ()) for value in values)
-        original = base.rope.original_max_position_embeddings
-        longest = base.max_position_embeddings
-        factors |= {"rope_type": "longrope", "factor": rope.get("factor") or longest / original}
-        long = LongRope(**vars(base.rope) | factors)
-        return replace(base, rope=long, usual_length=min(original, longest))
+            fields[name] = tuple(check_field(path, name, value, float, ()) for value in values)
+        if rope.factor == 1:  # the default
+            fields["factor"] = longest / rope.original_max_position_embeddings
+        return replace(base, rope=replace(rope, **fields))
 
     def model_class(self) -> type[Phi3]:
         return Phi3
@@ -131,47 +97,27 @@ class Phi3(Qwen3):
         return mlp
 
 
-# ---- SmolLM3 and Ministral 3 ----
+# ---- SmolLM3 ----
+
+NO_ROPE = "no_rope_layers", "no_rope_layer_interval"
 
 
 class SmolLM3Config(ModelConfig):
     @classmethod
     def from_json(cls, raw: dict[str, Any], path: Path) -> ModelConfig:
         """Create a SmolLM3Config. Raises ValueError for missing or unsupported fields."""
-        names = "no_rope_layers", "no_rope_layer_interval"
-        layers, interval = map(raw.get, names)
-        base = super().from_json(raw | dict.fromkeys(names), path)
-        interval = check_field(path, names[1], interval or 4, int, (1, 10_000))
-        if layers is None:
-            layers = [int((i + 1) % interval > 0) for i in range(base.num_layers)]
+        base = super().from_json(raw | dict.fromkeys(NO_ROPE), path)
+        number = base.num_layers
+        interval = check_field(path, NO_ROPE[1], raw.get(NO_ROPE[1]) or 4, int, (1, 10_000))
         # In spite of the name, 1 is for layers with rotation.
-        if len(layers) != base.num_layers or any(x not in (0, 1) for x in layers):
-            wanted = f"{base.num_layers} entries 0 or 1"
-            raise ValueError(f"{path}: no_rope_layers must have {wanted}, and is {layers}")
+        usual = [int((i + 1) % interval > 0) for i in range(number)]
+        layers = check_field(path, NO_ROPE[0], raw.get(NO_ROPE[0]) or usual, list, ())
+        if len(layers) != number or any(x not in (0, 1) for x in layers):
+            raise ValueError(
+                f"{path}: {NO_ROPE[0]} must have {number} entries 0 or 1, not {layers}"
+            )
         ropes = RopeConfig(partial_rotary_factor=0.0), base.rope
         return replace(base, ropes=tuple(ropes[x] for x in layers))
-
-
-class Ministral3Config(TextConfig):
-    @classmethod
-    def from_json(cls, raw: dict[str, Any], path: Path) -> ModelConfig:
-        """Create a Ministral3Config. Raises ValueError for missing or unsupported fields."""
-        rope = rope_fields(raw)
-        beta = rope.pop("llama_4_scaling_beta", None)
-        rope.pop("max_position_embeddings", None)
-        fields = like_mistral(raw) | {"rope_parameters": rope, "rope_scaling": None}
-        base = super().from_json(fields, path)
-        original = base.rope.original_max_position_embeddings
-        return replace(base, usual_length=original) if beta else base
-
-    def check_options(self, config: EngineConfig) -> None:
-        super().check_options(config)
-        if (config.max_model_len or 0) > (self.usual_length or math.inf):
-            raise ValueError(
-                f"max_model_len={config.max_model_len} is more than the {self.usual_length} "
-                "original positions of the model, and llama_4_scaling_beta, a factor of later "
-                f"queries, is not supported; use at most {self.usual_length}"
-            )
 
 
 # ---- Granite 3 ----
@@ -230,8 +176,8 @@ def multiplied(tensor: CheckpointTensor, factor: float) -> CheckpointTensor:
 
 CONFIGS: dict[str, type[ModelConfig]] = {
     "Qwen3VL": TextConfig,
-    "Mistral3": Ministral3Config,
-    "Ministral3": Ministral3Config,
+    "Mistral3": TextConfig,
+    "Ministral3": TextConfig,
     "Phi3": Phi3Config,
     "SmolLM3": SmolLM3Config,
     "Granite": GraniteConfig,
@@ -242,17 +188,14 @@ CONFIGS: dict[str, type[ModelConfig]] = {
 }
 
 
-def why_refused(raw: dict[str, Any], families: list[str], unknown: dict[str, Any]) -> str:
-    """Return why no architecture of config.json is supported, and how it differs from another.
-
-    unknown: the fields that no supported architecture has.
-    """
-    names = raw.get("architectures") or []
-    found = names or f"none (model_type is {raw.get('model_type')!r})"
-    known = [f"{name}ForCausalLM" for name in families]
-    text = f"the architecture {found} is not supported; {', '.join(known)} are"
-    near = difflib.get_close_matches(str(names[:1]), known, n=1, cutoff=0.6)
-    if near:
-        fields = named(dict([*unknown.items()][:8])) or "another computation"
+def why_refused(raw: dict[str, Any], path: Path) -> str:
+    """Return that no architecture of config.json is supported, and how the nearest differs."""
+    raw = check_fields(raw, path, FIELDS)
+    names = raw["architectures"] or [f"none (model_type is {raw.get('model_type')!r})"]
+    known = [f"{name}ForCausalLM" for name in FAMILIES]
+    text = f"the architecture {', '.join(map(str, names))} is not supported; {', '.join(known)} are"
+    if near := difflib.get_close_matches(str(names[0]), known, n=1, cutoff=0.6):
+        others = {x: y for x, y in unknown_fields(raw).items() if x not in (*FACTORS, *NO_ROPE)}
+        fields = named(dict([*others.items()][:8])) or "another computation"
         text += f". The nearest is {near[0]}, and this model differs by {fields}"
     return text

@@ -7,6 +7,7 @@ the usual names with a prefix.
 from pathlib import Path
 from typing import Any
 
+from nanovllm.config import EngineConfig
 from nanovllm.features.models.moe.moe_config import UnstackedFile
 from nanovllm.models.model_config import ModelConfig
 
@@ -21,6 +22,16 @@ NOT_TEXT = tuple(
 
 class TextConfig(ModelConfig):
     """A ModelConfig for checkpoints with other tensors than those of the text model."""
+
+    def check_options(self, config: EngineConfig) -> None:
+        super().check_options(config)
+        limit = self.rope.original_max_position_embeddings
+        if self.rope.llama_4_scaling_beta and (config.max_model_len or 0) > limit:
+            raise ValueError(
+                f"max_model_len={config.max_model_len} is more than the {limit} original positions "
+                "of the model, and llama_4_scaling_beta, a factor of later queries, is not "
+                f"supported; use at most {limit}"
+            )
 
     def select_tensors(self, files: dict[Path, Any]) -> dict[Path, Any]:
         """Return the files without the tensors for images and for speculative decoding (MTP)."""

@@ -8,6 +8,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 import references
 import torch
+from checkpoints import check_greedy, prompts_of, random_llm
+from family_checkpoints import FAMILIES, make_family_checkpoint
 from gpu_cases import Paged, paged
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,7 +36,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import make_backend  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
-from nanovllm import LLM  # noqa: E402
+from nanovllm import LLM, SamplingParams  # noqa: E402
 from nanovllm.backends.gpu.kernels import (  # noqa: E402
     attention,
     conversions,
@@ -530,6 +533,15 @@ def test_the_engine_answers_with_the_kernels() -> None:
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
     answers = [out.outputs[0].text for out in llm.chat(chats, use_tqdm=False)]
     assert answers == list(QUESTIONS.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_with_the_kernels(family: str, tmp_path: Path) -> None:
+    model = make_family_checkpoint(tmp_path, family)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1)
+    llm = random_llm(tmp_path, attention_backend="triton")
+    check_greedy(model, llm.generate(prompts_of(5, 20), params, use_tqdm=False))
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,36 +74,49 @@ def tokens(llm: LLM) -> list[list[int]]:
 
 
 def saved(path: Path, like: Path, tensors: dict[str, torch.Tensor]) -> Path:
-    """A copy of a checkpoint with other weights."""
+    """A checkpoint with the config of another one, and these weights."""
     path.mkdir()
-    edited(like, path)
+    config = json.loads((like / "config.json").read_text()) | {"quantization_config": None}
+    (path / "config.json").write_text(json.dumps(config))
     save_file(tensors, path / "model.safetensors")
     return path
+
+
+def logprobs(llm: LLM) -> torch.Tensor:
+    """The log-probabilities of the tokens of prompts."""
+    params = replace(GREEDY, max_tokens=1, prompt_logprobs=0)
+    outputs = llm.generate(prompts_of(5, 33, 20), params, use_tqdm=False)
+    steps = [step for output in outputs for step in output.prompt_logprobs[1:]]
+    return torch.tensor([next(iter(step.values())).logprob for step in steps])
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @each_family
 def test_quantized_weights(family: str, kind: str, tmp_path: Path) -> None:
-    """The kernels have the tokens of the reference, whose layers have transformers' weights."""
+    """The weights are near transformers'. A CPU rounds x, too: its kernel as its reference does."""
     make_family_checkpoint(tmp_path, family)
-    options = dict(quantization=kind, num_kv_cache_blocks=14, max_num_batched_tokens=24)
-    wanted = random_llm(tmp_path, attention_backend="sdpa", quantization=kind)
-    assert tokens(random_llm(tmp_path, attention_backend="numba", **options)) == tokens(wanted)
     plain = random_llm(tmp_path, attention_backend="sdpa").engine.runner.model
-    for linear, exact in zip(wanted.engine.runner.model.linears(), plain.linears(), strict=True):
-        rounded = (linear.weight.dequantized() - exact.weight).norm() / exact.weight.norm()
-        assert rounded < (0.01 if kind == "int8" else 0.12)
+    found = []
+    for backend in ("sdpa", "numba"):
+        make = partial(random_llm, tmp_path, attention_backend=backend, quantization=kind)
+        llm = make()
+        found.append(logprobs(llm))
+        small = make(num_kv_cache_blocks=14, max_num_batched_tokens=24)
+        assert tokens(small) == tokens(llm)
+        if backend == "sdpa":
+            pairs = zip(llm.engine.runner.model.linears(), plain.linears(), strict=True)
+            for linear, exact in pairs:
+                rounded = linear.weight.dequantized() - exact.weight
+                assert rounded.norm() < (0.01 if kind == "int8" else 0.12) * exact.weight.norm()
+    torch.testing.assert_close(*found, atol=0.1, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["fp8 blocks", "fp8", "awq", "compressed W4A16"])
+@pytest.mark.parametrize("name", ["fp8 blocks", "fp8 of Ministral 3", "awq", "compressed W4A16"])
 @each_family
 def test_quantized_checkpoints(family: str, name: str, tmp_path: Path) -> None:
-    """As tensors of one scale, Ministral 3 also has those of its activations."""
     make_family_checkpoint(tmp_path / "base", family)
     decoded = quantize_checkpoint(tmp_path / "base", name)
     plain = saved(tmp_path / "plain", tmp_path / "base", decoded)
-    edited(tmp_path / "base", plain, quantization_config=None)
-    save_file(decoded, plain / "model.safetensors")
     assert tokens(random_llm(tmp_path / "base")) == tokens(random_llm(plain))
 
 
@@ -113,14 +127,15 @@ def test_packed_numbers_are_kept(tmp_path: Path) -> None:
     model = random_llm(tmp_path, attention_backend="sdpa", quantization="int4").engine.runner.model
     name = "model.layers.0.self_attn.qkv_proj.weight"
     attn = model.layers[0].self_attn
-    assert torch.equal(attn.qkv_proj.weight.dequantized(), decoded[name][attn.rows].float())
+    weight = attn.qkv_proj.weight.dequantized()
+    torch.testing.assert_close(weight, decoded[name][attn.rows].float(), atol=1e-3, rtol=1e-3)
 
 
 @each_family
 def test_adapters(family: str, tmp_path: Path) -> None:
     make_family_checkpoint(tmp_path / "base", family)
     base = load_file(tmp_path / "base" / "model.safetensors")
-    factors = lora(base, r"^model\.(language_model\.)?layers.*_proj|lm_head")
+    factors = lora(base, r"^model\.(language_model\.)?layers.*_proj.weight|lm_head")
     merged = saved(tmp_path / "merged", tmp_path / "base", with_factors(base, factors, 2.0))
     adapter = save_adapter(tmp_path / "adapter", factors, lora_alpha=8)
     found = tokens(random_llm(tmp_path / "base", adapter=adapter))
@@ -144,37 +159,6 @@ def test_new_weights(family: str, options: dict[str, Any], tmp_path: Path) -> No
     llm.wake_up()
     llm.load_weights(tmp_path / "new")
     assert tokens(llm) == wanted
-
-
-@pytest.mark.extra
-@pytest.mark.parametrize("family", ["qwen3vl", "smollm3", "granite", "granite untied"])
-def test_gguf(family: str, tmp_path: Path) -> None:
-    """SmolLM3's file does not say which layers are rotated: all but every fourth."""
-    from gguf_files import write_gguf
-
-    from nanovllm.features.formats.gguf.convert_gguf import convert
-
-    fields: dict[str, Any] = dict(vocab_size=1056, num_hidden_layers=4)
-    fields |= dict(no_rope_layers=None) if family == "smollm3" else {}
-    fields |= dict(attention_bias=False) if family == "granite untied" else {}
-    model = make_family_checkpoint(tmp_path / "model", family, **fields)
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    config |= config.get("text_config", {})
-    tensors = load_file(tmp_path / "model" / "model.safetensors")
-    text = {name.replace("language_model.", ""): x for name, x in tensors.items()}
-    text = {name: x for name, x in text.items() if "visual" not in name}
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "config.json").write_text(json.dumps(config))
-    save_file(text, tmp_path / "text" / "model.safetensors")
-    kind = {"granite untied": "granite"}.get(family, family)
-    sections = {"rope.dimension_count": 24, "n_deepstack_layers": 1} if kind == "qwen3vl" else {}
-    convert(
-        write_gguf(tmp_path / "x.gguf", kind, tmp_path / "text", **sections),
-        tmp_path / "out",
-        "float32",
-    )
-    llm = random_llm(tmp_path / "out")
-    check_greedy(model, llm.generate(prompts_of(5, 33), GREEDY, use_tqdm=False))
 
 
 # ---- positions ----
@@ -209,7 +193,13 @@ PHI4_MINI = {
     "auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"},
     "rope_parameters": None,
     "rope_scaling": {"type": "longrope"} | {k: LONG[k] for k in ("short_factor", "long_factor")},
-    **{"interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False, "attention_bias": False},
+    **{
+        "interpolate_factor": 1,
+        "full_attn_mod": 1,
+        "lm_head_bias": False,
+        "mlp_bias": False,
+        "attention_bias": False,
+    },
     **{"embd_pdrop": 0.0, "resid_pdrop": 0.0, "partial_rotary_factor": 0.75, "rope_theta": 1e4},
     **{"sliding_window": 262144, "original_max_position_embeddings": 160},
 }
@@ -238,7 +228,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (
         "smollm3",
         {"no_rope_layers": [1, 0]},
-        r"no_rope_layers must have 3 entries 0 or 1, and is \[1, 0\]",
+        r"no_rope_layers must have 3 entries 0 or 1, not \[1, 0\]",
     ),
     ("smollm3", {"no_rope_layers": [1, 0, 2]}, "no_rope_layers must have 3"),
     (

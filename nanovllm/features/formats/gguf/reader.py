@@ -18,9 +18,6 @@ ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", True),  # also Mistral
     "qwen2": ("Qwen2ForCausalLM", False),
     "qwen3": ("Qwen3ForCausalLM", False),
-    "qwen3vl": ("Qwen3VLForConditionalGeneration", False),
-    "smollm3": ("SmolLM3ForCausalLM", True),
-    "granite": ("GraniteForCausalLM", True),
     "gemma3": ("Gemma3ForCausalLM", False),  # whose norms are stored as 1 + w
 }
 # Names of tensors. "blk.N." is "model.layers.N.".
@@ -57,12 +54,6 @@ FIELDS = {
     "rope_theta": "rope.freq_base",
     "max_position_embeddings": "context_length",
 }
-GRANITE = {
-    "embedding_multiplier": "embedding_scale",
-    "attention_multiplier": "attention.scale",
-    "residual_multiplier": "residual_scale",
-    "logits_scaling": "logit_scale",
-}
 GEMMA3 = {
     "rope_local_base_freq": "rope.freq_base_swa",
     "sliding_window": "attention.sliding_window",
@@ -78,8 +69,7 @@ USUAL: dict[str, tuple[Any, ...]] = {
 }
 # Fields that are checked by the shapes of tensors, or have no effect without the ones above.
 UNUSED = """
-    attention.value_length n_deepstack_layers rope.dimension_count rope.dimension_sections
-    rope.scaling.finetuned
+    attention.value_length rope.dimension_count rope.scaling.finetuned
     rope.scaling.original_context_length tensor_data_layout vocab_size
 """
 OPTIONAL = {"head_dim", "num_key_value_heads", "rope_theta"}
@@ -120,7 +110,7 @@ class GGUF:
             known = ", ".join(ARCHITECTURES)
             raise ValueError(f"{path} has the architecture {self.kind!r}; supported are {known}")
         self.architecture, self.is_reordered = ARCHITECTURES[self.kind]
-        self.fields = FIELDS | {"granite": GRANITE, "gemma3": GEMMA3}.get(self.kind, {})
+        self.fields = FIELDS | (GEMMA3 if self.kind == "gemma3" else {})
         self.names = NAMES | (GEMMA3_NAMES if self.kind == "gemma3" else {})
         stored = {tensor.name: tensor for tensor in self.reader.tensors}
         divisors = stored.pop(ROPE_DIVISORS, None)
@@ -145,11 +135,11 @@ class GGUF:
         names = {
             name.removeprefix(prefix) for name in self.reader.fields if name.startswith(prefix)
         }
-        for name in sorted(names - {*self.fields.values(), *UNUSED.split()}):
+        for name in sorted(names - {*FIELDS.values(), *UNUSED.split()}):
             value = self.field(prefix + name)
             if value not in USUAL[name] if name in USUAL else value:
                 raise ValueError(f"{self.path} has {name} {value!r:.80}, which is not supported")
-        found = {ours: self.field(prefix + theirs) for ours, theirs in self.fields.items()}
+        found = {ours: self.field(prefix + theirs) for ours, theirs in FIELDS.items()}
         raw = {name: value for name, value in found.items() if value is not None}
         if missing := FIELDS.keys() - OPTIONAL - raw.keys():
             raise ValueError(f"{self.path} has no field {prefix}{FIELDS[min(missing)]}")

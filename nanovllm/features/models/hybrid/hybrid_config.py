@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.features.models.moe.moe_config import Experts
@@ -31,7 +31,6 @@ class HybridConfig(TextConfig):
     of fixed size: Hk key heads of Dk numbers, and Hv value heads of Dv numbers.
     """
 
-    rotates_part: ClassVar[bool] = True
     layer_types: tuple[str, ...] = ()  # LINEAR or FULL, for each layer
     linear_num_key_heads: int = 0  # Hk
     linear_num_value_heads: int = 0  # Hv
