@@ -85,12 +85,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Gemma3": {
         **{"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "head_dim": 256},
         **{"num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4},
-        **{
-            "max_position_embeddings": 131_072,
-            "rope_theta": 1e6,
-            "sliding_window": 4096,
-            "tie_word_embeddings": True,
-        },
+        **{"max_position_embeddings": 131_072, "rope_theta": 1e6, "sliding_window": 4096},
+        "tie_word_embeddings": True,
     },
     "Qwen3Moe": {"sliding_window": 4096},
     "Qwen3_5": {"head_dim": 256, "partial_rotary_factor": 0.25},

@@ -9,7 +9,7 @@ import pytest
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import nanovllm
-from nanovllm.features.formats.gguf.reader import FIELDS, NAMES
+from nanovllm.features.formats.gguf.reader import FIELDS, GEMMA3, GEMMA3_NAMES, NAMES
 
 gguf = pytest.importorskip("gguf")
 NANO = Path(nanovllm.__file__).parent / "loading" / "qwen3-nano"
@@ -39,7 +39,7 @@ def write_gguf(
     config = json.loads((checkpoint / "config.json").read_text())
     config |= config.get("rope_parameters") or {}
     writer = gguf.GGUFWriter(path, kind)
-    for ours, theirs in FIELDS.items():
+    for ours, theirs in (FIELDS | (GEMMA3 if kind == "gemma3" else {})).items():
         if (value := config.get(ours)) is not None:
             add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
             add = writer.add_array if isinstance(value, list) else add
@@ -66,7 +66,11 @@ def write_gguf(
         values = tensor.float().numpy()
         short, end = name.removeprefix("model.layers.").rsplit(".", 1)
         number, _, inner = short.partition(".")
-        theirs = GGUF_NAMES[inner if name.startswith("model.layers.") else short]
+        names = GGUF_NAMES
+        if kind == "gemma3":  # whose norms are stored as 1 + w
+            names = names | {ours: theirs for theirs, ours in GEMMA3_NAMES.items()}
+            values = values + 1 if "norm" in name else values
+        theirs = names[inner if name.startswith("model.layers.") else short]
         layer = f"blk.{number}." if name.startswith("model.layers.") else ""
         heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(theirs)
         if kind == "llama" and heads:

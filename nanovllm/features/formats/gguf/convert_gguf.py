@@ -15,8 +15,6 @@ from torch import Tensor
 
 from nanovllm.features.formats.gguf.gguf_tokenizer import read_tokenizer
 from nanovllm.features.formats.gguf.reader import GGUF
-from nanovllm.models.model_config import ModelConfig
-from nanovllm.models.qwen3 import Qwen3
 from nanovllm.utils.json_files import read_json
 from nanovllm.utils.log import progress_bar
 
@@ -35,8 +33,9 @@ def convert(source: Path, target: Path, dtype: str = "bfloat16", run_in: str | N
     """
     file = GGUF(source)
     raw = file.config(run_in or dtype)
-    config = ModelConfig.from_json(raw, source)
-    expected = {t.name: t.shape for t in Qwen3.on_meta(config).checkpoint_tensors()}
+    config = file.config_class.from_json(raw, source)
+    model = config.model_class().on_meta(config)
+    expected = {t.name: t.shape for t in model.checkpoint_tensors()}
     if wrong := expected.keys() ^ file.tensors.keys():
         has = "has no" if min(wrong) in expected else "has the unknown"
         raise ValueError(f"{source} {has} tensor {min(wrong)!r}")

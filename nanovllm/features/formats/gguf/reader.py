@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanovllm.features.models.gemma3 import Gemma3Config
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.rope import RopeConfig
 
@@ -58,7 +59,10 @@ GEMMA3 = {
     "rope_local_base_freq": "rope.freq_base_swa",
     "sliding_window": "attention.sliding_window",
     "sliding_window_pattern": "attention.sliding_window_pattern",
+    "rope_type": "rope.scaling.type",
+    "rope_factor": "rope.scaling.factor",
 }
+GEMMA3_27B = 62  # layers, by which llama.cpp knows the scale of its scores
 # Other fields, with the values that change nothing.
 USUAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
@@ -112,6 +116,7 @@ class GGUF:
         self.architecture, self.is_reordered = ARCHITECTURES[self.kind]
         self.fields = FIELDS | (GEMMA3 if self.kind == "gemma3" else {})
         self.names = NAMES | (GEMMA3_NAMES if self.kind == "gemma3" else {})
+        self.config_class = Gemma3Config if self.kind == "gemma3" else ModelConfig
         stored = {tensor.name: tensor for tensor in self.reader.tensors}
         divisors = stored.pop(ROPE_DIVISORS, None)
         self.rope_divisors = None if divisors is None else torch.tensor(divisors.data)
@@ -135,11 +140,11 @@ class GGUF:
         names = {
             name.removeprefix(prefix) for name in self.reader.fields if name.startswith(prefix)
         }
-        for name in sorted(names - {*FIELDS.values(), *UNUSED.split()}):
+        for name in sorted(names - {*self.fields.values(), *UNUSED.split()}):
             value = self.field(prefix + name)
             if value not in USUAL[name] if name in USUAL else value:
                 raise ValueError(f"{self.path} has {name} {value!r:.80}, which is not supported")
-        found = {ours: self.field(prefix + theirs) for ours, theirs in FIELDS.items()}
+        found = {ours: self.field(prefix + theirs) for ours, theirs in self.fields.items()}
         raw = {name: value for name, value in found.items() if value is not None}
         if missing := FIELDS.keys() - OPTIONAL - raw.keys():
             raise ValueError(f"{self.path} has no field {prefix}{FIELDS[min(missing)]}")
@@ -162,7 +167,13 @@ class GGUF:
         }
         if self.rope_divisors is not None:
             raw["rope_scaling"] = {**LLAMA3, "factor": float(self.rope_divisors.max())}
-        config = ModelConfig.from_json(raw, self.path)
+        if self.kind == "gemma3":
+            scaling = {"rope_type": raw.pop("rope_type", ""), "factor": raw.pop("rope_factor", 1)}
+            is_27b = raw["num_hidden_layers"] == GEMMA3_27B
+            size = raw["hidden_size"] / raw["num_attention_heads"] if is_27b else raw["head_dim"]
+            raw |= {"hidden_act": None, "query_pre_attn_scalar": size}
+            raw["rope_scaling"] = scaling if scaling["factor"] > 1 else None
+        config = self.config_class.from_json(raw, self.path)
         if self.field(prefix + "rope.dimension_count") not in (None, config.head_dim):
             raise ValueError(f"{self.path} rotates a part of each head, which is not supported")
         if (divisors := self.rope_divisors) is not None:
@@ -184,4 +195,6 @@ class GGUF:
                 # llama.cpp rotates neighbours; the model here rotates halves of a head.
                 pairs = values.view(number, -1, 2, *values.shape[1:])
                 values = pairs.transpose(1, 2).reshape(values.shape)
+            if self.kind == "gemma3" and name.endswith("norm.weight"):
+                values -= 1
             yield name, values.to(dtype).contiguous()
