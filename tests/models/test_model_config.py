@@ -42,8 +42,8 @@ CONFIGS = [
     ({"mlp_bias": True}, "mlp_bias is not supported"),
     ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
     ({"intermediate_size": 100}, "misshapen: .*gate_proj"),
-    ({"num_hidden_layers": 3}, "missing: .*layers.2"),
-    ({"num_hidden_layers": 1}, "unexpected: .*layers.1"),
+    ({"num_hidden_layers": 3, "layer_types": None}, "missing: .*layers.2"),
+    ({"num_hidden_layers": 1, "layer_types": None}, "unexpected: .*layers.1"),
 ]
 
 
