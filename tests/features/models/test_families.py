@@ -35,6 +35,8 @@ def test_parity(family: str, backend: str, tmp_path: Path) -> None:
     for way, options in WAYS.items():
         llm = random_llm(tmp_path, attention_backend=backend, **options)
         check_greedy(model, llm.generate(prompts, params, use_tqdm=False))
+        is_fused = type(llm.engine.runner.fused_model).__name__ == "FusedLayers"
+        assert is_fused == (backend == "numba")
         assert (llm.stats()["preemptions"] > 0) == ("preemption" in way)
         assert ("accepted_tokens" in llm.stats()) == (way == "drafts")
         again = llm.generate(prompts[4:5], params, use_tqdm=False)
