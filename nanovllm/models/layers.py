@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanovllm.models.rope import RopeConfig
 from nanovllm.models.weights import CheckpointTensor
 
 if TYPE_CHECKING:
@@ -92,38 +91,6 @@ class Linear:
 def linear(x: Tensor, module: Linear) -> Tensor:
     """Map x [T, I] to [T, O]."""
     return F.linear(x, module.weight, module.bias)
-
-
-class RotaryEmbedding:
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864): rotates x[i] with x[i + D / 2].
-
-    It owns a table of cos and sin for each of `ropes` [2, ropes, max_len, D], with rows (cos, cos)
-    and (-sin, sin), in the dtype and on the device of `like`. models/rope.py computes the
-    frequencies. `scale` multiplies the products of queries and keys.
-    """
-
-    def __init__(
-        self, dim: int, max_len: int, ropes: Sequence[RopeConfig], like: Tensor, scale: float = 1.0
-    ) -> None:
-        # The CPU computes the tables in float32, so that all devices have the same numbers.
-        tables = []
-        for rope in ropes:
-            frequencies, factor = rope.frequencies(dim, max_len)
-            angles = torch.outer(torch.arange(max_len, device="cpu").float(), frequencies)
-            rest = (0, dim // 2 - len(frequencies))  # pairs that are not rotated
-            cos = F.pad(angles.cos() * factor, rest, value=1.0) * scale**0.5
-            sin = F.pad(angles.sin() * factor, rest) * scale**0.5
-            tables.append(torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1))))
-        self.max_len = max_len
-        self.table = torch.stack(tables, dim=1).to(like)
-
-    def at(self, positions: Tensor) -> list[Rope]:
-        """Look up cos and sin [T, 1, D] of positions [T] for each of the ropes, once per step.
-
-        Those of all ropes are contiguous, which the kernels of a CPU rely on.
-        """
-        cos, sin = self.table.index_select(2, positions).unsqueeze(3)
-        return list(zip(cos, sin, strict=True))
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:

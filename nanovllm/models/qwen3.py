@@ -22,8 +22,9 @@ from torch import Tensor
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.backend import Backend
 from nanovllm.models.batch import ForwardBatch
-from nanovllm.models.layers import Linear, Norms, Rope, RotaryEmbedding
+from nanovllm.models.layers import Linear, Norms, Rope
 from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.rope import RotaryEmbedding
 from nanovllm.models.weights import CheckpointTensor
 
 

@@ -1,4 +1,4 @@
-"""The frequencies of rotary position embedding for each rope type.
+"""Rotary position embedding: its tables, and their frequencies for each rope type.
 
 All types but the first let a model read more positions than it was trained with:
 
@@ -15,12 +15,16 @@ transformers computes all but the first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from nanovllm.models.layers import Rope
 
 # The supported types, and the fields that they require.
 REQUIRED = {
@@ -69,3 +73,35 @@ class RopeConfig:
         config.max_position_embeddings = self.original_max_position_embeddings
         config.standardize_rope_params = lambda: None
         return ROPE_INIT_FUNCTIONS[self.rope_type](config, torch.device("cpu"), max_len)
+
+
+class RotaryEmbedding:
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864): rotates x[i] with x[i + D / 2].
+
+    It owns a table of cos and sin for each of `ropes` [2, ropes, max_len, D], with rows (cos, cos)
+    and (-sin, sin), in the dtype and on the device of `like`. `scale` multiplies the products of
+    queries and keys.
+    """
+
+    def __init__(
+        self, dim: int, max_len: int, ropes: Sequence[RopeConfig], like: Tensor, scale: float = 1.0
+    ) -> None:
+        # The CPU computes the tables in float32, so that all devices have the same numbers.
+        tables = []
+        for rope in ropes:
+            frequencies, factor = rope.frequencies(dim, max_len)
+            angles = torch.outer(torch.arange(max_len, device="cpu").float(), frequencies)
+            rest = (0, dim // 2 - len(frequencies))  # pairs that are not rotated
+            cos = F.pad(angles.cos() * factor, rest, value=1.0) * scale**0.5
+            sin = F.pad(angles.sin() * factor, rest) * scale**0.5
+            tables.append(torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1))))
+        self.max_len = max_len
+        self.table = torch.stack(tables, dim=1).to(like)
+
+    def at(self, positions: Tensor) -> list[Rope]:
+        """Look up cos and sin [T, 1, D] of positions [T] for each of the ropes, once per step.
+
+        Those of all ropes are contiguous, which the kernels of a CPU rely on.
+        """
+        cos, sin = self.table.index_select(2, positions).unsqueeze(3)
+        return list(zip(cos, sin, strict=True))

@@ -53,8 +53,8 @@ from nanovllm.models import sampler as plain_sampler  # noqa: E402
 from nanovllm.models.backend import Backend  # noqa: E402
 from nanovllm.models.batch import SamplingBatch  # noqa: E402
 from nanovllm.models.fp8 import FP8  # noqa: E402
-from nanovllm.models.layers import RotaryEmbedding, add_rms_norm, silu_and_mul  # noqa: E402
-from nanovllm.models.rope import RopeConfig  # noqa: E402
+from nanovllm.models.layers import add_rms_norm, silu_and_mul  # noqa: E402
+from nanovllm.models.rope import RopeConfig, RotaryEmbedding  # noqa: E402
 
 NAN = float("nan")
 BRIEF = settings(max_examples=20, deadline=None, derandomize=True)

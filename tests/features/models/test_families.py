@@ -35,6 +35,8 @@ def test_parity(family: str, backend: str, tmp_path: Path) -> None:
     for way, options in WAYS.items():
         llm = random_llm(tmp_path, attention_backend=backend, **options)
         check_greedy(model, llm.generate(prompts, params, use_tqdm=False))
+        is_fused = type(llm.engine.runner.fused_model).__name__ == "FusedLayers"
+        assert is_fused == (backend == "numba")
         assert (llm.stats()["preemptions"] > 0) == ("preemption" in way)
         assert ("accepted_tokens" in llm.stats()) == (way == "drafts")
         again = llm.generate(prompts[4:5], params, use_tqdm=False)
@@ -108,7 +110,7 @@ def test_quantized_weights(family: str, kind: str, tmp_path: Path) -> None:
             for linear, exact in pairs:
                 rounded = linear.weight.dequantized() - exact.weight
                 assert rounded.norm() < (0.01 if kind == "int8" else 0.12) * exact.weight.norm()
-    torch.testing.assert_close(*found, atol=0.1, rtol=0)
+    assert (found[0] - found[1]).abs().mean() < 0.1
 
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "fp8 of Ministral 3", "awq", "compressed W4A16"])
@@ -135,7 +137,7 @@ def test_packed_numbers_are_kept(tmp_path: Path) -> None:
 def test_adapters(family: str, tmp_path: Path) -> None:
     make_family_checkpoint(tmp_path / "base", family)
     base = load_file(tmp_path / "base" / "model.safetensors")
-    factors = lora(base, r"^model\.(language_model\.)?layers.*_proj.weight|lm_head")
+    factors = lora(base, r"^(?!.*vision).*layers.*_proj.weight|lm_head")
     merged = saved(tmp_path / "merged", tmp_path / "base", with_factors(base, factors, 2.0))
     adapter = save_adapter(tmp_path / "adapter", factors, lora_alpha=8)
     found = tokens(random_llm(tmp_path / "base", adapter=adapter))
@@ -207,7 +209,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (
         "phi4mini",
         {"rope_scaling": {"type": "longrope", "long_factor": [1] * 9}},
-        "short_factor must be a list",
+        "'longrope' needs 'short_factor'",
     ),
     (
         "phi4mini",

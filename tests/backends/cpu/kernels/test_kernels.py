@@ -11,9 +11,9 @@ from checkpoints import make_checkpoint, random_llm
 from nanovllm import LLM, SamplingParams
 from nanovllm.models import sampler
 from nanovllm.models.batch import SamplingBatch
-from nanovllm.models.layers import RotaryEmbedding, add_rms_norm, rms_norm, rotate, silu_and_mul
+from nanovllm.models.layers import add_rms_norm, rms_norm, rotate, silu_and_mul
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.models.rope import RopeConfig
+from nanovllm.models.rope import RopeConfig, RotaryEmbedding
 from nanovllm.models.sampler import uniform
 
 numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
