@@ -60,7 +60,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3 images": (
         "Gemma3",
         dict(head_dim=16, sliding_window=33, layer_types=["sliding_attention", "full_attention"])
-        | dict(num_hidden_layers=2, hidden_size=72, intermediate_size=80, rope_scaling=SCALED),
+        | dict(num_hidden_layers=2, rope_scaling=SCALED),
     ),
     "granite untied": ("Granite", dict(attention_multiplier=0.4, attention_bias=True, **FACTORS)),
 }
