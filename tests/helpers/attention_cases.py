@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from references import plain_attention
 
 from nanovllm.backends.cpu.attention import NumbaAttention
+from nanovllm.backends.cpu.kernels.attention import KEYS
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.fp8 import Scales, to_fp8
@@ -110,7 +111,11 @@ def compare(
                 ks[i][:common], vs[i][:common] = ks[first][:common], vs[first][:common]
         tables[i, :n] = torch.tensor(own)
         slot = torch.tensor(own)[at // block_size] * block_size + at % block_size
-        store(backend, ks[-1][:past], vs[-1][:past], slot[:past], num_heads)
+        # NaN before the block or segment of the first key that a query sees: it is never read.
+        size = KEYS if make_backend is NumbaAttention else block_size
+        first = max(0, past + 1 - window) // size * size if window and not shared else 0
+        k, v = (torch.cat((x[:first] * NAN, x[first:past])) for x in (ks[-1], vs[-1]))
+        store(backend, k, v, slot[:past], num_heads)
         slots.append(slot[past:])
         positions.append(at[past:])
     queries = torch.tensor([query for query, _ in lengths])

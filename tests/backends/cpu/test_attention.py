@@ -89,6 +89,15 @@ def test_short_chunks_in_bfloat16(
     assert prefixes(step) == dict.fromkeys(range(20 + 33 + 1 + 60 + 7), shared)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("window", [1, 16, 200])
+def test_nothing_before_a_window_is_read(backend: Any, window: int) -> None:
+    """`compare` stores NaN there."""
+    compare(
+        backend, [(40, 300), (1, 127), (3, 500), (1, 600), (1, 5)], 16, (4, 2), 6, window=window
+    )
+
+
 def test_a_prefix_and_the_rest_in_bfloat16() -> None:
     lengths = [(1, past) for past in (321, 400, 380, 320)]
     for dim in (8, 64):
