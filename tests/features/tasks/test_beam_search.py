@@ -233,23 +233,6 @@ def test_fewer_beams_than_before(embedded: LLM, width):
     assert len(other.output.outputs[0].token_ids) == 30
 
 
-BAD = [
-    ((0, 5), ValueError, "beam_width must be"),
-    ((2.0, 5), TypeError, "beam_width"),
-    ((4, 0), ValueError, "max_tokens"),
-    ((4, None), TypeError, "max_tokens"),
-    ((4, 5, "yes"), TypeError, "ignore_eos"),
-    ((4, 5, False, -1.0), ValueError, "temperature"),
-    ((4, 5, False, 0.0, 200.0), ValueError, "length_penalty must be between -10 and 10"),
-]
-
-
-@pytest.mark.parametrize(("fields", "error", "message"), BAD, ids=str)
-def test_wrong_parameters(fields, error, message):
-    with pytest.raises(error, match=message):
-        BeamSearchParams(*fields)
-
-
 def test_wrong_calls(llm):
     for width, name in ((VOCAB + 1, "the vocabulary=199"), (20_000, "beam_width must be")):
         with pytest.raises(ValueError, match=name):
