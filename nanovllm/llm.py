@@ -342,7 +342,7 @@ class LLM:
                         progress.show(bar, self.engine.scheduler, last_shown - start)
                 progress.show(bar, self.engine.scheduler, time.monotonic() - start)
         except BaseException as error:  # also Ctrl-C
-            self.engine.abort(requests, wait=True)
+            self.engine.abort(requests)
             outputs = [request.output for request in requests if request.ended]
             if any(output is not None for output in outputs):
                 error.outputs = outputs  # type: ignore[attr-defined]
@@ -366,7 +366,7 @@ class LLM:
         except BaseException as error:
             # The garbage collector closes an abandoned stream at a different time on each rank.
             if self._config.tensor_parallel_size == 1 or not isinstance(error, GeneratorExit):
-                self.engine.abort(requests)
+                self.engine.abort(requests, wait=False)
             raise
 
 
