@@ -19,7 +19,7 @@ from nanovllm.features.tasks import results
 from nanovllm.inputs import Prompt, ShowProgress, pair_up
 from nanovllm.outputs import RequestOutput, StreamOutput
 from nanovllm.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
-from nanovllm.utils.errors import GenerationError, why_failed
+from nanovllm.utils.errors import check_generated
 from nanovllm.utils.log import show_log
 
 
@@ -66,10 +66,8 @@ class LLM:
         """
         pairs = pair_up(prompts, sampling_params, SamplingParams, "sampling_params")
         requests = self._run(pairs, use_tqdm)
-        outputs: list[RequestOutput] = [request.output for request in requests]
-        if reasons := why_failed(requests):
-            raise GenerationError(outputs, reasons)
-        return outputs
+        check_generated(requests)
+        return [request.output for request in requests]
 
     def chat(
         self,
