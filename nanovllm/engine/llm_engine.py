@@ -39,7 +39,6 @@ class LLMEngine:
     ) -> None:
         """block_manager: manages the blocks of the runner. None: a new BlockManager."""
         self._locks = EngineLocks()
-        # The lock of scheduler, requests and results. It is not held while the runner works.
         self.lock = self._locks.lock
         self._to_abort: deque[Request] = deque()
         sizes = runner.num_blocks, config.block_size, config.enable_prefix_caching
