@@ -18,7 +18,6 @@ import torch
 from adapters import lora, save_adapter
 from checkpoints import make_checkpoint, model_config
 from family_checkpoints import make_family_checkpoint
-from hybrid_checkpoints import make_hybrid_checkpoint
 from moe_checkpoints import make_moe_checkpoint
 from quantized_files import quantize_checkpoint
 from safetensors.torch import load_file
