@@ -53,12 +53,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int4": {"dtype": "float32", "quantization": "int4"},
 }
-CASES = [
-    (model, setting)
-    for model in MODELS
-    for setting in SETTINGS
-    if (model, setting) not in {("moe", "int8"), ("moe", "int4")}  # experts of whole blocks only
-]
+CASES = [(model, setting) for model in MODELS for setting in SETTINGS]
 SHARED = [(7 * i * i + i) % 198 + 1 for i in range(330)]
 PROMPTS = [
     *([*SHARED, i, i + 3] for i in (5, 6, 7)),

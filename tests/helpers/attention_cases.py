@@ -1,10 +1,12 @@
 """Ragged batches for the attention of a CPU."""
 
+from dataclasses import replace
 from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from checkpoints import model_config
 from hypothesis import strategies as st
 from references import plain_attention
 
@@ -13,32 +15,8 @@ from nanovllm.backends.cpu.kernels.attention import KEYS
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.fp8 import Scales, to_fp8
-from nanovllm.models.model_config import ModelConfig
-from nanovllm.models.rope import RopeConfig
 
 NAN = float("nan")
-
-
-def config(heads: int, kv_heads: int, dim: int, window: int = 0) -> ModelConfig:
-    return ModelConfig(
-        architecture="Qwen3ForCausalLM",
-        vocab_size=1,
-        hidden_size=1,
-        intermediate_size=1,
-        num_layers=1,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=dim,
-        rms_norm_eps=0.0,
-        rope=RopeConfig(),
-        max_position_embeddings=1,
-        tie_word_embeddings=True,
-        attention_bias=False,
-        output_bias=False,
-        qk_norm=False,
-        windows=(window,),
-        dtype=None,
-    )
 
 
 BACKENDS = [PlainAttention, NumbaAttention]
@@ -55,7 +33,9 @@ def make(
     scales: Scales | None = None,
     window: int = 0,
 ) -> PlainAttention | NumbaAttention:
-    arguments = config(*heads, dim, window), num_blocks, block_size, dtype, torch.device("cpu")
+    sizes = dict(zip(("num_attention_heads", "num_key_value_heads"), heads, strict=True))
+    config = replace(model_config("llama", **sizes, head_dim=dim), windows=(window,))
+    arguments = config, num_blocks, block_size, dtype, torch.device("cpu")
     return make_backend(*arguments, scales and [scales])
 
 

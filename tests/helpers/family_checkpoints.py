@@ -93,6 +93,6 @@ def make_family_checkpoint(
     ending = "ForConditionalGeneration" if hasattr(config, "vision_config") else "ForCausalLM"
     model_class = getattr(transformers, name.removesuffix("Text") + ending)
     model = model_class(config).float().eval()
-    randomize(model)
+    randomize(model, zero_centered=name.startswith("Gemma3"), scale=1.5)
     model.save_pretrained(path)
     return model

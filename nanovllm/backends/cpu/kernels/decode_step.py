@@ -11,10 +11,15 @@ import numpy as np
 
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels.fused_layers import compute_layers, norm
-from nanovllm.backends.cpu.kernels.int8 import OUTPUTS
 from nanovllm.backends.cpu.kernels.parallel import in_parts
-from nanovllm.backends.cpu.kernels.primitives import array, f32, from_float32, to_float32
-from nanovllm.backends.cpu.kernels.product import Product, compute, padded_inputs
+from nanovllm.backends.cpu.kernels.primitives import (
+    array,
+    bytes_of,
+    f32,
+    from_float32,
+    to_float32,
+)
+from nanovllm.backends.cpu.kernels.product import Product, compute, padded_bytes, padded_inputs
 
 
 class Host(NamedTuple):
@@ -25,8 +30,9 @@ class Host(NamedTuple):
     last_tokens: np.ndarray  # [N + 1] int64
     params: np.ndarray  # [1 + filters, N + 1] float32
     seeds: np.ndarray  # [N + 1] int64
-    embeddings: int  # the address of [V, E], or of the `values` of an int8.PackedWeight
-    scale: int  # the address of its `scale`, or 0
+    embeddings: int  # the address of [V, E], or of the `values` of a PackedWeight
+    scale: int  # the address of its `scale` in int8, or 0
+    table_width: int  # outputs of its blocks, or 1
     factor: float  # multiplies the embeddings
     rotary: int  # the address of [2, ropes, max_len, D]
     ropes: int
@@ -38,7 +44,8 @@ def example_host() -> Host:
     """Return a Host with the types of every Host."""
     numbers = np.empty(0, np.int64)
     tables = np.empty((0, 0), np.int32)
-    return Host(numbers, tables, numbers, tables.astype(np.float32), numbers, 0, 0, 1.0, 0, 0, 0, 0)
+    some = numbers, tables, numbers, tables.astype(np.float32), numbers
+    return Host(*some, 0, 0, 0, 1.0, 0, 0, 0, 0)
 
 
 class OutputLayer(NamedTuple):
@@ -59,19 +66,28 @@ class OutputLayer(NamedTuple):
 def embed(host, token, x, example):
     """Set x [E] to the embedding of a token."""
     size = len(x)
-    if host.scale == 0:
+    width = host.table_width
+    block, output = token // width, token % width
+    if width == 1:
         row = array(host.embeddings, (token + 1, size), example)[token]
+        for c in range(size):  # the error message of `x[:] = row` would take seconds to compile
+            x[c] = row[c]
+    elif host.scale == 0:
+        n = 4 // bytes_of(example)  # numbers of a word
+        words = padded_bytes(size, bytes_of(example)) // 4
+        values = array(host.embeddings, (block + 1, words, width, n), example)[block]
         for c in range(size):
-            x[c] = from_float32(to_float32(row[c]) * f32(host.factor), example)
-        return
-    block, output = token // OUTPUTS, token % OUTPUTS
-    columns = padded_inputs(size) // 4
-    values = array(host.embeddings, (block + 1, columns, OUTPUTS, 4), np.uint8(0))[block]
-    scale = array(host.scale, (token + 1,), f32(0))[token]
-    for c in range(size):
-        value = f32(np.int32(values[c // 4, output, c % 4]) - np.int32(128))
-        value = to_float32(from_float32(value * scale, example))
-        x[c] = from_float32(value * f32(host.factor), example)
+            x[c] = values[c // n, output, c % n]
+    else:
+        words = padded_inputs(size) // 4
+        unsigned = array(host.embeddings, (block + 1, words, width, 4), np.uint8(0))[block]
+        scale = array(host.scale, (token + 1,), f32(0))[token]
+        for c in range(size):
+            value = f32(np.int32(unsigned[c // 4, output, c % 4]) - np.int32(128))
+            x[c] = from_float32(value * scale, example)
+    if host.factor != 1:
+        for c in range(size):
+            x[c] = from_float32(to_float32(x[c]) * f32(host.factor), example)
 
 
 @compiled()
