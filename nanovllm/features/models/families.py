@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.features.models.gemma3 import Gemma3Config
+from nanovllm.features.models import gemma3
 from nanovllm.features.models.hybrid.hybrid_config import HybridConfig
 from nanovllm.features.models.moe.moe_config import MoeConfig
 from nanovllm.features.models.text_config import TextConfig
@@ -181,7 +181,7 @@ CONFIGS: dict[str, type[ModelConfig]] = {
     "Phi3": Phi3Config,
     "SmolLM3": SmolLM3Config,
     "Granite": GraniteConfig,
-    "Gemma3": Gemma3Config,
+    "Gemma3": gemma3.Gemma3Config,
     "Qwen3Moe": MoeConfig,
     "Qwen3_5": HybridConfig,
     "Qwen3_5Moe": HybridConfig,
@@ -194,8 +194,10 @@ def why_refused(raw: dict[str, Any], path: Path) -> str:
     names = raw["architectures"] or [f"none (model_type is {raw.get('model_type')!r})"]
     known = [f"{name}ForCausalLM" for name in FAMILIES]
     text = f"the architecture {', '.join(map(str, names))} is not supported; {', '.join(known)} are"
-    if near := difflib.get_close_matches(str(names[0]), known, n=1, cutoff=0.6):
-        others = {x: y for x, y in unknown_fields(raw).items() if x not in (*FACTORS, *NO_ROPE)}
+    name = str(names[0]).replace("ConditionalGeneration", "CausalLM")
+    if near := difflib.get_close_matches(name, known, n=1, cutoff=0.6):
+        read = *FACTORS, *NO_ROPE, *gemma3.FIELDS, *gemma3.UNUSED
+        others = {x: y for x, y in unknown_fields(raw).items() if x not in read}
         fields = named(dict([*others.items()][:8])) or "another computation"
         text += f". The nearest is {near[0]}, and this model differs by {fields}"
     return text
