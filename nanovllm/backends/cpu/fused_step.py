@@ -48,7 +48,8 @@ class FusedStep:
             scale=table.scale.data_ptr() if is_packed else 0,
             table_width=table.product.width if is_packed else 1,
             rotary=rotary.data_ptr(),
-            max_len=rotary.shape[1],
+            ropes=rotary.shape[1],
+            max_len=rotary.shape[2],
             min_shared=MIN_SAVED_TOKENS,
         )
         head = model.lm_head
@@ -68,7 +69,7 @@ class FusedStep:
         self.max_queries = attention.max_queries
         self.tables = np.zeros_like(rows.block_tables[:1].repeat(FEW_TOKENS, 0))
         self.first, self.slots = np.zeros((2, FEW_TOKENS), np.int64)
-        sizes = *[config.hidden_size] * 2, *[config.head_dim] * 2
+        sizes = *[config.hidden_size] * 2, *[config.head_dim * rotary.shape[1]] * 2
         self.inputs = tuple(self.logits.new_empty(FEW_TOKENS, size) for size in sizes)
         none = np.empty((0, 1), np.int64)
         self.no_groups = QueryGroups(none, none, none.ravel(), self.tables[:0])

@@ -27,7 +27,8 @@ class Host(NamedTuple):
     embeddings: int  # the address of [V, E], or of the `values` of a PackedWeight
     scale: int  # the address of its `scale` in int8, or 0
     table_width: int  # outputs of its blocks, or 1
-    rotary: int  # the address of [2, max_len, D]
+    rotary: int  # the address of [2, ropes, max_len, D]
+    ropes: int
     max_len: int
     min_shared: int  # a prefix of so many tokens or more is read once for several sequences
 
@@ -36,7 +37,7 @@ def example_host() -> Host:
     """Return a Host with the types of every Host."""
     numbers = np.empty(0, np.int64)
     tables = np.empty((0, 0), np.int32)
-    return Host(numbers, tables, numbers, tables.astype(np.float32), numbers, 0, 0, 0, 0, 0, 0)
+    return Host(numbers, tables, numbers, tables.astype(np.float32), numbers, *[0] * 7)
 
 
 class OutputLayer(NamedTuple):
@@ -89,17 +90,19 @@ def look_up(host, step, rows, places, positions, tokens):
     rest = step.attention.rest
     x = array(step.x, (step.rows, step.size), example)
     residual = array(step.residual, (step.rows, step.size), example)
-    cos = array(step.cos, (step.rows, dim), example)
-    sin = array(step.sin, (step.rows, dim), example)
-    rotary = array(host.rotary, (2, host.max_len, dim), example)
+    cos = array(step.cos, (host.ropes, step.rows, dim), example)
+    sin = array(step.sin, (host.ropes, step.rows, dim), example)
+    rotary = array(host.rotary, (2, host.ropes, host.max_len, dim), example)
     residual[:] = 0
     rest.queries[:] = -1
     group, place, query = 0, np.int64(0), 0
     for t in range(step.rows):
         row, position = rows[t], positions[t]
         embed(host, tokens[t], x[t], example)
-        for c in range(dim):
-            cos[t, c], sin[t, c] = rotary[0, position, c], rotary[1, position, c]
+        for rope in range(host.ropes):
+            for c in range(dim):
+                cos[rope, t, c] = rotary[0, rope, position, c]
+                sin[rope, t, c] = rotary[1, rope, position, c]
         block = np.int64(host.block_tables[row, position // block_size])
         step.slot_mapping[t] = block * block_size + position % block_size
         if t == 0 or row != rows[t - 1] or query == rest.queries.shape[1]:
