@@ -168,28 +168,13 @@ def test_an_evicted_block_comes_back_once_saved() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8], ids=str)
 def test_copies_of_every_dtype(dtype: torch.dtype) -> None:
     cache = torch.randn(3, 2, 6, 2, 4, 8).to(dtype)
-    before, pool = cache.clone(), HostPool(4, cache[:, :, 0])
+    before, pool = cache.clone(), HostPool(4, cache)
     pool.save(cache, [BlockCopy(5, 0), BlockCopy(2, 3)])
     cache.view(torch.uint8).fill_(255)  # NaN
     pool.load(cache, [BlockCopy(3, 1), BlockCopy(0, 4)])
     assert torch.equal(cache[:, :, 1].float(), before[:, :, 2].float())
     assert torch.equal(cache[:, :, 4].float(), before[:, :, 5].float())
     assert cache[:, :, [0, 2, 3, 5]].float().isnan().all()
-
-
-def test_runs_of_pinned_blocks() -> None:
-    """One transfer for consecutive blocks of one allocation, of which each has three here."""
-    pool = object.__new__(host_pool.PinnedPool)
-    pool.per_chunk = 3
-    pool.chunks = [torch.arange(3) + 3 * i for i in range(4)]
-    for blocks in ([0], [0, 1, 2, 3, 4], [5, 6, 2, 1, 0], [9, 10, 11, 4, 5], [7, 7]):
-        found = list(pool.runs(tuple(blocks)))
-        assert [b for _, run in found for b in run.tolist()] == blocks
-        assert [i for where, _ in found for i in range(where.start, where.stop)] == [
-            *range(len(blocks))
-        ]
-    assert len(list(pool.runs((0, 1, 2, 3, 4)))) == 2
-    assert len(list(pool.runs((9, 10, 11, 4, 5)))) == 2
 
 
 @pytest.fixture(scope="module")
@@ -295,7 +280,7 @@ def test_a_failed_step_empties_both_tiers(path: Path, monkeypatch: pytest.Monkey
     def broken(cache: torch.Tensor, moves: list[BlockCopy]) -> None:
         calls[0] += 1
         for _, host_block in moves:
-            pool.blocks[host_block] = float("nan")
+            pool.block(host_block)[:] = float("nan")
         if calls[0] == 3:
             monkeypatch.undo()
             raise RuntimeError("a save failed on purpose")
