@@ -33,12 +33,11 @@ from nanovllm.utils.checks import located
 
 if TYPE_CHECKING:
     from nanovllm.features.sampling.structured import GrammarCompiler
-    from nanovllm.features.tasks.embeddings.pooling import PoolingSettings
+    from nanovllm.features.tasks.embeddings import PoolingSettings
 # With a hidden size of 1024, the largest activations of so many tokens take less than 32 MiB. glibc
 # returns larger ones to Linux, which clears each page again: 6 to 10 % of the CPU time of a prompt.
 CPU_TOKEN_BUDGET = 2048
 # Files of sentence-transformers, which a checkpoint of an embedding model has.
-POOLING_FILES = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json")
 
 
 def make_engine(config: EngineConfig) -> LLMEngine:
@@ -163,7 +162,7 @@ def all_tasks(
     parser: the option reasoning_parser.
     add_eos_token: whether the token ids of a text to embed end with the EOS token.
 
-    Raises ValueError if the model has no markers of thinking, or broken settings of embeddings.
+    Raises ValueError if the model has no markers of thinking.
     """
     scheduler, checkpoint = engine.scheduler, engine.checkpoint  # not the engine, for its memory
     if parser is not None:
@@ -171,13 +170,12 @@ def all_tasks(
 
     @functools.cache
     def pooling() -> PoolingSettings:
-        from nanovllm.features.tasks.embeddings.sentence_transformers import read_pooling_settings
+        from nanovllm.features.tasks import embeddings
 
         directory, size = checkpoint.directory, checkpoint.model_config.hidden_size
-        return replace(read_pooling_settings(directory, size), add_eos_token=add_eos_token)
-
-    if any((checkpoint.directory / name).is_file() for name in POOLING_FILES):
-        pooling()  # now, because a file may be broken
+        settings = embeddings.read_pooling_settings(directory, size)
+        embeddings.check_embeddings(directory, settings)
+        return replace(settings, add_eos_token=add_eos_token)
 
     def beam_search(inputs: InputProcessor, params: BeamSearchParams) -> Task:
         from nanovllm.features.tasks.beam_search import BeamSearch
@@ -185,7 +183,7 @@ def all_tasks(
         return BeamSearch(inputs, params, scheduler)
 
     def embedding(inputs: InputProcessor, params: PoolingParams) -> Task:
-        from nanovllm.features.tasks.embeddings.pooling import Embedding
+        from nanovllm.features.tasks.embeddings import Embedding
 
         return Embedding(inputs, params, pooling())
 
