@@ -18,7 +18,7 @@ from nanovllm.engine.recovery import revert_in_flight
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.sampling.logit_rules.penalties import PenaltyState
-from nanovllm.features.sampling.logit_rules.row_rules import RowRules
+from nanovllm.features.sampling.logit_rules.rules_of_row import RowRules
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

@@ -15,6 +15,7 @@ from nanovllm.features.sampling.logit_rules import penalties
 from nanovllm.features.sampling.logit_rules import row_rules as logit_rules
 from nanovllm.features.sampling.logit_rules.penalties import PenaltyState
 from nanovllm.features.sampling.logit_rules.row_rules import RulesState
+from nanovllm.features.sampling.logit_rules.rules_of_row import RowRules
 from nanovllm.loading import memory
 
 POSITIONS = 512
@@ -166,7 +167,7 @@ def test_what_penalties_read_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     for row in range(7):
         new_row = logit_rules.NewRow(row, [], plan.RowSampling(), [1] * 30, [])
         state.penalties.add_row(row, new_row.prompt, new_row.output)
-        rows.append((row, logit_rules.RowRules(rules, new_row)))
+        rows.append((row, RowRules(rules, new_row)))
     batch, positions = logit_rules.RulesBatch(rows, state), torch.full((7,), 30)
     batch.length = 31
     batch.apply(torch.zeros(7, size), positions)
