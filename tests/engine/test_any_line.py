@@ -48,6 +48,8 @@ FILES = tuple(
         "engine/scheduler",
         "features/kv/host_cache/host_blocks",
         "engine/token_logprobs",
+        "features/sampling/logit_rules/penalties",
+        "features/sampling/logit_rules/row_rules",
         "features/sampling/ngram",
         "features/sampling/structured",
         "features/tasks/beam_search",
