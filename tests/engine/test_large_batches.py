@@ -1,11 +1,7 @@
 """Many requests wait: the work of a step is counted, because times depend on the machine."""
 
-import sys
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
-
 import pytest
+from engines import work_of
 
 from nanovllm import SamplingParams
 from nanovllm.config import EngineConfig
@@ -15,25 +11,6 @@ from nanovllm.engine.sampling import Sampling
 from tools.benchmarks.modes import NoModel
 
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-
-
-def work_of(function: Callable[[], Any]) -> int:
-    """Return the number of Python's instructions that it runs."""
-    number = 0
-
-    def note(frame: FrameType, event: str, arg: object) -> Any:
-        nonlocal number
-        number += 1
-        frame.f_trace_opcodes = True
-        return note
-
-    before = sys.gettrace()
-    sys.settrace(note)
-    try:
-        function()
-    finally:
-        sys.settrace(before)
-    return number
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "sjf"])
