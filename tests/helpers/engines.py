@@ -1,11 +1,8 @@
 """What the tests of whole engines share."""
 
-import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
-from typing import Any
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.llm_engine import LLMEngine
@@ -48,25 +45,6 @@ def until(condition: Callable[[], bool], seconds: float = 120) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)
-
-
-def work_of(function: Callable[[], Any]) -> int:
-    """Return the number of Python's instructions that it runs."""
-    number = 0
-
-    def note(frame: FrameType, event: str, arg: object) -> Any:
-        nonlocal number
-        number += 1
-        frame.f_trace_opcodes = True
-        return note
-
-    before = sys.gettrace()
-    sys.settrace(note)
-    try:
-        function()
-    finally:
-        sys.settrace(before)
-    return number
 
 
 def still_serves(llm: LLM) -> None:

@@ -471,7 +471,7 @@ def test_compilations_that_still_run_are_few(
 ) -> None:
     """Nothing can stop them. Compiled grammars are used meanwhile, and others when they have ended."""
     inputs, go_on = embedded.engine.input_processor, threading.Event()
-    compiler = inputs.grammars
+    compiler = inputs.grammars()
     real, calls = GrammarCompiler._call_with_limit, 0
 
     def slow(self: GrammarCompiler, function: Callable[[], Any], stack: int) -> Any:
@@ -486,7 +486,7 @@ def test_compilations_that_still_run_are_few(
 
     def add(regex: str) -> None:
         params = SamplingParams(structured_outputs=StructuredOutputsParams(regex=regex))
-        embedded.engine.input_processor.make_task(params)
+        inputs.make_task(inputs, params)
 
     add("before")
     monkeypatch.setattr(GrammarCompiler, "_call_with_limit", slow)
@@ -534,7 +534,7 @@ def test_a_choice_of_many_strings(embedded: LLM) -> None:
 
 
 def test_without_the_library(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded.engine.input_processor.grammars, "vocabulary", None)
+    monkeypatch.setattr(embedded.engine.input_processor.grammars(), "vocabulary", None)
     monkeypatch.setitem(sys.modules, "llguidance.hf", None)
     with pytest.raises(ImportError, match=r"pip install -e '.\[structured\]'"):
         embedded.generate("x", structured("date"), use_tqdm=False)
@@ -577,12 +577,13 @@ def test_a_limit_of_the_library(each_way: LLM, monkeypatch: pytest.MonkeyPatch) 
 def test_other_requests_pay_nothing(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """No rules, no vocabulary and no waits for a batch without structured outputs."""
     compiler = GrammarCompiler(embedded.get_tokenizer(), 1056, frozenset({1035}))
-    monkeypatch.setattr(embedded.engine.input_processor, "grammars", compiler)
+    monkeypatch.setattr(embedded.engine.input_processor, "grammars", lambda: compiler)
     monkeypatch.setattr(RulesBatch, "_apply_on_host", None)
     params = SamplingParams(temperature=0, repetition_penalty=1.1)
     embedded.generate("What is 12 + 30?\n", params, use_tqdm=False)
     assert compiler.vocabulary is None
-    assert embedded.engine.input_processor.make_task(SamplingParams()).rules is None
+    inputs = embedded.engine.input_processor
+    assert inputs.make_task(inputs, SamplingParams()).rules is None
 
 
 def test_requests_share_a_compiled_grammar(embedded: LLM) -> None:

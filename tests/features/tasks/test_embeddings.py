@@ -358,5 +358,6 @@ def test_broken_pooling_settings(
 ) -> None:
     edited(path, tmp_path)
     (tmp_path / name).write_text(text)
+    llm = random_llm(tmp_path)
     with pytest.raises(ValueError, match=word):
-        random_llm(tmp_path)
+        llm.embed([[1]], use_tqdm=False)
