@@ -168,7 +168,7 @@ def make_thinking(
     end_ids = inputs.encode(END, add_special_tokens=False)
     ends: list[tuple[int, str]] = []
     if separates:
-        grammars = inputs.grammars
+        grammars = inputs.grammars()
         if grammars.thinking_ends is None:
             grammars.thinking_ends = ends_with_more(tokenizer, inputs.vocab_size)
         ends = grammars.thinking_ends

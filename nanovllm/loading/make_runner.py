@@ -162,21 +162,17 @@ def make_eager_runner(
     device = model.backend.device
     max_blocks = -(-max_model_len // block_size)
     rows = Rows(config.max_num_seqs, max_blocks, block_size, device)
-    length = max_blocks * block_size
-    rows.make_rules = partial(make_rules, config, length, vocab_size, device)
+
+    def make_rules() -> RulesState:
+        from nanovllm.features.sampling.logit_rules.row_rules import RulesState
+
+        state = RulesState(config.max_num_seqs, max_blocks * block_size, vocab_size, device)
+        state.processed_logprobs = config.logprobs_mode == "processed_logprobs"
+        return state
+
+    rows.make_rules = make_rules
     captures = model.backend.captures  # eager decodes then compute the same as captured decodes
     return (DeviceRunner if captures else ModelRunner)(model, model.backend, rows)
-
-
-def make_rules(
-    config: EngineConfig, length: int, vocab_size: int, device: torch.device
-) -> RulesState:
-    """Return the state of rules for rows of at most `length` tokens."""
-    from nanovllm.features.sampling.logit_rules.row_rules import RulesState
-
-    state = RulesState(config.max_num_seqs, length, vocab_size, device)
-    state.processed_logprobs = config.logprobs_mode == "processed_logprobs"
-    return state
 
 
 def make_cache(
