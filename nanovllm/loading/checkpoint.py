@@ -88,18 +88,19 @@ def find_checkpoint(
     return directory
 
 
-def config_class(architectures: Any) -> type[ModelConfig]:
-    """Return the class that reads the config.json of a model with these architectures."""
-    match find_family(architectures)[1]:
-        case "Qwen3_5" | "Qwen3_5Moe":
-            from nanovllm.features.models.hybrid.hybrid_config import HybridConfig
+def config_class(raw: dict[str, Any], path: Path) -> type[ModelConfig]:
+    """Return the class that reads `raw`, the fields of the config.json at `path`.
 
-            return HybridConfig
-        case "Qwen3Moe":
-            from nanovllm.features.models.moe.moe_config import MoeConfig
+    Raises ValueError for an architecture that is not supported.
+    """
+    family = find_family(raw["architectures"])[1]
+    if family in ("Qwen3", "Qwen2", "Llama", "Mistral"):
+        return ModelConfig
+    from nanovllm.features.models.families import CONFIGS, why_refused
 
-            return MoeConfig
-    return ModelConfig
+    if not family:
+        raise ValueError(f"{path}: {why_refused(raw, path)}")
+    return CONFIGS[family]
 
 
 class Checkpoint:
@@ -118,7 +119,7 @@ class Checkpoint:
         # Messages show this name.
         self.config_path = directory / ("config.json" + " with hf_overrides" * bool(overrides))
         self.config = read_config(directory, overrides or {})
-        config_type = config_class(self.config.get("architectures"))
+        config_type = config_class(self.config, self.config_path)
         self.model_config = config_type.from_json(self.config, self.config_path)
         self.weight_format: WeightFormat | None = None  # of quantized weights
         # compression_config is the old name of compressed-tensors. MLX has `quantization`, and in
@@ -229,7 +230,7 @@ def read_config(directory: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
         raise ValueError(f"{directory} has no config.json: it is not in Hugging Face layout")
     raw = read_json(path)
     if isinstance(raw.get("text_config"), dict):
-        from nanovllm.features.models.hybrid.hybrid_config import with_text_config
+        from nanovllm.features.models.text_config import with_text_config
 
         raw = with_text_config(raw)
     if overrides:

@@ -162,7 +162,9 @@ def task_maker(
         from nanovllm.features.tasks.embeddings.sentence_transformers import read_pooling_settings
 
         directory, size = checkpoint.directory, checkpoint.model_config.hidden_size
-        return replace(read_pooling_settings(directory, size), add_eos_token=add_eos_token)
+        factor = getattr(checkpoint.model_config, "hidden_factor", 1.0)
+        settings = read_pooling_settings(directory, size)
+        return replace(settings, add_eos_token=add_eos_token, factor=factor)
 
     def make_task(inputs: InputProcessor, params: Any) -> Task:
         if isinstance(params, PoolingParams):
@@ -195,7 +197,7 @@ def longest_request(config: EngineConfig, checkpoint: Checkpoint) -> int:
     """Return the length of the longest request that the model and max_model_len allow."""
     model_config = checkpoint.model_config
     longest, window = model_config.max_position_embeddings, model_config.sliding_window
-    max_model_len = config.max_model_len or longest
+    max_model_len = config.max_model_len or model_config.usual_length or longest
     if max_model_len > longest:
         raise ValueError(
             f"max_model_len={max_model_len} is more than the {longest} positions of the model; use "

@@ -149,8 +149,6 @@ def load_model(
         from nanovllm.features.weights.dummy_weights import random_weights
 
         random_weights(tensors, config.seed, model.norm.device)
-    for linear in model.linears():  # one at a time, to save memory
-        model.backend.after_load(linear)
     ranks.connect(model, full_config.vocab_size)
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from adapters import lora, save_adapter
 from checkpoints import make_checkpoint, model_config
+from family_checkpoints import make_family_checkpoint
 from moe_checkpoints import make_moe_checkpoint
 from quantized_files import quantize_checkpoint
 from safetensors.torch import load_file
@@ -58,6 +59,8 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     make_checkpoint(path / "qwen2", family="qwen2", tie=True)
     # As many KV heads as 4 ranks, and biases of all attention layers.
     make_checkpoint(path / "biased", "llama", kv_heads=4, group=1, attention_bias=True)
+    for family in ("qwen3vl", "phi4mini", "smollm3", "ministral3", "granite"):
+        make_family_checkpoint(path / family, family)
     make_moe_checkpoint(path / "moe", mlp_only_layers=[1])
     # An expert of each of two ranks has as many units as a block of int8 weights.
     make_moe_checkpoint(path / "moe-128", moe_intermediate_size=128, num_experts=4)
@@ -81,6 +84,8 @@ CASES = [
     ("qwen2", 2, {"enable_prefix_caching": False}),
     ("biased", 4, {"async_scheduling": True, "swap_space": 2**-9}),
     ("moe", 2, {}),  # each expert is divided
+    ("phi4mini", 4, {}),  # a tensor of q, k and v is divided, with each KV head on two ranks
+    *((family, 2, {}) for family in ("qwen3vl", "phi4mini", "smollm3", "ministral3", "granite")),
 ]
 
 

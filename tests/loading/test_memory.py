@@ -33,7 +33,7 @@ def test_requests_as_long_as_the_memory_of_a_cpu(
     assert f"which limits max_model_len to 96 of the model's {POSITIONS}" in caplog.text
     # What was made before the cache is for 6 blocks, and not for all positions.
     assert llm.engine.runner.rows.block_tables.shape[1] == 6
-    assert len(llm.engine.runner.model.rotary.cos) == 6 * 16
+    assert llm.engine.runner.model.rotary.max_len == 6 * 16
     params = SamplingParams(max_tokens=None, ignore_eos=True)
     (output,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 93

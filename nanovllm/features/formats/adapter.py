@@ -26,8 +26,8 @@ from typing import Any
 
 from torch import Tensor
 
-from nanovllm.features.models.hybrid.hybrid_config import NOT_TEXT
 from nanovllm.features.models.moe.moe_config import STACKED
+from nanovllm.features.models.text_config import NOT_TEXT
 from nanovllm.models.weights import EMBEDDINGS, LM_HEAD, PREFIX
 from nanovllm.utils.checks import located
 from nanovllm.utils.json_files import Fields, check_fields, named, read_json, unusual

@@ -146,9 +146,6 @@ class Ranks(OneRank):
         model.lm_head.reduce = gather_logits
         model.embed_tokens = ShardedTable(model.embed_tokens, self)
 
-    def rows_of_rank(self, table: Any) -> Any:
-        return table.rows
-
     @contextmanager
     def rank_0_first(self) -> Iterator[None]:
         group = dist.new_group(backend="gloo", timeout=DOWNLOAD_TIMEOUT)
@@ -216,7 +213,7 @@ class ShardedTable:
     """An embedding table whose rows are divided among the ranks."""
 
     def __init__(self, rows: Any, ranks: Ranks) -> None:
-        """rows: the rows of this rank, a tensor or an Int8Weight [V / N, E]."""
+        """rows: the rows of this rank, a tensor or another weight [V / N, E]."""
         self.rows, self.shape, self.dtype, self.copy_ = rows, rows.shape, rows.dtype, rows.copy_
         self.ranks = ranks
         self.start = ranks.rank * rows.shape[0]

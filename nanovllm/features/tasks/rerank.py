@@ -2,8 +2,8 @@
 
 The score of a reranker is the probability of "yes" as the next token, where only "yes" and "no" are
 possible. Scores with the tokens or the prompt of another model are wrong. A checkpoint of
-sentence-transformers names both tokens, and has the prompt in its chat template. Qwen3-Reranker's
-prompt is in this file, as its model card writes it.
+sentence-transformers names both tokens, and has the prompt in its chat template. The prompts of
+Qwen3-Reranker and Qwen3-VL-Reranker are in this file, as their authors write them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,13 @@ PREFIX = (
     'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
     "<|im_start|>user\n"
 )
+TEXT = "<Instruct>: {}\n<Query>: {}\n<Document>: {}"
 SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+# Of Qwen3-VL-Reranker.
+VL_TEXT = "<Instruct>: {}<Query>:{}\n<Document>:{}"
+VL_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n"
+VL_INSTRUCTION = "Given a search query, retrieve relevant candidates that answer the query."
 
 
 class Scorer:
@@ -110,30 +115,31 @@ class Scorer:
 def qwen3_prompts(
     engine: LLMEngine, pairs: list[tuple[str, str]], instruction: str | None
 ) -> tuple[list[int], list[Prompt]]:
-    """Return the ids of "yes" and "no", and the prompts of Qwen3-Reranker for pairs of texts.
+    """Return the ids of "yes" and "no", and the prompts of Qwen3-(VL-)Reranker for pairs of texts.
 
-    Raises ValueError for a model that nothing names as a Qwen3-Reranker.
+    Raises ValueError for a model that nothing names as such a reranker.
     """
     inputs, checkpoint = engine.input_processor, engine.checkpoint
+    text, suffix, default = TEXT, SUFFIX, INSTRUCTION
+    if is_vl := checkpoint.model_config.architecture.startswith("Qwen3VL"):
+        text, suffix, default = VL_TEXT, VL_SUFFIX, VL_INSTRUCTION
     find = inputs.get_tokenizer().backend_tokenizer.token_to_id
     ids: list[Any] = [find("yes"), find("no")]
     is_named = checkpoint.config.get("is_original_qwen3_reranker") or (
         any("rerank" in name for name in checkpoint.names)
-        and checkpoint.model_config.architecture == "Qwen3ForCausalLM"
+        and (is_vl or checkpoint.model_config.architecture == "Qwen3ForCausalLM")
     )
     tokens = checkpoint.config.get("classifier_from_token") or (["no", "yes"] if is_named else None)
     if tokens != ["no", "yes"] or None in ids:
         raise ValueError(
             "scores need an embedding model or a reranker: a checkpoint whose modules.json has "
-            "Pooling or LogitScore, a Qwen3ForCausalLM with 'rerank' in its name, or hf_overrides="
-            "{'is_original_qwen3_reranker': True, 'classifier_from_token': ['no', 'yes']}; "
+            "Pooling or LogitScore, a Qwen3 or Qwen3-VL model with 'rerank' in its name, or "
+            "hf_overrides={'is_original_qwen3_reranker': True, "
+            "'classifier_from_token': ['no', 'yes']}; "
             f"nothing says so of this model (classifier_from_token={tokens!r:.80})"
         )
-    start, end = (inputs.encode(text, add_special_tokens=False) for text in (PREFIX, SUFFIX))
-    parts = [
-        f"<Instruct>: {instruction or INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
-        for query, document in pairs
-    ]
+    start, end = (inputs.encode(x, add_special_tokens=False) for x in (PREFIX, suffix))
+    parts = [text.format(instruction or default, *pair) for pair in pairs]
     return ids, [[*start, *part, *end] for part in inputs.encode_all(parts)]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint, random_llm
+from family_checkpoints import make_family_checkpoint
 from scripted import run_bodies
 
 from nanovllm import LLM, SamplingParams
@@ -72,6 +73,25 @@ def test_scores_equal_the_model_card(
     shared = next(i for i, tokens in enumerate(zip(*ids, strict=False)) if len(set(tokens)) > 1)
     assert [o.num_cached_tokens for o in found] == [0, *[shared // 16 * 16] * 4]
     assert shared > 64
+
+
+def test_scores_of_qwen3_vl(tmp_path: Path) -> None:
+    """The prompt of the authors' script: parts of a message without spaces, and no thoughts."""
+    sizes = dict(vocab_size=1100, max_position_embeddings=1024)
+    model = make_family_checkpoint(tmp_path / "vl-reranker", "qwen3vl", **sizes)
+    path = add_tokenizer(tmp_path / "vl-reranker", "yes", "no")
+    llm = random_llm(path, skip_tokenizer_init=False, num_kv_cache_blocks=400)
+    tokenizer, task = llm.get_tokenizer(), "retrieve relevant candidates that answer the query."
+    both = [tokenizer.convert_tokens_to_ids(word) for word in ("no", "yes")]
+    found = llm.score(QUERY, DOCUMENTS, use_tqdm=False)
+    for document, output in zip(DOCUMENTS, found, strict=True):
+        text = tokenizer.decode(output.prompt_token_ids)
+        content = f"{task}<Query>:{QUERY}\n<Document>:{document}"
+        assert text.endswith(f"{content}<|im_end|>\n<|im_start|>assistant\n")
+        with torch.inference_mode():
+            last = model(torch.tensor([output.prompt_token_ids])).logits[0, -1]
+        wanted = last[both].softmax(dim=0)[1].item()
+        assert output.outputs.score == pytest.approx(wanted, abs=1e-4)
 
 
 def test_pairs(reranker: tuple[LLM, torch.nn.Module]) -> None:

@@ -34,6 +34,7 @@ class PoolingSettings:
     normalize: bool = True
     prompts: Mapping[str, str] = field(default_factory=dict)  # name -> text
     prompt_name: str | None = None  # the default of PoolingParams.prompt_name
+    factor: float = 1.0  # multiplies the hidden states of the model
     add_eos_token: bool = False  # whether the token ids of a text end with the EOS token
     max_seq_length: int | None = None  # tokens of a text that sentence-transformers reads
     lower_case: bool = False  # whether it changes a text to lower case
@@ -111,7 +112,8 @@ class Embedding(Task):
 
     def receive(self, request: Request, seq: Sequence, result: RowResult) -> None:
         if result.hidden_state:
-            request.state = pool(result.hidden_state, self.params)
+            hidden = [x * self.settings.factor for x in result.hidden_state]
+            request.state = pool(hidden, self.params)
             seq.finish_reason = "stop"
 
     def output(self, request: Request) -> EmbeddingRequestOutput:
