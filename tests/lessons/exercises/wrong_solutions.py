@@ -435,6 +435,9 @@ policy
 +     return
 ? The key must change nothing. The fields that it changed should be [], but with your code it is ['num_candidates'].
 softmax
+- torch.exp(scores - torch.where(m == -torch.inf, 0.0, m))
++ torch.exp2(1.442695 * (scores - torch.where(m == -torch.inf, 0.0, m)))
+? 50 scores in float64, in tiles of 7: acc / l should be [
 - weights.sum()
 + weights.sum() + 1e-9
 ? 50 scores in float64, in tiles of 7: acc / l should be [
