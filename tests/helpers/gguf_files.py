@@ -9,8 +9,7 @@ import pytest
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import nanovllm
-from nanovllm.features.formats.gguf.reader import FIELDS, GEMMA3, GEMMA3_NAMES
-from tools.benchmarks.gguf_weights import gguf_name
+from nanovllm.features.formats.gguf.convert_gguf import FIELDS, GEMMA3
 
 gguf = pytest.importorskip("gguf")
 NANO = Path(nanovllm.__file__).parent / "loading" / "qwen3-nano"
@@ -59,21 +58,18 @@ def write_gguf(
     writer.add_eos_token_id(config["eos_token_id"])
     writer.add_add_eos_token(True)
     writer.add_chat_template((NANO / "chat_template.jinja").read_text())
-    gemma3 = {ours: theirs for theirs, ours in GEMMA3_NAMES.items()}
     weights = {}
     for file in checkpoint.glob("*.safetensors"):
         weights |= load_file(file)
+    arch = gguf.MODEL_ARCH[kind.upper()] if kind != "gemma" else gguf.MODEL_ARCH.QWEN3
+    names = gguf.get_tensor_name_map(arch, 100)
     for name, tensor in weights.items():
         values = tensor.float().numpy()
-        inner = name.split(".")[-2]
-        if kind == "gemma3" and "norm" in name:  # they are stored as 1 + w
+        theirs = names.get_name(name, (".weight", ".bias"))
+        if kind == "gemma3" and theirs.endswith("norm.weight"):  # they are stored as 1 + w
             values = values + 1
-        if kind == "gemma3" and inner in gemma3:
-            theirs = f"blk.{name.split('.')[2]}.{gemma3[inner]}.weight"
-        else:
-            theirs = gguf_name(name)
-        part = theirs.split(".")[-2]
-        heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(part)
+        module = theirs.split(".")[-2]
+        heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(module)
         if kind == "llama" and heads:
             values = reordered(values, config[heads])
         if quantized and values.ndim == 2 and values.shape[1] % 32 == 0:
