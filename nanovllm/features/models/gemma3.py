@@ -7,6 +7,7 @@ multiplied by sqrt(E), and scores divided by sqrt(query_pre_attn_scalar).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,22 +19,19 @@ import torch
 from nanovllm.features.models.norms import norm_weight, plus_one
 from nanovllm.features.models.text_config import TextConfig
 from nanovllm.models.backend import Backend
-from nanovllm.models.model_config import FULL, SIZE, SLIDING
+from nanovllm.models.model_config import ANY, FULL, SIZE, SLIDING
 from nanovllm.models.qwen3 import DecoderLayer, Qwen3
 from nanovllm.models.weights import CheckpointTensor
 from nanovllm.utils.json_files import Fields, check_fields
 
-# The fields that only this family has, and what they are if config.json does not have them.
+# The fields of config.json that Gemma3Config reads.
 FIELDS: Fields = {
     "hidden_activation": (str, ("gelu_pytorch_tanh",)),
+    "layer_types": (list, ANY),
     "query_pre_attn_scalar": (float, (1e-6, 1e6)),
-    "rope_local_base_freq": (float, (1, float("inf"))),
+    "rope_local_base_freq": (float, (1, math.inf)),
+    "rope_parameters": (dict, ANY),
     "sliding_window_pattern": (int, SIZE),
-}
-DEFAULTS = {
-    "query_pre_attn_scalar": 256.0,
-    "rope_local_base_freq": 10_000.0,
-    "sliding_window_pattern": 6,
 }
 UNUSED = ("cache_implementation", "mm_tokens_per_image")
 
@@ -45,24 +43,29 @@ class Gemma3Config(TextConfig):
     @classmethod
     def from_json(cls, raw: dict[str, Any], path: Path) -> Gemma3Config:
         """Create a Gemma3Config. Raises ValueError for missing or unsupported fields."""
-        own = DEFAULTS | check_fields({n: raw[n] for n in FIELDS if n in raw}, path, FIELDS)
+        own = check_fields({n: raw[n] for n in FIELDS if n in raw}, path, FIELDS)
         fields = {name: x for name, x in raw.items() if name not in (*FIELDS, *UNUSED)}
         # Newer files have the ropes of both kinds of layers in rope_parameters.
-        ropes = raw.get("rope_parameters") or {}
+        ropes = own.get("rope_parameters", {})
+        if others := ropes.keys() - {FULL, SLIDING}:
+            raise ValueError(
+                f"{path}: rope_parameters must have {FULL!r} and {SLIDING!r}, and has "
+                f"{min(others)!r}; rope_scaling is for full layers"
+            )
         full = super().from_json(fields | {"rope_parameters": ropes.get(FULL)}, path)
         assert isinstance(full, Gemma3Config)
-        pattern = own["sliding_window_pattern"]  # of so many layers, the last one is full
-        types = raw.get("layer_types") or [
-            SLIDING if (i + 1) % pattern else FULL for i in range(full.num_layers)
-        ]
+        pattern = own.get("sliding_window_pattern", 6)  # of so many layers, the last one is full
+        types = own.get(
+            "layer_types", [SLIDING if (i + 1) % pattern else FULL for i in range(full.num_layers)]
+        )
         fields |= {"layer_types": types, "use_sliding_window": True, "rope_scaling": None}
-        local = ropes.get(SLIDING) or {"rope_theta": own["rope_local_base_freq"]}
+        local = ropes.get(SLIDING) or {"rope_theta": own.get("rope_local_base_freq", 1e4)}
         sliding = super().from_json(fields | {"rope_parameters": local}, path)
         return replace(
             full,
             windows=sliding.windows,
             ropes=tuple(sliding.rope if kind == SLIDING else full.rope for kind in types),
-            attention_scale=(full.head_dim / own["query_pre_attn_scalar"]) ** 0.5,
+            attention_scale=(full.head_dim / own.get("query_pre_attn_scalar", 256.0)) ** 0.5,
         )
 
     def model_class(self) -> type[Gemma3]:
