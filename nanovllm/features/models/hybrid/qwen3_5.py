@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from nanovllm.features.models.families import pairs
-from nanovllm.features.models.hybrid.hybrid_config import FULL, KERNEL_SIZE, LINEAR, HybridConfig
+from nanovllm.features.models.hybrid.hybrid_config import KERNEL_SIZE, LINEAR, HybridConfig
 from nanovllm.features.models.moe.qwen3_moe import make_mlp
 from nanovllm.features.models.norms import norm_weight, plus_one
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.backend import Backend
 from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.layers import Linear, Rope
+from nanovllm.models.model_config import FULL
 from nanovllm.models.qwen3 import MLP, DecoderLayer, Qwen3, SelfAttention
 from nanovllm.models.weights import CheckpointTensor
 
