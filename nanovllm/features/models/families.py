@@ -3,7 +3,7 @@
 Phi-3, Phi-4   q, k and v are one tensor of a checkpoint, and gate and up are another one. In
                Phi-4-mini only a part of each head is rotated, with the rope type longrope.
 SmolLM3        Some layers are not rotated.
-Granite 3      Four factors become part of the weights, of rotation and of eps; see GraniteConfig.
+Granite 3      There are four factors; see GraniteConfig.
 """
 
 from __future__ import annotations
