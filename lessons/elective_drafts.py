@@ -90,7 +90,7 @@ def run() -> None:
         for it.""")
     QUESTIONS.show(3)
     show_source(
-        link("features.sampling.ngram.Lookup.find", "self.before[end]"),
+        link("features.sampling.ngram.Lookup.find", "self.text.rfind"),
         link("features.sampling.ngram.NgramSpeculation.accept", "index(False)"),
         link("features.sampling.ngram.NgramSpeculation.needs_results", "chunk.num_drafts"),
     )

@@ -31,7 +31,7 @@ from nanovllm.utils.checks import located
 
 if TYPE_CHECKING:
     from nanovllm.features.sampling.structured import GrammarCompiler
-    from nanovllm.features.tasks.embeddings.pooling import PoolingSettings
+    from nanovllm.features.tasks.embeddings import PoolingSettings
 # With a hidden size of 1024, the largest activations of so many tokens take less than 32 MiB. glibc
 # returns larger ones to Linux, which clears each page again: 6 to 10 % of the CPU time of a prompt.
 CPU_TOKEN_BUDGET = 2048
@@ -159,16 +159,17 @@ def task_maker(
 
     @functools.cache
     def pooling() -> PoolingSettings:
-        from nanovllm.features.tasks.embeddings.sentence_transformers import read_pooling_settings
+        from nanovllm.features.tasks import embeddings
 
         directory, size = checkpoint.directory, checkpoint.model_config.hidden_size
         factor = getattr(checkpoint.model_config, "hidden_factor", 1.0)
-        settings = read_pooling_settings(directory, size)
+        settings = embeddings.read_pooling_settings(directory, size)
+        embeddings.check_embeddings(directory, settings)
         return replace(settings, add_eos_token=add_eos_token, factor=factor)
 
     def make_task(inputs: InputProcessor, params: Any) -> Task:
         if isinstance(params, PoolingParams):
-            from nanovllm.features.tasks.embeddings.pooling import Embedding
+            from nanovllm.features.tasks.embeddings import Embedding
 
             return Embedding(inputs, params, pooling())
         if not has_head:

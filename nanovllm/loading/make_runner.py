@@ -193,10 +193,10 @@ def make_cache(
         sizes = num_blocks, budget.config.block_size
         return backend.attention_class(model_config, *sizes, backend.dtype, backend.device, scales)
 
-    if budget.num_host_blocks:  # staging buffers come before the KV cache
-        from nanovllm.features.kv.host_cache.pool import make_pool
+    if budget.num_host_blocks:
+        from nanovllm.features.kv.host_cache.pool import HostPool
 
-        runner.host_pool = make_pool(budget.num_host_blocks, make_attention(1).cache)
+        runner.host_pool = HostPool(budget.num_host_blocks, make_attention(1).cache)
     scratch = 0
     if backend.device.type == "cuda":
         from nanovllm.backends.gpu.profile import scratch_bytes

@@ -50,10 +50,11 @@ FILES = tuple(
         "engine/token_logprobs",
         "features/sampling/logit_rules/penalties",
         "features/sampling/logit_rules/row_rules",
+        "features/sampling/logit_rules/rules_of_row",
         "features/sampling/ngram",
         "features/sampling/structured",
         "features/tasks/beam_search",
-        "features/tasks/embeddings/pooling",
+        "features/tasks/embeddings",
         "features/tasks/loglikelihood",
         "outputs",
     ]

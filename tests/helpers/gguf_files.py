@@ -9,8 +9,7 @@ import pytest
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import nanovllm
-from nanovllm.features.formats.gguf.reader import FIELDS
-from tools.benchmarks.gguf_weights import gguf_name
+from nanovllm.features.formats.gguf.convert_gguf import FIELDS
 
 gguf = pytest.importorskip("gguf")
 NANO = Path(nanovllm.__file__).parent / "loading" / "qwen3-nano"
@@ -62,11 +61,13 @@ def write_gguf(
     weights = {}
     for file in checkpoint.glob("*.safetensors"):
         weights |= load_file(file)
+    arch = gguf.MODEL_ARCH[kind.upper()] if kind != "gemma" else gguf.MODEL_ARCH.QWEN3
+    names = gguf.get_tensor_name_map(arch, 100)
     for name, tensor in weights.items():
         values = tensor.float().numpy()
-        theirs = gguf_name(name)
-        part = theirs.split(".")[-2]
-        heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(part)
+        theirs = names.get_name(name, (".weight", ".bias"))
+        module = theirs.split(".")[-2]
+        heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(module)
         if kind == "llama" and heads:
             values = reordered(values, config[heads])
         if quantized and values.ndim == 2 and values.shape[1] % 32 == 0:

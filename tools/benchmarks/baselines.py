@@ -218,16 +218,16 @@ def llama_cpp(
     """
     import torch
 
-    from nanovllm.features.formats.gguf.named import MODELS, gguf_file
+    from nanovllm.features.formats.gguf.named import NAME, gguf_file
 
-    if path is None and model not in MODELS:
+    if path is None and model != NAME:
         raise ValueError(f"--baseline llama.cpp needs a GGUF file; {model} has none")
     remedy = "give the Python of a venv where llama-cpp-python is installed"
     if python is None:
         raise ValueError(f"--baseline llama.cpp needs --peer-python: {remedy}")
     code = "import llama_cpp; print(llama_cpp.__version__)"
     version = run_peer([python, "-c", code], remedy)
-    path = path or gguf_file(model)
+    path = path or gguf_file()
     options = {"model": str(path), "parallel": parallel, "longest": max(work.lengths)}
     options["threads"] = torch.get_num_threads()
     rounds = [([work.prompts[i] for i in r], [work.outputs[i] for i in r]) for r in work.rounds]

@@ -77,12 +77,6 @@ class Adapter:
             directory = find(adapter)
         self.path = directory / WEIGHTS
         config = directory / CONFIG
-        for path in (config, self.path):
-            if not path.is_file():
-                raise ValueError(
-                    f"adapter: {directory} has no {path.name}; give a directory that "
-                    "save_pretrained of peft has written. Pickles (*.bin) are not read"
-                )
         raw = check_fields(read_json(config), config, FIELDS)
         refused = unusual(raw, (*FIELDS, *UNUSED.split()))
         if (start := raw.get("init_lora_weights", True)) not in PLAIN_STARTS:

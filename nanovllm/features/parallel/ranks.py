@@ -60,14 +60,7 @@ class Ranks(OneRank):
         if self.rank > 0:
             logger.setLevel(logging.WARNING)
         if on_gpu := config.device != "cpu" and torch.cuda.is_available():
-            index = int(os.environ.get("LOCAL_RANK", self.rank))
-            num_gpus = torch.cuda.device_count()
-            if index >= num_gpus:
-                raise ValueError(
-                    f"LOCAL_RANK={index} needs GPU {index}, and torch finds {num_gpus}; lower "
-                    "--nproc-per-node and tensor_parallel_size, or set device='cpu'"
-                )
-            torch.cuda.set_device(index)
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", self.rank)))
         if not dist.is_initialized():
             dist.init_process_group("gloo", timeout=TIMEOUT)
         # New groups, because another engine or the script may use the existing ones.

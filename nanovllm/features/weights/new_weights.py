@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack
@@ -42,11 +41,6 @@ KINDS = "weights must be a directory, model.state_dict(), or pairs of a name and
 NAMES = DTYPES | {torch.float64: "F64"}  # of dtypes in safetensors
 # Errors show the first part of this path in place of the directory of a checkpoint.
 IN_MEMORY = Path("the argument of load_weights", "tensors")
-# What DistributedDataParallel, torch.compile, FSDP and PEFT put into the names of parameters.
-WRAPPED = re.compile(
-    r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|base_(model\.model|layer)|lora_[AB]\.default"
-    r"|modules_to_save\.default|original_module)\."
-)
 # Fields of a ModelConfig that may differ, because they do not change the computation.
 UNUSED = ("architecture", "dtype", "max_position_embeddings", "tie_word_embeddings")
 
@@ -202,20 +196,10 @@ def in_memory(checkpoint: Any, weights: Any) -> Iterator[Mapping[Path, Any]]:
         raise TypeError(f"{KINDS}, not {type(weights).__name__}")
     select = checkpoint.model_config.select_tensors
     together = MemoryFile()
-    names = set[str]()
     for pair in weights.items() if isinstance(weights, Mapping) else weights:
         name, tensor = pair if isinstance(pair, tuple | list) and len(pair) == 2 else (None, pair)
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise TypeError(f"{KINDS}, not {type(tensor).__name__} with the name {name!s:.80}")
-        if tensor.is_meta or tensor.layout != torch.strided or hasattr(tensor, "full_tensor"):
-            raise ValueError(
-                f"{name} is {tensor.layout} on {tensor.device}; pass dense values, or full_tensor()"
-            )
-        if name in names:
-            raise ValueError(f"{IN_MEMORY.parent} has {name} twice")
-        if wrapper := WRAPPED.search(name):
-            raise ValueError(f"{name}: {wrapper[2]!r} is of a wrapper; remove it, merge adapters")
-        names.add(name)
         # The head and the embeddings are compared.
         if isinstance(weights, Sized) or name.endswith(("embed_tokens.weight", LM_HEAD)):
             together[name] = tensor.detach()

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shutil
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from engines import still_serves
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, EmbeddingRequestOutput, PoolingParams, SamplingParams
-from nanovllm.features.tasks.embeddings.sentence_transformers import read_pooling_settings
+from nanovllm.features.tasks.embeddings import check_embeddings, read_pooling_settings
 
 LENGTHS = (40, 1, 17, 16, 33, 2, 64, 15)
 PROMPTS = [[(7 * i + 3 * n) % VOCAB for i in range(n)] for n in LENGTHS]
@@ -303,8 +302,9 @@ def test_reading_of_texts(with_prompts: Path, tmp_path: Path) -> None:
         ("processing_kwargs", {"text": {"max_length": 3}}),
     ):
         file.write_text(json.dumps({"modality_config": {"text": {}}, name: value}))
-        found = read_pooling_settings(tmp_path, 256).refused
-        assert re.match(f"no embeddings: {name}={value} of .* is not supported", found)
+        settings = read_pooling_settings(tmp_path, 256)
+        with pytest.raises(ValueError, match=f"no embeddings: {name}={value} of .* not supported"):
+            check_embeddings(tmp_path, settings)
 
 
 @pytest.mark.slow

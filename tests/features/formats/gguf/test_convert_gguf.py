@@ -130,7 +130,7 @@ def broken(path: Path, what: str) -> Path:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("no file", "is not a file"),
+        ("no file", "No such file"),
         ("text", "is truncated or not a GGUF file"),
         ("version", "version 1"),
         ("truncated", "is truncated or not a GGUF file"),
@@ -145,7 +145,7 @@ def broken(path: Path, what: str) -> Path:
         ("pooling", "pooling_type 1, which is not supported"),
         ("unknown", "logit_scale 2.0, which is not supported"),
         ("parts", "is one of 3 parts; merge them with llama-gguf-split --merge"),
-        ("layers", "has no tensor 'model.layers.10"),
+        ("layers", "has no tensor 'blk.10"),
         ("few KV heads", "shape (128, 256), but its metadata say (64, 256); download"),
         ("many KV heads", "shape (128, 256), but its metadata say (256, 256); download"),
     ],
