@@ -64,13 +64,13 @@ def run() -> None:
     show_table(("position", "keys without window", "with it", "blocks", "behind it"), rows)
     say(f"""Which blocks could be freed? Layers of the embedded model get a window of {WINDOW}, and
         it continues a prompt after NaN was written to the blocks behind it:""")
-    results = []
+    found = []
     for name, num in (("all layers", LAYERS), ("all but the last one", LAYERS - 1)):
         kinds = ["sliding_attention"] * num + ["full_attention"] * (LAYERS - num)
         wanted, _ = continue_without(kinds, is_cleared=False)
         tokens, behind = continue_without(kinds, is_cleared=True)
-        results.append((name, behind, "yes" if tokens == wanted else "no"))
-    show_table(("layers with a window", "cleared blocks", "the same tokens"), results)
+        found.append((name, behind, "yes" if tokens == wanted else "no"))
+    show_table(("layers with a window", "cleared blocks", "the same tokens"), found)
     say("""If all layers have a window, W / B + 2 blocks are enough for a request. With one full
         layer, each kind of layer needs a block table of its own, as in vLLM.""")
     QUESTIONS.show(2)

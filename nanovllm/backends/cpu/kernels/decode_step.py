@@ -12,13 +12,7 @@ import numpy as np
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels.fused_layers import compute_layers, norm
 from nanovllm.backends.cpu.kernels.parallel import in_parts
-from nanovllm.backends.cpu.kernels.primitives import (
-    array,
-    bytes_of,
-    f32,
-    from_float32,
-    to_float32,
-)
+from nanovllm.backends.cpu.kernels.primitives import array, bytes_of, f32, from_float32, to_float32
 from nanovllm.backends.cpu.kernels.product import Product, compute, padded_bytes, padded_inputs
 
 
@@ -44,8 +38,8 @@ def example_host() -> Host:
     """Return a Host with the types of every Host."""
     numbers = np.empty(0, np.int64)
     tables = np.empty((0, 0), np.int32)
-    some = numbers, tables, numbers, tables.astype(np.float32), numbers
-    return Host(*some, 0, 0, 0, 1.0, 0, 0, 0, 0)
+    arrays = numbers, tables, numbers, tables.astype(np.float32), numbers
+    return Host(*arrays, 0, 0, 0, 1.0, 0, 0, 0, 0)
 
 
 class OutputLayer(NamedTuple):
