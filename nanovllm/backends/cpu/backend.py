@@ -59,6 +59,10 @@ class CpuBackend(Backend):
     sample = staticmethod(sampler.sample)
     token_logprobs = staticmethod(sampler.token_logprobs)
 
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(device, dtype)
+        self.memory = WeightMemory()
+
     def checked_marker(self) -> Path:
         """Return the path of an empty file that says that these kernels are right."""
         return marker(self.dtype).with_suffix(f".{type(self).__name__}")
@@ -74,7 +78,7 @@ class CpuBackend(Backend):
         return backends[weights](self.device, self.dtype)
 
     def after_load(self, module: Linear) -> None:
-        linear.pack(module)
+        linear.pack(module, self.memory)
 
     def expert_mlp(self, gate_up: Linear, down: Linear) -> Any:
         return experts.expert_mlp
@@ -97,10 +101,6 @@ class CpuBackend(Backend):
 
 class CpuInt8Backend(CpuBackend):
     """The same with the weights of linear layers in int8."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(device, dtype)
-        self.memory = WeightMemory()
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return self.memory.empty(shape, dtype or self.dtype)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from nanovllm.backends.cpu.kernels.product import Product, multiply, padded_bytes, pointers
 from nanovllm.backends.cpu.kernels.simd import float_product
+from nanovllm.backends.cpu.memory import WeightMemory
 from nanovllm.models.backend import num_experts
 from nanovllm.models.layers import Linear
 
@@ -32,7 +33,7 @@ class PackedFloats:
     scale: None = None  # only quantized weights have scales
 
     @classmethod
-    def of(cls, weight: Tensor, experts: int) -> PackedFloats:
+    def of(cls, weight: Tensor, experts: int, memory: WeightMemory) -> PackedFloats:
         n = 4 // weight.itemsize
         outputs, inputs = weight.shape
         product = float_product(weight.dtype, inputs)
@@ -42,7 +43,7 @@ class PackedFloats:
         each = (F.pad(each, (0, columns)) if columns else each).unflatten(2, (-1, n))
         blocks, rest = divmod(each.shape[1], width)
         shape = experts, blocks + (rest > 0), each.shape[2], width, n
-        values = weight.new_zeros(shape)
+        values = memory.empty(shape, weight.dtype).zero_()
         rows = values.transpose(2, 3)  # [X, blocks, width, words, n]
         rows[:, :blocks] = each[:, : blocks * width].unflatten(1, (blocks, width))
         if rest:
@@ -59,10 +60,11 @@ class PackedFloats:
         return int(self.values.nbytes)
 
 
-def pack(module: Linear) -> None:
+def pack(module: Linear, memory: WeightMemory) -> None:
     """Pack the weight of a Linear. The table of a tied head stays as it is for the embedding."""
     if isinstance(module.weight, Tensor):
-        module.weight = PackedFloats.of(module.weight, num_experts(module.projections) or 1)
+        experts = num_experts(module.projections) or 1
+        module.weight = PackedFloats.of(module.weight, experts, memory)
 
 
 def linear(x: Tensor, module: Linear) -> Tensor:

@@ -17,6 +17,7 @@ from nanovllm.models.layers import Linear
 pytest.importorskip("numba")
 
 from nanovllm.backends.cpu.linear import PackedFloats, linear, pack
+from nanovllm.backends.cpu.memory import WeightMemory
 
 DTYPES = [torch.float32, torch.bfloat16]
 # Sizes of whole blocks, of parts of them, and of less than a word.
@@ -39,7 +40,7 @@ def test_products(shape: tuple[int, int], bias: bool, dtype: torch.dtype) -> Non
     torch.manual_seed(0)
     module = make_linear(*shape, dtype, bias)
     weight = module.weight.clone()
-    pack(module)
+    pack(module, WeightMemory())
     assert torch.equal(module.weight.unpack(), weight)
     limits = dict(atol=0.03, rtol=0.016) if dtype is torch.bfloat16 else dict(atol=1e-4, rtol=1e-5)
     x = torch.randn(300, shape[1]).to(dtype)
@@ -55,7 +56,7 @@ def test_products(shape: tuple[int, int], bias: bool, dtype: torch.dtype) -> Non
 def test_rows_that_do_not_stay_in_the_cache() -> None:
     module = make_linear(70, 4000, torch.float32)
     weight, x = module.weight.clone(), torch.randn(150, 4000)
-    pack(module)
+    pack(module, WeightMemory())
     torch.testing.assert_close(linear(x, module), F.linear(x, weight), atol=1e-3, rtol=1e-4)
     assert torch.equal(linear(x, module)[140:], linear(x[140:], module))
 
@@ -63,7 +64,7 @@ def test_rows_that_do_not_stay_in_the_cache() -> None:
 @pytest.mark.parametrize("threads", [1, 2, 6], ids=str)
 def test_more_threads_than_blocks(threads: int) -> None:
     before, module = torch.get_num_threads(), make_linear(130, 64, torch.bfloat16)
-    pack(module)
+    pack(module, WeightMemory())
     x = torch.randn(5, 64).bfloat16()
     wanted = linear(x, module)
     torch.set_num_threads(threads)
@@ -78,7 +79,10 @@ def test_more_threads_than_blocks(threads: int) -> None:
 def test_engine_packs(tmp_path: Path, tie: bool, dtype: str) -> None:
     make_checkpoint(tmp_path, tie=tie)
     model = random_llm(tmp_path, dtype=dtype).engine.runner.model
-    assert all(isinstance(module.weight, PackedFloats) for module in model.linears())
+    weights = [module.weight for module in model.linears()]
+    assert all(isinstance(weight, PackedFloats) for weight in weights)
+    # Small weights share memory, so that they are on huge pages as well.
+    assert len({weight.values.untyped_storage().data_ptr() for weight in weights}) == 1
     assert isinstance(model.embed_tokens, torch.Tensor)  # a table that is looked up
 
 
@@ -102,6 +106,7 @@ from pathlib import Path
 import torch
 from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.backends.cpu import linear
+from nanovllm.backends.cpu.memory import WeightMemory
 from nanovllm.models.backend import Backend
 from nanovllm.models.qwen3 import Qwen3
 
@@ -116,9 +121,9 @@ for part in model.checkpoint_tensors():
     part.store(torch.zeros(part.shape))
     size += 2 * math.prod(part.shape)
 del part
-before, peak = private(), 0
+before, peak, memory = private(), 0, WeightMemory()
 for module in model.linears():
-    linear.pack(module)
+    linear.pack(module, memory)
     peak = max(peak, private())
 print((peak - before) / size, (private() - before) / size, model.lm_head.weight.nbytes / size)
 """
