@@ -76,26 +76,20 @@ def run(number: str, page: Page) -> dict[str, str]:
     page.add()
     others = machine.describe_load(machine.other_load(since))
     parts = [*head(number), *page.parts]
-    files = {f"{page.stem}.md": "\n\n".join(parts)} | page.pictures
     if getattr(lesson, "SHOWS_TIMES", False):
         parts.append(
             f"Figures: {about['CPU']}, {about['cores']} cores, {about['date'][:10]}. Other "
             f"processes took {others} of the CPU time."
         )
     parts.append(navigation(number))
-    return files | {f"{page.stem}.md": "\n\n".join(parts) + "\n"}
+    return {f"{page.stem}.md": "\n\n".join(parts) + "\n"}
 
 
 def mask(block: str) -> str:
-    """Return a block of a page, or a picture, with "#" for each number that was measured.
-
-    Of a picture that shows what was measured only the title is left.
-    """
+    """Return a block of a page with "#" for each number that was measured."""
     if block.startswith("Figures: "):
         return "Figures: #"
     block = RANGE.sub(r"\2", block) if UNITS.search(block) else block
-    if block.startswith("<svg") and UNITS.search(block):
-        return block.partition("<title>")[2].partition("</title>")[0]
     if not block.startswith("|"):
         return NUMBER.sub("#", block) if UNITS.search(block) else block
     head, *rows = (line.split(" | ") for line in block.splitlines())
@@ -159,7 +153,7 @@ def range_of(values: Sequence[str]) -> str:
 
 
 def measured(files: Mapping[str, str]) -> set[str]:
-    """Return the blocks and pictures that contain measured figures."""
+    """Return the blocks that contain measured figures."""
     every = {block for name in files for block in blocks(name, files[name])}
     return {block for block in every if mask(block) not in (block, "Figures: #")}
 
@@ -195,8 +189,8 @@ def find_line(source: str, name: str, code: str) -> int:
 
 def files_of(stem: str) -> dict[str, str]:
     """Return the names and texts of the files that docs/lessons has for a lesson."""
-    paths = [PAGES / f"{stem}.md", *PAGES.glob(f"{stem}-*.svg")]
-    return {path.name: path.read_text() for path in paths if path.exists()}
+    path = PAGES / f"{stem}.md"
+    return {path.name: path.read_text()} if path.exists() else {}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A page in Markdown of what a lesson shows, with its pictures in SVG."""
+"""A page in Markdown of what a lesson shows."""
 
 import contextlib
 import inspect
@@ -9,8 +9,6 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
-
-import svg
 
 from lessons import command, show
 
@@ -70,7 +68,7 @@ class Page(io.StringIO):
 
     def __init__(self, stem: str) -> None:
         super().__init__()
-        self.stem, self.parts, self.pictures = stem, list[str](), dict[str, str]()
+        self.stem, self.parts = stem, list[str]()
 
     def add(self, *parts: str) -> None:
         """Add paragraphs. What was printed before comes first, as code."""
@@ -107,9 +105,6 @@ class Page(io.StringIO):
         self.show_source(link)
         self.add(f"```python\n{textwrap.dedent(code).strip()}\n```")
 
-    def show_formula(self, plain: str, latex: str) -> None:
-        self.add(f"$$\n{latex}\n$$")
-
     def show_question(self, questions: Sequence[show.Question], number: int) -> None:
         question = questions[number - 1]
         text, *choices = map(markdown, question.text.splitlines())
@@ -121,15 +116,3 @@ class Page(io.StringIO):
             answer,
             "</details>",
         )
-
-    def show_lanes(self, title: str, lanes: Any, axis: str = "", **legend: int) -> None:
-        names = {name.replace("_", " "): color for name, color in legend.items()}
-        self.picture(title, svg.lanes(title, lanes, axis, names))
-
-    def show_plot(self, title: str, x: str, y: str, lines: Any) -> None:
-        self.picture(title, svg.plot(title, x, y, lines))
-
-    def picture(self, title: str, drawing: str) -> None:
-        name = f"{self.stem}-{len(self.pictures) + 1}.svg"
-        self.pictures[name] = drawing
-        self.add(f"![{title}]({name})")

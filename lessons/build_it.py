@@ -20,9 +20,10 @@ STUBS = Path(__file__).with_name("tasks")
 CHECKS = Path(__file__).parents[1] / "tests" / "lessons" / "exercises"
 # Task -> its lesson, in the order in which a reader writes them.
 TASKS = {
-    **{"cache": "3", "m1": "3", "slots": "5", "m2": "5", "step": "6", "m3": "6", "filter": "7"},
-    **{"prefix": "8", "eviction": "8", "m4": "8", "preempt": "9", "m5": "9", "policy": "9"},
-    **{"softmax": "10", "replay": "11", "stop": "12", "m6": "12", "ngram": "drafts"},
+    **{"attention": "2", "cache": "3", "m1": "3", "slots": "5", "m2": "5", "step": "6", "m3": "6"},
+    **{"filter": "7", "prefix": "8", "eviction": "8", "m4": "8", "preempt": "9", "m5": "9"},
+    **{"policy": "9", "softmax": "10", "replay": "11", "stop": "12", "m6": "12"},
+    **{"ngram": "drafts", "delta": "states"},
 }
 # The parts of the engine that a milestone adds. Its check runs those of all earlier ones first.
 PARTS = {

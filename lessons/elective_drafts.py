@@ -21,7 +21,6 @@ from typing import Any
 
 from lessons.lesson import ask, make_llm, shape_of
 from lessons.lesson04_roofline import decode_costs
-from lessons.pictures import show_lanes
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import LLM, Trace
 from nanovllm.features.sampling.ngram import FIRST_PAUSE, LONGEST_PAUSE
@@ -37,7 +36,6 @@ PROMPTS = {"a copy": REPEATING, "another answer": "What is prefix sharing?\n"}
 def show_costs() -> None:
     """Show what steps with and without drafts cost, calculated for Qwen3-0.6B in bfloat16."""
     table = []
-    lanes = list[Any]()
     config = shape_of("qwen3-0.6b")
     unit = decode_costs(config, 1, 1)["weight_bytes"]
     for rows, tokens in ((1, 1), (1, 1 + DRAFTS), (16, 1), (16, 1 + DRAFTS)):
@@ -45,11 +43,7 @@ def show_costs() -> None:
         compute = decode_costs(config, rows * tokens, CONTEXT)["decode_flops"] / RIDGE / unit
         costs = (read, compute, max(read, compute))
         table.append((rows, tokens, *(f"{cost:.2f}" for cost in costs)))
-        if rows == 1:
-            lanes.append((f"{tokens} tokens: reads", [(0, read, "weights and KV", 1)]))
-            lanes.append((f"{tokens} tokens: computes", [(0, compute, "", 3)]))
     show_table(("rows", "tokens of each", "reading", "computing", "the step"), table)
-    show_lanes("A step of one row reads the same for 1 and for 6 tokens", lanes, "weights")
 
 
 def compare(llms: tuple[LLM, LLM], prompt: str) -> tuple[object, ...]:
@@ -86,13 +80,17 @@ def run() -> None:
         {LONGEST_PAUSE} tokens. The engine looks up n-grams of several sizes, the longest first, and
         where the known tokens end, it repeats the drafts. The task leaves these three out.""")
     QUESTIONS.show(2)
-    say("""Drafts have another price. Only the tokens of a step say which of its drafts are right,
+    say("""A wrong draft and those after it are taken back: they no longer count as computed, and
+        the next step stores other keys and values in their slots. Their blocks are not cached, as
+        only blocks of known tokens are.
+
+        Drafts have another price. Only the tokens of a step say which of its drafts are right,
         and so what the next step computes. A step that has drafts, or after which a row may have
         some, is therefore read before the next one is planned. The overlap of lesson 11a is lost
         for it.""")
     QUESTIONS.show(3)
     show_source(
-        link("features.sampling.ngram.Lookup.find", "self.before[end]"),
+        link("features.sampling.ngram.Lookup.find", "self.text.rfind"),
         link("features.sampling.ngram.NgramSpeculation.accept", "index(False)"),
         link("features.sampling.ngram.NgramSpeculation.needs_results", "chunk.num_drafts"),
     )

@@ -20,7 +20,6 @@ experts in each layer.
 import torch
 
 from lessons.lesson import shape_of
-from lessons.pictures import show_lanes
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.features.models.moe.moe_config import Experts, MoeConfig
 from nanovllm.features.models.moe.qwen3_moe import SparseMLP
@@ -40,20 +39,6 @@ def make_layer(num_experts: int, used: int) -> SparseMLP:
     return layer
 
 
-def draw_hits() -> list[int]:
-    """Draw which of 64 experts steps of 1, 4 and 16 tokens use, if a token uses 8 -> how many."""
-    layer = make_layer(64, 8)
-    lanes = []
-    counts = []
-    for num in (1, 4, 16):
-        used = set(layer.route(torch.randn(num, HIDDEN))[1].flatten().tolist())
-        cells = [(expert, 1, "", int(expert in used)) for expert in range(64)]
-        lanes.append((f"{num} token{'s' * (num > 1)}: {len(used)} experts", cells))
-        counts.append(len(used))
-    show_lanes("The experts that a step reads", lanes, not_read=0, read=1)
-    return counts
-
-
 @torch.inference_mode()
 def run() -> None:
     layer = make_layer(4, 2)
@@ -67,11 +52,7 @@ def run() -> None:
         The probabilities are the softmax of the scores. The weights of the two experts are divided
         by their sum, so that they add up to 1:""")
     show_table(("token", "expert 0", "1", "2", "3", "result"), rows)
-    QUESTIONS.show(1)
-    one, four, sixteen = draw_hits()
-    say(f"""With 64 experts, of which a token uses 8, a step of one token reads {one} experts, a
-        step of 4 tokens {four}, and a step of 16 tokens {sixteen}.""")
-    QUESTIONS.show(2)
+    QUESTIONS.show(1, 2)
     config = shape_of("qwen3-30b-a3b")
     assert isinstance(config, MoeConfig)
     assert config.experts is not None

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from lessons.lesson import shape_of
-from lessons.pictures import show_lanes
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.features.models.hybrid.delta_rule import decode
 from nanovllm.features.models.hybrid.hybrid_config import HybridConfig
@@ -55,27 +54,6 @@ def corrections() -> list[tuple[str, ...]]:
     return rows
 
 
-def show_matrix() -> None:
-    """Show a token's correction of a state with 4 rows and 4 columns."""
-    before = torch.tensor([[4.0, 0, 0, 0], [0, 6, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
-    k, v = torch.tensor([0.6, 0.8, 0, 0]), torch.tensor([5.0, 5, 0, 0])
-    after = correct(before, k, v)
-    has = before.T @ k
-    old, d = (", ".join(f"{x:.3g}" for x in values.tolist()) for values in (has, v - has))
-    say(f"""In a larger S the values are vectors, here of 4 numbers. S has the rows (4, 0, 0, 0),
-        (0, 6, 0, 0), (1, 1, 1, 1) and (0, 0, 0, 0). For the key (0.6, 0.8, 0, 0) it has the value
-        ({old}), and the token's value is (5, 5, 0, 0), so d = ({d}). The first row of S grows by
-        0.6 d, the second by 0.8 d, and the others stay as they are.""")
-    lanes = []
-    for row, number in enumerate(k.tolist()):
-        cells = []
-        for place, matrix in enumerate((before, after - before, after)):
-            values = matrix[row].tolist()
-            cells += [(5 * place + i, 1, f"{x:.3g}", place) for i, x in enumerate(values)]
-        lanes.append((f"k = {number:.3g}", cells))
-    show_lanes("S, the correction k d^T, and their sum", lanes, S=0, correction=1, sum=2)
-
-
 def run() -> None:
     QUESTIONS.show(1)
     say("""A small S whose values are single numbers: a = 4 is a token with the key a and the value
@@ -87,8 +65,6 @@ def run() -> None:
     say("""A second value replaces the first, as an assignment does, and beta = 0.5 goes half of the
         way. The last token changes the values of a and b, because its key is similar to theirs. In
         a KV cache no token changes the keys and values of another.""")
-    show_matrix()
-
     QUESTIONS.show(2)
     config, other = shape_of("qwen3.5-0.8b"), shape_of("qwen3-0.6b")
     assert isinstance(config, HybridConfig)
@@ -109,6 +85,7 @@ def run() -> None:
     say(f"""They are equal at {equal:.0f} tokens. With a longer context Qwen3.5-0.8B reads and
         writes less.""")
     show_source(link(decode, "difference = beta"), link(HybridConfig.state_bytes))
+    say("Build it: `python -m lessons build delta`, a token's step for several heads.")
 
 
 QUESTIONS = Questions("""

@@ -111,7 +111,8 @@ QUESTIONS = Questions("""
 
 IN_VLLM = """`EngineCore.step` in `v1/engine/core.py` is the loop of objects 4 to 7. The plan is a
 `SchedulerOutput`, which has the number of tokens of each request. A row is an index in the
-persistent batch, `InputBatch` in `v1/worker/gpu_input_batch.py`, and
+persistent batch, which the runner owns: `Rows` here, `InputBatch` in
+`v1/worker/gpu_input_batch.py` there, where
 `GPUModelRunner._prepare_inputs` in `v1/worker/gpu_model_runner.py` makes the tensors. (This is the
 model runner V1; docs/vllm-map.md has V2 too.) By default texts and the loop are in two
 processes."""

@@ -102,9 +102,8 @@ def run() -> None:
         {cause}.""")
     QUESTIONS.show(2)
     show_source(link("models.qwen3.DecoderLayer"), link("models.qwen3.SelfAttention"))
-    say("""What to do: write `attention` in `lessons/lesson02_model.py` again, with a loop over the
-        query heads and without repeating k and v, and run the lesson: it compares your logits with
-        the engine's. `git checkout lessons/lesson02_model.py` restores the file.""")
+    say("""Build it: `python -m lessons build attention` asks for `attention` again, in which each
+        query head reads its own head of k and v, and compares the logits that it gives.""")
 
 
 QUESTIONS = Questions("""

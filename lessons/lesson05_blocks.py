@@ -102,6 +102,6 @@ QUESTIONS = Questions("""
 """)
 
 IN_VLLM = """`KVCacheManager.allocate_slots` in `v1/core/kv_cache_manager.py` takes the blocks, and
-`BlockTable.compute_slot_mapping` in `v1/worker/block_table.py` makes slots of them. The reserve of
-a block for each running request is nanovllm's own. vLLM admits a request if all its known tokens
-fit (`scheduler_reserve_full_isl`), and keeps free what `watermark` says, which is 0 by default."""
+`BlockTable.compute_slot_mapping` in `v1/worker/block_table.py` makes slots of them. A request is
+admitted if all its known tokens fit (`scheduler_reserve_full_isl`) and what `watermark` says stays
+free, which is 0 by default."""

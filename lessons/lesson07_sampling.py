@@ -3,8 +3,12 @@
 A step ends with logits, one for each token of the vocabulary. Until now the largest decided, which
 is called greedy: a model always gives the same answer, and often repeats itself. To draw a token,
 divide the logits by a temperature T, hide unlikely tokens with filters, and let the softmax make
-probabilities of the rest. Each token has a part of the interval from 0 to 1, in the order of the
-token ids. A random u in [0, 1) draws one. With probabilities 0.2, 0.4, 0.07, 0.3 and 0.03:
+probabilities of the rest:
+
+    p_i = exp(logit_i / T) / sum of exp(logit_j / T) over all tokens j
+
+Each token has a part of the interval from 0 to 1, in the order of the token ids. A random u in [0,
+1) draws one. With probabilities 0.2, 0.4, 0.07, 0.3 and 0.03:
 
     probabilities   [ a a a a | b b b b b b b b | c | d d d d d d | e ]  0 to 1
     u = 0.55        -------------------------^     b: its part is 0.2 to 0.6
@@ -13,7 +17,6 @@ token ids. A random u in [0, 1) draws one. With probabilities 0.2, 0.4, 0.07, 0.
 import torch
 
 from lessons.lesson import ask, make_llm, next_logprobs
-from lessons.pictures import show_formula
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import SamplingParams
 from nanovllm.models import sampler
@@ -32,10 +35,6 @@ def probabilities(logits: torch.Tensor, temperature: float = 1.0, **values: floa
 
 def run() -> None:
     llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=64)
-    show_formula(
-        "p_i = exp(logit_i / T) / sum of exp(logit_j / T) over all tokens j",
-        r"p_i = \frac{\exp(\mathrm{logit}_i / T)}{\sum_j \exp(\mathrm{logit}_j / T)}",
-    )
     tokenizer = llm.get_tokenizer()
     logits = next_logprobs(llm, PROMPT)
     say("""A temperature T below 1 makes likely tokens more likely, one above 1 less likely. T = 0

@@ -58,9 +58,8 @@ def run() -> None:
     say("""So each full block has a hash of its tokens and of all before them: block_hash =
         xxh3_128(parent_block_hash, token ids), where xxh3_128 is a hash function with a result of
         128 bits, and the parent is the block before it. The cache is a dictionary from hashes to
-        blocks. A match compares the tokens too, as two hashes could be equal. (vLLM does not: its
-        hash is SHA-256, of which no collision is known.) Below are the first six digits of the
-        hashes:""")
+        blocks. A match compares the tokens too, as two hashes could be equal. Below are the first
+        six digits of the hashes:""")
     manager = llm.engine.scheduler.block_manager
     rows = []
     for name, ids in (("A", a), ("B", b), ("A with another first token", [b[-1], *a[1:]])):
@@ -116,5 +115,6 @@ QUESTIONS = Questions("""
 
 IN_VLLM = """`KVCacheManager.get_computed_blocks` in `v1/core/kv_cache_manager.py` finds blocks, and
 `BlockPool.cache_full_blocks` in `v1/core/block_pool.py` caches them. Their hash is SHA-256 by
-default, so tokens are not compared; to compare them is nanovllm's own. Free and cached blocks are
+default, so tokens are not compared; to compare them is nanovllm's own. It is also a hash of LoRA
+adapters, images and `cache_salt`, which nanovllm's requests do not have. Free and cached blocks are
 in one queue, from which `BlockPool.get_new_blocks` takes the next one and evicts what it holds."""

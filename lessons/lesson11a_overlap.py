@@ -21,7 +21,6 @@ from nanovllm import SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.sampling import Sampling
 from nanovllm.plan import StepOutput, StepPlan
 from tools.benchmarks.modes import NoModel
 
@@ -58,7 +57,6 @@ def serve(overlap: bool) -> tuple[SlowDevice, list[list[int]], float]:
     device = SlowDevice()
     outputs = list[list[int]]()
     inputs = InputProcessor(None, 100, 100, frozenset(), SamplingParams(), 0)
-    inputs.task_factories = {SamplingParams: Sampling}
     engine = LLMEngine(EngineConfig(async_scheduling=overlap), device, inputs)
     for params in (SamplingParams(stop_token_ids=[18]), SamplingParams(max_tokens=40)):
         engine.add_request([0, 0, 0], params)
@@ -89,7 +87,8 @@ def run() -> None:
         device: step N writes it to `Rows.last_tokens`, where step N+1 reads it.
 
         The price: a sequence that sampled a stop token is computed once more, and the token of this
-        step is dropped.""")
+        step is dropped. Its blocks may be free by then. The device computes steps in order, so
+        whoever gets a block next stores its keys and values later.""")
     show_source(
         link("engine.llm_engine.LLMEngine._run_step", "self.async_scheduling"),
         link("runner.rows.Rows.record", "self.last_tokens[rows]"),

@@ -119,8 +119,7 @@ QUESTIONS = Questions(f"""
     Hint: How could the recorded kernels know the address of a tensor that did not exist yet?
 """)
 
-IN_VLLM = """`CudagraphDispatcher.dispatch` in `v1/cudagraph_dispatcher.py` chooses a graph. Graphs
-of whole steps are called full, and those of the parts between attentions piecewise. By default a
-decode takes a full one and other steps take piecewise ones, for the sizes in
+IN_VLLM = """`CudagraphDispatcher.dispatch` in `v1/cudagraph_dispatcher.py` chooses a graph: by
+default a full one for a decode and piecewise ones for other steps, for the sizes in
 `cudagraph_capture_sizes`. In the model runner V2 this is `CudaGraphManager` in
 `v1/worker/gpu/cudagraph_utils.py`."""

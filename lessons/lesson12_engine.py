@@ -11,6 +11,8 @@ engine.
     text <--- end, or next token <--- sample <--- model <--- plan of a step
 """
 
+import re
+
 from lessons.lesson import ask, make_llm
 from lessons.show import Questions, link, say, show_source, show_table
 from nanovllm import Trace
@@ -20,7 +22,7 @@ OPTIONS = dict(block_size=4, num_kv_cache_blocks=10, max_num_seqs=3, max_num_bat
 # Lesson and part, task, where it is here, and the class or function of vLLM.
 PARTS = (
     ("1 text and its end", "stop", "engine/detokenizer.py", "OutputProcessor"),
-    ("2 the model", "", "models/qwen3.py", "Qwen3ForCausalLM"),
+    ("2 the model", "attention", "models/qwen3.py", "Qwen3ForCausalLM"),
     ("3 keys and values", "cache", "models/attention.py", "attention backends"),
     ("5 blocks, slots", "slots", "engine/block_manager.py", "KVCacheManager"),
     ("6 the plan of a step", "step", "engine/scheduler.py", "Scheduler.schedule"),
@@ -47,9 +49,11 @@ def run() -> None:
         columns free, cached and shared count blocks while a step runs, so a request that ends in it
         still has its blocks: without content, in the prefix cache but in no block table, and in
         several block tables. Forks are a part of the elective samples. The trace is 100 columns
-        wide:""")
-    print(trace(), end="\n\n")
-    QUESTIONS.show(1, 2)
+        wide, and stops before steps 7 and 10:""")
+    parts = re.split(r"\n(?=   7 |  10 )", str(trace()))
+    for part, questions in zip(parts, ((1,), (2, 3), ()), strict=True):
+        print(part, end="\n\n")
+        QUESTIONS.show(*questions)
     say("""The parts, where you have written them, where they are here, and who does this in vLLM
         (docs/vllm-map.md has all names, and the files):""")
     show_table(("lesson and part", "build", "here, in nanovllm/", "in vLLM"), PARTS)
@@ -66,17 +70,22 @@ def run() -> None:
 
 
 QUESTIONS = Questions("""
+    Who computes what in step 7? Requests 1 and 2 need a block for the positions 16 and 12. None is
+    free, and none is cached without an owner. How many tokens does the step compute?
+    Answer: 2. Request 2 was admitted last, so it is preempted, and request 1 takes a block that it
+    had. Request 0 has room in its last block for position 15.
+    Hint: Which request gives up its blocks, and which of the others need one?
+
     How many tokens has request 2 sampled when it is preempted?
     Answer: 4. Steps 3 to 6 have each sampled one. Step 2 has not, because it did not end the
     prompt.
     Hint: In which steps is there something in the column "token" of request 2?
 
-    Step 10 admits request 2 again. How many of the tokens that it computes for request 2 had been
-    computed before?
-    Answer: 8. They are at positions 4 to 11. Position 12 has the token that step 6 sampled, which
-    was never computed, and positions 0 to 3 are still cached.
-    Hint: Which is the last position that was computed before the preemption? Step 10 computes one
-    more.
+    Who computes what in step 10? Request 0 has left 5 blocks. Request 2 has 13 tokens, and the
+    first 4 of them are still cached. How many tokens does the step compute?
+    Answer: 10. One of request 1, and of request 2 those at positions 4 to 12, which fit into the
+    budget. 8 of them had been computed before. The one at position 12 had only been sampled.
+    Hint: Which requests run in step 10, and which tokens of each are not in the cache?
 """)
 
 IN_VLLM = """`EngineCore.step` in `v1/engine/core.py` calls `Scheduler.schedule`, `execute_model`

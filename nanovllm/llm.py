@@ -19,7 +19,7 @@ from nanovllm.features.tasks import results
 from nanovllm.inputs import Prompt, ShowProgress, pair_up
 from nanovllm.outputs import RequestOutput, StreamOutput
 from nanovllm.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
-from nanovllm.utils.errors import GenerationError, why_failed
+from nanovllm.utils.errors import check_generated
 from nanovllm.utils.log import show_log
 
 
@@ -66,10 +66,8 @@ class LLM:
         """
         pairs = pair_up(prompts, sampling_params, SamplingParams, "sampling_params")
         requests = self._run(pairs, use_tqdm)
-        outputs: list[RequestOutput] = [request.output for request in requests]
-        if reasons := why_failed(requests):
-            raise GenerationError(outputs, reasons)
-        return outputs
+        check_generated(requests)
+        return [request.output for request in requests]
 
     def chat(
         self,
@@ -342,7 +340,7 @@ class LLM:
                         progress.show(bar, self.engine.scheduler, last_shown - start)
                 progress.show(bar, self.engine.scheduler, time.monotonic() - start)
         except BaseException as error:  # also Ctrl-C
-            self.engine.abort(requests, wait=True)
+            self.engine.abort(requests)
             outputs = [request.output for request in requests if request.ended]
             if any(output is not None for output in outputs):
                 error.outputs = outputs  # type: ignore[attr-defined]
@@ -366,7 +364,7 @@ class LLM:
         except BaseException as error:
             # The garbage collector closes an abandoned stream at a different time on each rank.
             if self._config.tensor_parallel_size == 1 or not isinstance(error, GeneratorExit):
-                self.engine.abort(requests)
+                self.engine.abort(requests, wait=False)
             raise
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint, random_llm
+from family_checkpoints import make_family_checkpoint
 from hybrid_checkpoints import make_hybrid_checkpoint
 from moe_checkpoints import make_moe_checkpoint
 from wrong_kernels import IN_ANOTHER_ORDER
@@ -32,6 +33,11 @@ MODELS: dict[str, Make] = {
     "llama": lambda path: make_checkpoint(path, "llama", 80, 1, 3),
     # Neither heads, nor hidden size, nor MLP fill whole blocks and words.
     "odd": lambda path: make_checkpoint(path, "qwen3", 24, 1, 5, hidden_size=75),
+    "part of a head": lambda path: make_family_checkpoint(
+        path, "phi4mini", original_max_position_embeddings=512
+    ),
+    "no rotation": lambda path: make_family_checkpoint(path, "smollm3"),
+    "factors": lambda path: make_family_checkpoint(path, "granite"),
     "moe": make_moe_checkpoint,
     "hybrid": make_hybrid_checkpoint,
 }
@@ -42,12 +48,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int4": {"dtype": "float32", "quantization": "int4"},
 }
-CASES = [
-    (model, setting)
-    for model in MODELS
-    for setting in SETTINGS
-    if (model, setting) not in {("moe", "int8"), ("moe", "int4")}  # experts of whole blocks only
-]
+CASES = [(model, setting) for model in MODELS for setting in SETTINGS]
 SHARED = [(7 * i * i + i) % 198 + 1 for i in range(330)]
 PROMPTS = [
     *([*SHARED, i, i + 3] for i in (5, 6, 7)),

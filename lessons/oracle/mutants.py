@@ -40,7 +40,7 @@ MUTANTS = read(
     a match does not compare the tokens | match \
         | if block is None or block.token_ids != self._token_ids(seq, i) | if block is None
     a match goes to the very end | match | len(seq.token_ids) - 1 | len(seq.token_ids)
-    a block is cached before it is full | cache_full_blocks \
+    a block is cached before it is full (rounded up) | cache_full_blocks \
         | // self.block_size | // -self.block_size * -1
     a block is cached before it is computed | cache_full_blocks \
         | seq.num_computed, | len(seq.block_table) * self.block_size,

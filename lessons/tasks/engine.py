@@ -10,15 +10,17 @@ output includes the end token, one of `ends`.
 m1 (lesson 3; part: cache). A loop answers one prompt after the other. self.model.logits(ids,
 positions, attend) computes n tokens and returns their logits [n, V]. It calls attend(layer, q, k,
 v) in each layer. A KVCache for each layer keeps the keys and values, so that the first step
-computes the prompt and each later one only the token before.
+computes the prompt and each later one only the token before. self.model.config has num_layers,
+num_kv_heads (K) and head_dim (D).
 
 m2 (lesson 5; part: slots). Keys and values move into blocks. `__init__` makes self.blocks =
 BlockManager(num_blocks, size) of nanovllm/engine/block_manager.py and self.kv = torch.zeros(layers,
 2, (num_blocks + 1) * size, K, D), where block 0 belongs to nobody. Each prompt becomes a Sequence
-(nanovllm/engine/sequence.py). self.blocks.append_block(seq) gives it a block when a token needs it,
-and release(seq) takes all of them back at its end. `attend` writes k and v to the slots of the new
-tokens in self.kv, and reads the earlier ones through seq.block_table. Hint: for tokens after a
-prefix, a new KVCache gets the earlier keys with queries of zeros, whose results you leave out.
+(nanovllm/engine/sequence.py), whose num_computed you advance. self.blocks.append_block(seq) gives
+it a block when a token needs it, and release(seq) takes all of them back at its end. `attend`
+writes k and v to the slots of the new tokens in self.kv, and reads the earlier ones through
+seq.block_table. Hint: for tokens after a prefix, a new KVCache gets the earlier keys with queries
+of zeros, whose results you leave out.
 
 m3 (lesson 6; part: step). A step computes tokens of many requests. Those of the plan, one after the
 other, go to one call of self.model.logits: at most `budget` tokens of at most `max_num_seqs`
@@ -42,7 +44,8 @@ m6 (lesson 12; part: stop). A stream shows text, up to a stop string. Write `str
 arguments of `generate`, then stop strings and a function from a token to its bytes. It yields
 (number of the prompt, new text) as soon as a StopStream shows the text, never "", and what is held
 back at the end. An end token has no text. A request ends at a stop string too: its blocks are
-released before its text is yielded.
+released before its text is yielded. A caller may close the stream early, which raises GeneratorExit
+at the `yield`: all blocks are released, and the engine can answer other prompts.
 """
 
 from cache import KVCache  # noqa: F401

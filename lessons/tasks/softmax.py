@@ -10,6 +10,7 @@ The first tile gives m = 2, l = e^-1 + 1 = 1.368, acc = 10 e^-1 + 20 = 23.68. Th
 
 What must stay true:
   - Scores of 30,000 and of -30,000 give no infinity and no NaN. The arguments stay as they are.
+  - All tensors are float32, or all float64, which needs the sums to 1e-10.
   - A score of -inf has no weight, and all scores of a tile may be -inf. The first state has
     m = -inf, l = 0 and acc = 0. All values are finite.
 

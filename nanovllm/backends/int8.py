@@ -48,32 +48,8 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x * inverse[:, None]).round().to(torch.int8), absmax * (1 / INT8_MAX)
 
 
-class QuantizedRows:
-    """A weight [O, I] whose rows are quantized to int8, and stored in the layout of a subclass."""
-
-    __slots__ = ()
-    values: Tensor
-    scale: Tensor  # [O] float32
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes + self.scale.nbytes
-
-    def tensors(self) -> list[Tensor]:
-        return [self.values, self.scale]
-
-    def copy_(self, source: Tensor) -> None:
-        """Quantize `source` [O, I], of any floating dtype and device."""
-        for start in range(0, len(source), ROWS):
-            self.store(start, *quantize(source[start : start + ROWS].to(self.values.device)))
-
-    def store(self, start: int, values: Tensor, scale: Tensor) -> None:
-        """Store quantized rows from row `start`: values [N, I] int8 and scale [N] float32."""
-        raise NotImplementedError
-
-
 @dataclass(slots=True)
-class Int8Weight(QuantizedRows):
+class Int8Weight:
     """A quantized weight [O, I], which is loaded, split and indexed like a tensor."""
 
     values: Tensor  # [O, I] int8
@@ -89,12 +65,25 @@ class Int8Weight(QuantizedRows):
     def shape(self) -> torch.Size:
         return self.values.shape
 
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scale.nbytes
+
+    def tensors(self) -> list[Tensor]:
+        return [self.values, self.scale]
+
     def split(self, sizes: list[int]) -> Sequence[Int8Weight]:
         """Return views of consecutive rows, `sizes` outputs each."""
         parts = zip(self.values.split(sizes), self.scale.split(sizes), strict=True)
         return [Int8Weight(values, scale, self.dtype) for values, scale in parts]
 
+    def copy_(self, source: Tensor) -> None:
+        """Quantize `source` [O, I], of any floating dtype and device."""
+        for start in range(0, len(source), ROWS):
+            self.store(start, *quantize(source[start : start + ROWS].to(self.values.device)))
+
     def store(self, start: int, values: Tensor, scale: Tensor) -> None:
+        """Store quantized rows from row `start`: values [N, I] int8 and scale [N] float32."""
         rows = slice(start, start + len(values))
         self.values[rows], self.scale[rows] = values, scale
 

@@ -16,13 +16,11 @@ import argparse
 import json
 import os
 import platform
-import queue
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
-import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -35,7 +33,7 @@ from nanovllm import __version__
 from nanovllm.utils.child import python
 from nanovllm.utils.host import available_cores
 
-START_SECONDS = 60  # the limit of the time before the first row, in which torch is imported
+MARK = "nanovllm check: "
 HEADER = f"{'kernel':16} {'format':17} {'result':7} {'error':>7} {'time':>10} {'rate':>14} of peak"
 SCALES = {"GB/s": 1e9, "TFLOP/s": 1e12}
 
@@ -78,75 +76,50 @@ def about() -> list[str]:
     ]
 
 
-class Child:
-    """A process that prints messages as lines of JSON."""
-
-    def __init__(self, command: list[str]) -> None:
-        self.printed = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.printed)
-        self.messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as lines:
-            for line in lines:
-                self.messages.put(json.loads(line))
-        self.messages.put(None)  # the end
-
-    def end(self) -> str:
-        """Kill the process unless it has ended. Returns its status and the end of its stderr."""
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(0.5)
-        self.process.kill()
-        status = self.process.wait()
-        with self.printed as printed:
-            printed.seek(0)
-            lines = printed.read().splitlines()
-        return "\n    ".join([f"the process ended with status {status}", *lines[-8:]])
-
-
-def run_table(command: Callable[[int], list[str]], limit: float = 300) -> int:
+def run_table(command: Callable[[int], list[str]]) -> int:
     """Print a row for each kernel as it ends. Returns the exit status.
 
-    `command(start)` is the command of a process that runs all rows from number `start`, each for at
-    most `limit` seconds.
+    `command(start)` is the command of a process that runs all rows from number `start`. It prints
+    MARK and a message in JSON, on one line. Other lines are those of libraries.
     """
     start = 0
     right = 0
     bad = []
     done = False
     while not done:
-        child = Child(command(start))
         first = start
         row = "the process"
-        problem = ""
-        try:
-            while not done:
-                seconds = limit if row != "the process" else max(limit, START_SECONDS)
-                if (message := child.messages.get(timeout=seconds)) is None:
-                    break
-                if "refused" in message:
-                    print(f"error: {message['refused']}", file=sys.stderr)
-                    return 2
-                if "about" in message and start == 0:
-                    print(message["about"], HEADER, sep="\n\n", flush=True)
-                elif "begin" in message:
-                    start = message["begin"] + 1
-                    row = f"{message['kernel']} in {message['format']}"
-                    print(f"{message['kernel']:16} {message['format']:17} ", end="", flush=True)
-                elif "result" in message:
-                    print(columns(message), flush=True)
-                    right += message["result"] == "right"
-                    bad += [] if message["result"] == "right" else [row]
-                    row = ""
-                done = "done" in message
-        except queue.Empty:
-            problem = f"it took longer than {limit:g} s, and "
-        finally:
-            problem += child.end()
+        printed = deque[str](maxlen=20)
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        with subprocess.Popen(command(start), text=True, errors="replace", **pipes) as process:
+            assert process.stdout is not None
+            try:
+                for line in process.stdout:
+                    if not line.startswith(MARK):
+                        printed.append(line.rstrip())
+                        continue
+                    message = json.loads(line.removeprefix(MARK))
+                    if "refused" in message:
+                        print(f"error: {message['refused']}", file=sys.stderr)
+                        return 2
+                    if "about" in message and start == 0:
+                        print(message["about"], HEADER, sep="\n\n", flush=True)
+                    elif "begin" in message:
+                        start = message["begin"] + 1
+                        row = f"{message['kernel']} in {message['format']}"
+                        print(f"{message['kernel']:16} {message['format']:17} ", end="", flush=True)
+                    elif "result" in message:
+                        print(columns(message), flush=True)
+                        right += message["result"] == "right"
+                        bad += [] if message["result"] == "right" else [row]
+                        row = ""
+                    done = "done" in message
+                status = process.wait()
+            finally:
+                process.kill()  # after Ctrl-C
         if not done and row:  # otherwise a failure that has been printed ended it
-            print(f"FAILED\n    {problem}", flush=True)
+            problem = [f"FAILED\n    the process ended with status {status}", *printed]
+            print("\n    ".join(problem), flush=True)
             bad.append(row)
         done |= start == first
     print(f"\nrows that are right: {right}; rows that are wrong or have failed: {len(bad)}")

@@ -4,6 +4,7 @@ They compare as features/kernel_check/comparisons.py does, and time what is larg
 of a processor.
 """
 
+import faulthandler
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from nanovllm.backends import int4, int8
+from nanovllm.cli.check import MARK
 from nanovllm.features.kernel_check import comparisons as compare
 from nanovllm.features.kernel_check.at_start import system
 from nanovllm.features.kernel_check.comparisons import Backends, Comparison
@@ -26,6 +28,7 @@ from nanovllm.runner.rows import sampling_batch
 # (query heads, KV heads, head size): Qwen3-0.6B, Qwen2.5-7B, Qwen3.5, Llama 3.2.
 HEADS = (16, 8, 128), (28, 4, 128), (8, 2, 256), (32, 8, 64)
 DELTA_RULE = 16, 32, 128, 128  # (Hk, Hv, Dk, Dv) of linear attention in Qwen3.5-35B-A3B
+MAX_SECONDS = 300  # of a row; then the process ends
 IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -41,11 +44,9 @@ Case: TypeAlias = tuple[str, str, torch.dtype, Callable[[], Row]]  # kernel, for
 
 def main(start: int, only: list[str]) -> None:
     """Print the messages for cli/check.py: of rows from number `start` with all words of `only`."""
-    messages = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # the output of libraries is not a message
 
     def send(**message: Any) -> None:
-        print(json.dumps(message), file=messages, flush=True)
+        print(f"\n{MARK}{json.dumps(message)}", flush=True)
 
     device = pick_device("auto")
     every = list(cases(device))
@@ -61,6 +62,7 @@ def main(start: int, only: list[str]) -> None:
     for number in (i for i in chosen if i >= start):
         kernel, name, dtype, row = every[number]
         send(begin=number, kernel=kernel, format=name)
+        faulthandler.dump_traceback_later(MAX_SECONDS, exit=True)
         with torch.inference_mode():
             send(**result(row, dtype, device))
         if device.type == "cuda":

@@ -7,7 +7,6 @@ instead.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import abc
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from nanovllm.engine.chat_template import Message, render
 from nanovllm.engine.detokenizer import Tokenizer
 from nanovllm.engine.progress import Progress
 from nanovllm.engine.request import Request, Sample, Task
+from nanovllm.engine.sampling import Sampling
 from nanovllm.engine.sequence import Sequence
 from nanovllm.inputs import ParsedPrompt, Prompt, parse_prompt
 from nanovllm.sampling_params import SamplingParams
@@ -35,15 +35,9 @@ class InputProcessor:
     default_sampling_params: SamplingParams
     seed: int
     max_logprobs: int = 20
-    make_grammars: Callable[[], GrammarCompiler] | None = None  # set by make_engine
-    # Class of parameters -> the function that checks them, and makes the task of a request.
-    task_factories: dict[type, Callable[[InputProcessor, Any], Task]] = field(default_factory=dict)
-
-    @functools.cached_property
-    def grammars(self) -> GrammarCompiler:
-        """The compiler of grammars, which the first request with a grammar makes."""
-        assert self.make_grammars is not None, "make_engine sets it"
-        return self.make_grammars()
+    # Checks the parameters of a request, and makes its task. make_engine sets one for all tasks.
+    make_task: Callable[[InputProcessor, Any], Task] = Sampling
+    grammars: Callable[[], GrammarCompiler] = field(init=False)  # set by make_engine
 
     def check(
         self,
@@ -66,8 +60,9 @@ class InputProcessor:
         places = [f"{name}: " for name in names] or numbered
         for place, (prompt, params) in zip(places, pairs, strict=True):
             with located(place):
+                params = self.default_sampling_params if params is None else params
                 if (task := tasks.get(id(params))) is None:
-                    task = tasks[id(params)] = self.make_task(params)
+                    task = tasks[id(params)] = self.make_task(self, params)
                 parsed.append((task, task.prepare(parse_prompt(prompt))))
         encoded = self.encode_all([text or "" for _, (text, ids) in parsed if ids is None])
         for i, (task, (text, ids)) in enumerate(parsed):
@@ -82,15 +77,6 @@ class InputProcessor:
             seq.result_kind = task.result_kind
             requests.append(Request(task, text, progress, stream, i, samples=[Sample(seq)]))
         return requests
-
-    def make_task(self, params: Any) -> Task:
-        """Check `params` and return their task. None: the checkpoint's sampling parameters."""
-        params = self.default_sampling_params if params is None else params
-        for kind, factory in self.task_factories.items():
-            if isinstance(params, kind):
-                return factory(self, params)
-        known = " or ".join(kind.__name__ for kind in self.task_factories)
-        raise TypeError(f"sampling_params must be a {known}, not {params!r}")
 
     def check_vocabulary(self, what: str, ids: Collection[int] | None) -> None:
         """Raise ValueError for a token id outside the vocabulary."""

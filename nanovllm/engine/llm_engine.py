@@ -7,7 +7,6 @@
 It owns the scheduler and the requests. `run_step` is one step, and `run` is the loop.
 """
 
-import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -40,8 +39,7 @@ class LLMEngine:
     ) -> None:
         """block_manager: manages the blocks of the runner. None: a new BlockManager."""
         self._locks = EngineLocks()
-        # Whether a step runs, or has failed and is not reverted: Ctrl-C came before that once more.
-        self._is_changing = False
+        self.lock = self._locks.lock
         self._to_abort: deque[Request] = deque()
         sizes = runner.num_blocks, config.block_size, config.enable_prefix_caching
         block_manager = block_manager or BlockManager(*sizes)
@@ -59,11 +57,6 @@ class LLMEngine:
         self.finished: dict[str, Any] = {}  # outputs that `step` has not returned yet, by id
         self.progress = Progress()  # of all requests
         self.num_requests = 0
-
-    @property
-    def lock(self) -> threading.Lock:
-        """The lock of scheduler, requests and results. It is not held while the runner works."""
-        return self._locks.lock
 
     # ---- requests ----
 
@@ -86,14 +79,12 @@ class LLMEngine:
         return request
 
     def add(self, requests: list[Request]) -> None:
-        """Queue requests. After Ctrl-C no more are queued, and KeyboardInterrupt is raised."""
-        with hold_interrupt() as pressed:
+        """Queue requests."""
+        self._locks.check_process()
+        with hold_interrupt(), self.lock:
+            self.check_blocked()
             for request in requests:
-                if pressed:
-                    break
-                with self.lock:
-                    self.check_blocked()
-                    self._add(request)
+                self._add(request)
 
     def check_blocked(self) -> None:
         """Raise RuntimeError if requests are refused now."""
@@ -113,13 +104,9 @@ class LLMEngine:
         first.request_id = request.request_id = request_id
         request.metrics.arrival_time = time.monotonic()
         request.task.start(request)
+        self.scheduler.add(first)
+        self.requests[request_id] = request
         self.num_requests += 1
-        try:
-            self.requests[request_id] = request
-            self.scheduler.add(first)
-        except BaseException:
-            self.requests.pop(request_id, None)
-            raise
 
     def _is_known(self, request_id: str) -> bool:
         return request_id in self.requests or request_id in self.finished
@@ -132,27 +119,22 @@ class LLMEngine:
     def abort_all(self) -> None:
         self.abort(list(self.requests.values()))
 
-    def abort(self, requests: Iterable[Request], wait: bool = False) -> None:
+    def abort(self, requests: Iterable[Request], wait: bool = True) -> None:
         """End the requests that are unfinished. A newer request with the same id is not affected.
 
-        wait: whether to wait for the lock. A stream must not, because the garbage collector can
-            close it while this thread holds the lock. Its requests then end before the next step.
+        wait: whether they end now. A stream must not wait for the lock, because the garbage
+            collector can close it while this thread holds the lock. Its requests end with the next
+            call of a method of the engine.
         """
         self._to_abort.extend(requests)
-        with hold_interrupt():
-            if (lock := self._locks.unchecked).acquire(blocking=wait):
-                try:
-                    if self._is_changing and not self._locks.is_stepping:
-                        self.revert(KeyboardInterrupt())
-                        self._is_changing = False
-                    while self._to_abort:
-                        self._abort_request(self._to_abort.popleft())
-                finally:
-                    lock.release()
+        if wait:
+            self._run_pending_aborts()
 
     def _run_pending_aborts(self) -> None:
         if self._to_abort:
-            self.abort(())
+            with hold_interrupt(), self.lock:
+                while self._to_abort:
+                    self._abort_request(self._to_abort.popleft())
 
     def _abort_request(self, request: Request) -> None:
         """End a request in any state, unless it has ended. The lock is held."""
@@ -181,37 +163,26 @@ class LLMEngine:
     def step(self) -> list[Any]:
         """Run one step. Returns the outputs of requests that finished since the last call."""
         self.run_step()
-        finished: dict[str, Any] = {}
-        try:
-            with self.lock:
-                finished, self.finished = self.finished, {}
-            return list(finished.values())
-        except BaseException:  # Ctrl-C between any two lines
-            with self.lock:
-                self.finished = finished | self.finished
-            raise
+        with self.lock:
+            finished, self.finished = self.finished, {}
+        return list(finished.values())
 
     def run_step(self) -> None:
         """Run one step for the requests of all threads, or wait for the one that another runs.
 
-        After an error or Ctrl-C, which this method raises, all requests can continue.
+        After an error or Ctrl-C, which this method raises, all requests can continue. An error
+        while results are committed, which is a bug in the engine, ends them.
         """
         with self._locks.one_step() as is_mine:
             if not is_mine:
                 return
             try:
-                if self._is_changing:
-                    with hold_interrupt(), self.lock:
-                        self.revert(KeyboardInterrupt())
-                self._is_changing = True
                 self._run_pending_aborts()
                 self._run_step()
                 self._run_pending_aborts()
-                self._is_changing = False
             except BaseException as error:
                 with hold_interrupt(), self.lock:
-                    self.revert(error)
-                    self._is_changing = False
+                    self._revert(error)
                 raise
 
     def _run_step(self) -> None:
@@ -248,22 +219,26 @@ class LLMEngine:
         """Process the results of a step. This changes sequences, queues, blocks and requests."""
         with hold_interrupt(), self.lock:
             self.observer.begin()
-            updated = self.scheduler.commit(step, output.token_ids)
-            for seq in updated if step.plan.chunks else ():
-                if (metrics := seq.request.metrics).first_token_time is None:
-                    metrics.first_token_time = time.monotonic()
-                    for progress in (self.progress, seq.request.progress):
-                        progress.start(seq.request)
-            if results.receive(self, step, updated, output):
-                self.observer.committed(step, updated, output)
+            try:
+                updated = self.scheduler.commit(step, output.token_ids)
+                for seq in updated if step.plan.chunks else ():
+                    if (metrics := seq.request.metrics).first_token_time is None:
+                        metrics.first_token_time = time.monotonic()
+                        for progress in (self.progress, seq.request.progress):
+                            progress.start(seq.request)
+                results.receive(self, step, updated, output)
+            except Exception as error:  # it is not known what has been committed
+                for request in self.requests.values():
+                    results.fail(request, error)
+                raise
+            self.observer.committed(step, updated, output)
 
-    def revert(self, error: BaseException) -> None:
-        """Restore a state from which all requests can continue. Any line may have failed.
-
-        The lock is held.
-        """
+    def _revert(self, error: BaseException) -> None:
+        """Restore a state from which all requests can continue. The lock is held."""
         requests = list(self.requests.values())
-        revert_in_flight(self.scheduler, [seq for r in requests for seq in r.task.rewind(r)])
+        # Samples that wait for the first one, which computes the prompt, are not queued.
+        queued = (r.seqs[:1] if r.seqs[0].forks else r.seqs for r in requests)
+        revert_in_flight(self.scheduler, [seq for seqs in queued for seq in seqs])
         results.end(self, requests)
         self.observer.reverted(error)
 
@@ -286,10 +261,10 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> bool:
         """See `LLM.reset_prefix_cache`."""
+        self._run_pending_aborts()
         with hold_interrupt(), self.lock:
             return self.scheduler.block_manager.reset_prefix_cache()
 
     def stats(self) -> dict[str, int | float]:
         """See `LLM.stats`. Does not wait for the lock: a step may change counters meanwhile."""
-        self._run_pending_aborts()
         return stats(self.scheduler, self.progress)

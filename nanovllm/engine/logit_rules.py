@@ -33,7 +33,7 @@ def make_rules(
     stops = tuple(sorted(stop_token_ids))
     grammar = None
     if params.structured_outputs is not None:
-        grammar = inputs.grammars.compile(params.structured_outputs, list(stops))
+        grammar = inputs.grammars().compile(params.structured_outputs, list(stops))
     for processor in params.logits_processors or ():
         takes_prompt(processor)
     allowed = params.allowed_token_ids

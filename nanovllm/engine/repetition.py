@@ -20,45 +20,21 @@ def as_params(value: Any) -> RepetitionDetectionParams | None:
     return value if value and value.max_pattern_size else None
 
 
-class Repetition:
-    """Follows one output. Its time for a token does not depend on the length of the output."""
+def find_repetition(seq: Sequence, start: int, params: RepetitionDetectionParams) -> int | None:
+    """Return the length, more than `start`, at which the output first ends, or None."""
+    longest = params.max_pattern_size * params.min_count
+    for length in range(start + 1, seq.num_output + 1):
+        end = seq.num_prompt + length
+        if repeats(seq.token_ids[max(seq.num_prompt, end - longest) : end], params):
+            return length
+    return None
 
-    def __init__(self, params: RepetitionDetectionParams, seq: Sequence) -> None:
-        """seq: before its first output token."""
-        import numpy as np  # here, because the control plane runs without numpy
 
-        max_output = seq.max_length - seq.num_prompt
-        most = min(params.max_pattern_size, max_output // params.min_count)
-        self.least = params.min_pattern_size or 1
-        # A pattern occurs `min_count` times if so many tokens equal the ones a pattern before. This
-        # is of the sizes from `least` to `most`, which can be thousands: hence arrays.
-        self.needed = np.arange(self.least, most + 1, dtype=np.int32) * (params.min_count - 1)
-        self.output = np.zeros(max_output, np.int32)
-        self.reset()
-
-    def reset(self) -> None:
-        self.num_read = 0  # output tokens
-        self.runs = 0 * self.needed  # equal tokens up to the last one, by size
-
-    def find(self, seq: Sequence, min_tokens: int) -> int | None:
-        """Read the new tokens. Return the length at which the output first ends, or None."""
-        if self.num_read > seq.num_output:
-            self.reset()  # a failed step has removed tokens
-        for token in seq.token_ids[seq.num_prompt + self.num_read :]:
-            self.output[self.num_read] = token
-            end = self.num_read - self.least + 1  # of the tokens that are at least `least` before
-            count = max(0, min(len(self.runs), end))
-            runs, before = self.runs[:count], self.output[end - count : end][::-1]
-            runs[:] = (runs + 1) * (before == token)
-            self.num_read += 1
-            if self.num_read >= min_tokens and (runs >= self.needed[:count]).any():
-                return self.num_read
-        return None
-
-    def end(self, seq: Sequence, min_tokens: int) -> None:
-        """End the sequence if its new tokens complete a repetition."""
-        length = self.find(seq, min_tokens)
-        # As in vLLM, a stop token or the largest length takes precedence at the same token.
-        if length is not None and (length < seq.num_output or seq.finish_reason is None):
-            del seq.token_ids[seq.num_prompt + length :]  # with drafts, a step yields several
-            seq.finish_reason, seq.stop_reason = "repetition", "repetition_detected"
+def repeats(tokens: list[int], params: RepetitionDetectionParams) -> bool:
+    """Return whether the last tokens are a pattern `min_count` times in a row."""
+    most = min(params.max_pattern_size, len(tokens) // params.min_count)
+    for size in range(params.min_pattern_size or 1, most + 1):
+        before = size * (params.min_count - 1)  # tokens that equal the ones a pattern before
+        if tokens[-1] == tokens[-1 - size] and tokens[-before:] == tokens[-before - size : -size]:
+            return True
+    return False

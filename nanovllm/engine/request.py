@@ -17,7 +17,6 @@ from typing import Any
 
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.progress import Progress
-from nanovllm.engine.repetition import Repetition
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.thinking import Splitter
 from nanovllm.inputs import ParsedPrompt
@@ -32,9 +31,8 @@ class Sample:
     seq: Sequence
     detokenizer: Detokenizer | None = None  # for stop strings and streams
     text: str = ""
-    num_detokenized: int = 0  # output tokens that `text` contains
+    num_received: int = 0  # output tokens that its task has processed
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    repetition: Repetition | None = None  # if the output ends when it repeats itself
     splitter: Splitter | None = None  # if thinking is separated from the text
     chars_streamed: int = 0  # the part that a stream has returned so far
     tokens_streamed: int = 0
@@ -73,7 +71,7 @@ class Task(ABC):
 
     params: Any
     result_kind: ResultKind  # the result of a row whose known tokens are computed
-    changes_queues = False  # whether `receive` changes the scheduler's queues
+    changes_queues = False  # whether `receive` changes the scheduler's queues, as for beams
 
     def prepare(self, prompt: ParsedPrompt) -> ParsedPrompt:
         """Return the prompt to run. Text without token ids will be encoded."""
@@ -103,15 +101,6 @@ class Task(ABC):
     def read_stream(self, request: Request) -> list[StreamOutput]:
         """Return what is new in each sample since the last call."""
         raise NotImplementedError(f"{type(self).__name__} has no streams")
-
-    def rewind(self, request: Request) -> list[Sequence]:
-        """Undo the partial changes of a failed step. Returns the sequences to queue again.
-
-        Results that were committed and not received are removed, so that they are computed again.
-        """
-        for seq in request.seqs:
-            seq.awaits_token = False
-        return request.seqs
 
 
 def check_length(num_tokens: int, limit: int, max_model_len: int) -> None:

@@ -25,11 +25,10 @@ ONLY_A_TOKEN = RowResult()
 
 def receive(
     engine: LLMEngine, step: InFlightStep, updated: list[Sequence], output: StepOutput
-) -> bool:
+) -> None:
     """Pass the results of a step to the tasks, and end the requests that are complete.
 
-    `updated` are the sequences that got a result. Returns False if an error reverted all steps in
-    flight.
+    `updated` are the sequences that got a result.
     """
     for row, error in output.errors.items():
         if (request := step.seqs[row].request) is not None:  # it has not ended
@@ -38,33 +37,27 @@ def receive(
     for seq in updated:
         if seq.request.is_watched:
             results.setdefault(seq, ONLY_A_TOKEN)
-    if not _pass_to_tasks(engine, results):
-        return False
+    for seq, result in results.items():
+        if (request := seq.request) is not None:  # it has not ended
+            try:
+                request.task.receive(request, seq, result)
+            except Exception as error:  # ends only this request
+                if request.task.changes_queues:  # they may be inconsistent
+                    raise
+                fail(request, error)
     seqs = (*updated, *results)
     end(engine, [seq.request for seq in seqs if seq.finish_reason is not None])
-    return True
 
 
-def _pass_to_tasks(engine: LLMEngine, results: dict[Sequence, RowResult]) -> bool:
-    """Return False if an error reverted all steps in flight."""
-    for seq, result in results.items():
-        request = seq.request
-        if request is None:  # it ended while the step was in flight
-            continue
-        try:
-            request.task.receive(request, seq, result)
-        except Exception as error:  # ends only this request
-            record_error(request, error)
-            for other in request.seqs:
-                other.finish_reason, other.stop_reason = "error", None
-            if request.task.changes_queues:  # they may be inconsistent
-                engine.revert(error)
-                return False
-    return True
+def fail(request: Request, error: Exception) -> None:
+    """Give all samples the finish reason "error". `end` ends the request."""
+    record_error(request, error)
+    for seq in request.seqs:
+        seq.finish_reason, seq.stop_reason = "error", None
 
 
 def record_error(request: Request, error: Exception) -> None:
-    request.error = error
+    request.error = request.error or error
     progress = request.progress
     if progress.error is None and not isinstance(error, GrammarError):
         progress.error = error  # ends the call; with a GrammarError, other requests continue

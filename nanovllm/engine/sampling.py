@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from nanovllm.engine.detokenizer import MAX_CONTEXT, Detokenizer
 from nanovllm.engine.logit_rules import make_rules
-from nanovllm.engine.recovery import rewind_samples
-from nanovllm.engine.repetition import Repetition, as_params
+from nanovllm.engine.repetition import as_params, find_repetition
 from nanovllm.engine.request import Request, Sample, Task
 from nanovllm.engine.result_kinds import make_fork
 from nanovllm.engine.sequence import Sequence
@@ -22,7 +21,7 @@ from nanovllm.engine.thinking import Splitter, kept_markers, opened
 from nanovllm.engine.token_logprobs import decode_logprobs, num_logprobs
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StreamOutput
 from nanovllm.plan import FILTERS, ResultKind, RowResult, RowSampling
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import RepetitionDetectionParams, SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.engine.input_processor import InputProcessor
@@ -87,8 +86,6 @@ class Sampling(Task):
             sample.splitter = copy(splitter)
             if needs_text:
                 sample.detokenizer = self.detokenizer(sample.seq)
-            if self.repetition is not None:
-                sample.repetition = Repetition(self.repetition, sample.seq)
 
     def splitter(self, prompt: list[int]) -> Splitter | None:
         """Return what separates the thinking of the outputs from their texts, if requested."""
@@ -116,10 +113,11 @@ class Sampling(Task):
     def receive(self, request: Request, seq: Sequence, result: RowResult) -> None:
         sample = request.samples[seq.index]
         self._add_logprobs(request, sample, result)
-        if sample.repetition is not None:
-            sample.repetition.end(seq, self.params.min_tokens)
+        if self.repetition is not None:
+            self._end_repetition(sample, self.repetition)
         if sample.detokenizer is not None:
             self._add_text(sample, sample.detokenizer)
+        sample.num_received = seq.num_output
         del sample.logprobs[seq.num_output :]  # of tokens after a stop string or a repetition
         if request.stream:
             request.progress.changed.add(request)
@@ -134,22 +132,30 @@ class Sampling(Task):
             assert request.prompt_logprobs is not None, "`start` sets it"
             request.prompt_logprobs[i] = decode_logprobs(self.tokenizer, entry, seq, i)
 
+    def _end_repetition(self, sample: Sample, params: RepetitionDetectionParams) -> None:
+        """End the sequence if its new tokens complete a repetition."""
+        seq = sample.seq
+        start = max(sample.num_received, self.params.min_tokens - 1)
+        length = find_repetition(seq, start, params)
+        # As in vLLM, a stop token or the largest length takes precedence at the same token.
+        if length is not None and (length < seq.num_output or seq.finish_reason is None):
+            del seq.token_ids[seq.num_prompt + length :]  # with drafts, a step yields several
+            seq.finish_reason, seq.stop_reason = "repetition", "repetition_detected"
+
     def _add_text(self, sample: Sample, detokenizer: Detokenizer) -> None:
         """Append the text of the new tokens. Ends the sequence if a stop string is complete."""
         seq, text_ids = sample.seq, self.text_ids(sample.seq)
-        for i in range(sample.num_detokenized, seq.num_output):
+        for i in range(sample.num_received, seq.num_output):
             start = len(sample.text)
             sample.text += detokenizer.add(text_ids[i : i + 1])
-            sample.num_detokenized = i + 1
-            if self._ends_with_stop(sample, start):
+            # As in vLLM, a stop string in the first `min_tokens` does not end the sequence.
+            if i >= self.params.min_tokens and self._ends_with_stop(sample, start):
                 del seq.token_ids[seq.num_prompt + i + 1 :]  # with drafts, a step yields several
                 return
 
     def _ends_with_stop(self, sample: Sample, start: int) -> bool:
         """End a sequence if its text from `start` on completes a stop string. Returns whether."""
         seq, params = sample.seq, self.params
-        if params.min_tokens and sample.num_detokenized <= params.min_tokens:
-            return False  # as in vLLM, a stop string in these tokens does not end the sequence
         # The stop string that is completed first ends the text; if several are, the first given.
         matches = [
             (begin + len(stop), stop)
@@ -169,8 +175,6 @@ class Sampling(Task):
         if ends_with_stop_token and not self.params.include_stop_str_in_output:
             return seq.output_ids[:-1]
         return seq.output_ids
-
-    rewind = rewind_samples
 
     # ---- outputs ----
 

@@ -82,8 +82,8 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence. Its forks are queued when its first token is committed."""
-        self.num_unfinished += 1 + len(seq.forks)
         self.queue(seq, self.policy_key(seq, self.block_manager))
+        self.num_unfinished += 1 + len(seq.forks)
 
     def queue(self, seq: Sequence, key: int = FIRST) -> None:
         """Insert a sequence into the queue by its key. By default, it becomes the head."""
@@ -292,7 +292,7 @@ class Scheduler:
         """Finish a sequence in any state, unless it has finished."""
         if seq.status is Status.FINISHED:
             return
-        seq.finish_reason, seq.stop_reason = reason, stop_reason  # first; see recovery.py
+        seq.finish_reason, seq.stop_reason = reason, stop_reason
         self.leave(seq)
         self.num_unfinished -= 1
         seq.status = Status.FINISHED

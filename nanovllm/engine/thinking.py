@@ -1,7 +1,7 @@
 """Thinking: the part of an output between <think> and </think>.
 
 `Splitter` separates it from the answer. `Thinking` has its rules, which ThinkingOfRow in
-features/sampling/logit_rules/thinking_of_row.py applies.
+features/sampling/logit_rules/rules_of_row.py applies.
 
 A prompt can open the block, as the chat templates of DeepSeek-R1 and Qwen3.5 do, or the output
 begins with <think>. Only this block is thinking: a marker anywhere else is part of the answer. A
@@ -168,7 +168,7 @@ def make_thinking(
     end_ids = inputs.encode(END, add_special_tokens=False)
     ends: list[tuple[int, str]] = []
     if separates:
-        grammars = inputs.grammars
+        grammars = inputs.grammars()
         if grammars.thinking_ends is None:
             grammars.thinking_ends = ends_with_more(tokenizer, inputs.vocab_size)
         ends = grammars.thinking_ends

@@ -22,17 +22,17 @@ from typing import Any
 
 
 @contextmanager
-def hold_interrupt() -> Iterator[list[Any]]:
-    """Hold Ctrl-C until the end of the block. Yields a list that is empty until it is pressed."""
+def hold_interrupt() -> Iterator[None]:
+    """Hold Ctrl-C until the end of the block."""
     pressed: list[Any] = []
     handler = signal.getsignal(signal.SIGINT)
     # Python handles signals in the main thread only.
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield pressed
+        yield
         return
     signal.signal(signal.SIGINT, lambda *arguments: pressed.append(arguments))
     try:
-        yield pressed
+        yield
     finally:
         signal.signal(signal.SIGINT, handler)
         if pressed:
@@ -44,20 +44,17 @@ class EngineLocks:
 
     def __init__(self) -> None:
         self._process = os.getpid()
-        # An RLock would let the garbage collector call `abort` in the middle of a change.
-        self.unchecked = threading.Lock()  # `lock`, also in a forked process
+        self.lock = threading.Lock()  # of scheduler, requests and results
         self._step = threading.Lock()  # it is held until the step ends
         self._thread = 0  # the identifier of the thread that ran it
 
-    @property
-    def lock(self) -> threading.Lock:
-        """The lock of scheduler, requests and results. Raises RuntimeError in a forked process."""
+    def check_process(self) -> None:
+        """Raise RuntimeError in a process that was forked from the one of the engine."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 "this LLM was made in another process and cannot be used in one forked from it; "
                 "start the process with multiprocessing.get_context('spawn') and make an LLM there"
             )
-        return self.unchecked
 
     @property
     def is_stepping(self) -> bool:

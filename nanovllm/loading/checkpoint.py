@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
 
 from nanovllm.config import EMBEDDED
 from nanovllm.models.model_config import ModelConfig, find_family, name_architectures
@@ -89,18 +88,19 @@ def find_checkpoint(
     return directory
 
 
-def config_class(architectures: Any) -> type[ModelConfig]:
-    """Return the class that reads the config.json of a model with these architectures."""
-    match find_family(architectures)[1]:
-        case "Qwen3_5" | "Qwen3_5Moe":
-            from nanovllm.features.models.hybrid.hybrid_config import HybridConfig
+def config_class(raw: dict[str, Any], path: Path) -> type[ModelConfig]:
+    """Return the class that reads `raw`, the fields of the config.json at `path`.
 
-            return HybridConfig
-        case "Qwen3Moe":
-            from nanovllm.features.models.moe.moe_config import MoeConfig
+    Raises ValueError for an architecture that is not supported.
+    """
+    family = find_family(raw["architectures"])[1]
+    if family in ("Qwen3", "Qwen2", "Llama", "Mistral"):
+        return ModelConfig
+    from nanovllm.features.models.families import CONFIGS, why_refused
 
-            return MoeConfig
-    return ModelConfig
+    if not family:
+        raise ValueError(f"{path}: {why_refused(raw, path)}")
+    return CONFIGS[family]
 
 
 class Checkpoint:
@@ -119,7 +119,7 @@ class Checkpoint:
         # Messages show this name.
         self.config_path = directory / ("config.json" + " with hf_overrides" * bool(overrides))
         self.config = read_config(directory, overrides or {})
-        config_type = config_class(self.config.get("architectures"))
+        config_type = config_class(self.config, self.config_path)
         self.model_config = config_type.from_json(self.config, self.config_path)
         self.weight_format: WeightFormat | None = None  # of quantized weights
         # compression_config is the old name of compressed-tensors. MLX has `quantization`, and in
@@ -183,9 +183,8 @@ class Checkpoint:
                 except Exception as error:  # the error types of safetensors are not public
                     raise unreadable(path, "a readable safetensors file", error) from None
 
-            paths, listed = weight_files(self.directory) if has_weights else ([], {})
-            files = as_listed({path: opened(path) for path in paths}, listed)
-            files = self.model_config.select_tensors(files)
+            paths = weight_files(self.directory) if has_weights else []
+            files = self.model_config.select_tensors({path: opened(path) for path in paths})
             if files and self.weight_format is not None:
                 files = dict(self.weight_format.decoded(files))
             if files and self.adapter is not None:
@@ -215,7 +214,7 @@ class Checkpoint:
         names = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118
         head = names[LM_HEAD].get_tensor(LM_HEAD)
         tables = (names[name].get_tensor(name) for name in EMBEDDINGS if name in names)
-        return any(are_equal(head, table) for table in tables)
+        return any(head.dtype == table.dtype and torch.equal(head, table) for table in tables)
 
 
 def read_config(directory: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,7 +230,7 @@ def read_config(directory: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
         raise ValueError(f"{directory} has no config.json: it is not in Hugging Face layout")
     raw = read_json(path)
     if isinstance(raw.get("text_config"), dict):
-        from nanovllm.features.models.hybrid.hybrid_config import with_text_config
+        from nanovllm.features.models.text_config import with_text_config
 
         raw = with_text_config(raw)
     if overrides:
@@ -239,14 +238,6 @@ def read_config(directory: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
 
         raw = override(raw, overrides)
     return raw | {"architectures": name_architectures(raw)}
-
-
-def are_equal(a: Tensor, b: Tensor) -> bool:
-    """Compare tensors in parts, so that little is read of tensors that differ. NaN equals NaN."""
-    parts = zip(a.split(1024), b.split(1024), strict=False)
-    return (a.shape == b.shape and a.dtype == b.dtype) and all(
-        torch.equal(x, y) or bool(((x == y) | (x.isnan() & y.isnan())).all()) for x, y in parts
-    )
 
 
 def read_index(directory: Path) -> dict[str, str]:
@@ -259,17 +250,16 @@ def read_index(directory: Path) -> dict[str, str]:
     }
 
 
-def weight_files(directory: Path) -> tuple[list[Path], dict[str, Path]]:
-    """Return the safetensors files, and which of them has which tensor, if an index says it.
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files of a checkpoint.
 
-    The index decides, also about other files in the directory, unless it is left from weights that
-    are not there. Raises ValueError if there are no files, or only some of those in the index.
+    If there is an index, they are the files that it names, unless it is left from weights that are
+    not there. Raises ValueError if there are no files, or only some of those in the index.
     """
-    listed = {name: directory / file for name, file in read_index(directory).items()}
-    paths = sorted(set(listed.values()))
+    paths = sorted({directory / file for file in read_index(directory).values()})
     absent = [path for path in paths if not path.is_file()]
     if paths and not absent:
-        return paths, listed
+        return paths
     shards = sorted(directory.glob("model*.safetensors"))
     if absent and (not shards or len(absent) < len(paths)):
         name = os.path.relpath(absent[0], directory)
@@ -285,18 +275,4 @@ def weight_files(directory: Path) -> tuple[list[Path], dict[str, Path]]:
             "*.pt) can run code and are not read: convert them with model.save_pretrained of "
             "transformers"
         )
-    return files, {}
-
-
-def as_listed(files: dict[Path, Any], listed: Mapping[str, Path]) -> dict[Path, Any]:
-    """Return the open files, each without the tensors that the index reads from another file."""
-    names = {path: dict.fromkeys(file.keys()) for path, file in files.items()}
-    for path, file in files.items():
-        kept = {
-            x: x for x in names[path] if path == (of := listed.get(x, path)) or x not in names[of]
-        }
-        if len(kept) < len(names[path]):
-            from nanovllm.features.formats.adapter import MergedFile
-
-            files[path] = MergedFile(file, kept, {})
     return files

@@ -6,13 +6,11 @@ import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import FORMATS, MAX_DRAFT_STEP, EngineConfig, SpeculativeConfig
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.detokenizer import Tokenizer
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Task
@@ -33,18 +31,14 @@ from nanovllm.utils.checks import located
 
 if TYPE_CHECKING:
     from nanovllm.features.sampling.structured import GrammarCompiler
-    from nanovllm.features.tasks.embeddings.pooling import PoolingSettings
+    from nanovllm.features.tasks.embeddings import PoolingSettings
 # With a hidden size of 1024, the largest activations of so many tokens take less than 32 MiB. glibc
 # returns larger ones to Linux, which clears each page again: 6 to 10 % of the CPU time of a prompt.
 CPU_TOKEN_BUDGET = 2048
-# Files of sentence-transformers, which a checkpoint of an embedding model has.
-POOLING_FILES = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json")
 
 
 def make_engine(config: EngineConfig) -> LLMEngine:
     """Find and load the checkpoint and its tokenizer, and build the engine."""
-    from nanovllm.runner.one_rank import OneRank
-
     if config.tensor_parallel_size == 1:
         return load_engine(config, *find_files(config), OneRank())
     from nanovllm.features.parallel.ranks import Ranks
@@ -104,8 +98,9 @@ def load_engine(
         default_params,
         config.seed,
         max_logprobs=config.max_logprobs,
-        make_grammars=partial(grammar_compiler, tokenizer, model_config.vocab_size, eos_token_ids),
     )
+    if config.reasoning_parser is not None:
+        check_markers(input_processor, f"reasoning_parser={config.reasoning_parser!r}")
     block_manager: BlockManager | None = None
     if runner.host_pool is not None:
         from nanovllm.features.kv.host_cache.host_blocks import HostCacheBlockManager
@@ -129,10 +124,15 @@ def load_engine(
         speculation = NgramSpeculation(config.speculative_config, max_tokens)
         engine.scheduler.speculation = speculation
     add_eos_token = tokenizer is not None and adds_eos(tokenizer_dir)
-    input_processor.task_factories = all_tasks(engine, config.reasoning_parser, add_eos_token)
-    if not has_head:
-        kinds = set(input_processor.task_factories) - {PoolingParams}
-        input_processor.task_factories |= dict.fromkeys(kinds, refuse_without_head)
+    input_processor.make_task = task_maker(engine, config.reasoning_parser, has_head, add_eos_token)
+
+    @functools.cache
+    def grammars() -> GrammarCompiler:
+        from nanovllm.features.sampling.structured import GrammarCompiler
+
+        return GrammarCompiler(tokenizer, model_config.vocab_size, eos_token_ids)
+
+    input_processor.grammars = grammars
     return engine
 
 
@@ -146,76 +146,59 @@ def check_format(quantization: str, checkpoint: Checkpoint) -> None:
         )
 
 
-def grammar_compiler(
-    tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: frozenset[int]
-) -> GrammarCompiler:
-    """Return the compiler of grammars, for the first request that has a grammar."""
-    from nanovllm.features.sampling.structured import GrammarCompiler
-
-    return GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
-
-
-def all_tasks(
-    engine: LLMEngine, parser: str | None, add_eos_token: bool
-) -> dict[type, Callable[[InputProcessor, Any], Task]]:
-    """Return the functions that make the task of a request, by the class of its parameters.
+def task_maker(
+    engine: LLMEngine, parser: str | None, has_head: bool, add_eos_token: bool
+) -> Callable[[InputProcessor, Any], Task]:
+    """Return the function that checks the parameters of a request, and makes its task.
 
     parser: the option reasoning_parser.
+    has_head: whether the model has a head, which every task but an embedding needs.
     add_eos_token: whether the token ids of a text to embed end with the EOS token.
-
-    Raises ValueError if the model has no markers of thinking, or broken settings of embeddings.
     """
     scheduler, checkpoint = engine.scheduler, engine.checkpoint  # not the engine, for its memory
-    if parser is not None:
-        check_markers(engine.input_processor, f"reasoning_parser={parser!r}")
 
     @functools.cache
     def pooling() -> PoolingSettings:
-        from nanovllm.features.tasks.embeddings.sentence_transformers import read_pooling_settings
+        from nanovllm.features.tasks import embeddings
 
         directory, size = checkpoint.directory, checkpoint.model_config.hidden_size
-        return replace(read_pooling_settings(directory, size), add_eos_token=add_eos_token)
+        factor = getattr(checkpoint.model_config, "hidden_factor", 1.0)
+        settings = embeddings.read_pooling_settings(directory, size)
+        embeddings.check_embeddings(directory, settings)
+        return replace(settings, add_eos_token=add_eos_token, factor=factor)
 
-    if any((checkpoint.directory / name).is_file() for name in POOLING_FILES):
-        pooling()  # now, because a file may be broken
+    def make_task(inputs: InputProcessor, params: Any) -> Task:
+        if isinstance(params, PoolingParams):
+            from nanovllm.features.tasks.embeddings import Embedding
 
-    def beam_search(inputs: InputProcessor, params: BeamSearchParams) -> Task:
-        from nanovllm.features.tasks.beam_search import BeamSearch
+            return Embedding(inputs, params, pooling())
+        if not has_head:
+            raise ValueError(
+                "the checkpoint has no head (lm_head.weight), and tie_word_embeddings in its "
+                "config.json is false; generation and log-likelihoods need a head: use embed, or "
+                "load a checkpoint with a head"
+            )
+        if isinstance(params, BeamSearchParams):
+            from nanovllm.features.tasks.beam_search import BeamSearch
 
-        return BeamSearch(inputs, params, scheduler)
+            return BeamSearch(inputs, params, scheduler)
+        if isinstance(params, ScoringParams):
+            from nanovllm.features.tasks.loglikelihood import Scoring
 
-    def embedding(inputs: InputProcessor, params: PoolingParams) -> Task:
-        from nanovllm.features.tasks.embeddings.pooling import Embedding
+            return Scoring(params)
+        if isinstance(params, SamplingParams):
+            return Sampling(inputs, params, separates=parser is not None)
+        kinds = "a SamplingParams, BeamSearchParams or PoolingParams"
+        raise TypeError(f"sampling_params must be {kinds}, not {params!r}")
 
-        return Embedding(inputs, params, pooling())
-
-    def scoring(inputs: InputProcessor, params: ScoringParams) -> Task:
-        from nanovllm.features.tasks.loglikelihood import Scoring
-
-        return Scoring(params)
-
-    return {
-        SamplingParams: partial(Sampling, separates=parser is not None),
-        BeamSearchParams: beam_search,
-        PoolingParams: embedding,
-        ScoringParams: scoring,
-    }
-
-
-def refuse_without_head(input_processor: InputProcessor, params: object) -> Task:
-    """Raise ValueError for a request that needs a head."""
-    raise ValueError(
-        "the checkpoint has no head (lm_head.weight), and tie_word_embeddings in its config.json "
-        "is false; generation and log-likelihoods need a head: use embed, or load a checkpoint "
-        "with a head"
-    )
+    return make_task
 
 
 def longest_request(config: EngineConfig, checkpoint: Checkpoint) -> int:
     """Return the length of the longest request that the model and max_model_len allow."""
     model_config = checkpoint.model_config
     longest, window = model_config.max_position_embeddings, model_config.sliding_window
-    max_model_len = config.max_model_len or longest
+    max_model_len = config.max_model_len or model_config.usual_length or longest
     if max_model_len > longest:
         raise ValueError(
             f"max_model_len={max_model_len} is more than the {longest} positions of the model; use "

@@ -149,8 +149,6 @@ def load_model(
         from nanovllm.features.weights.dummy_weights import random_weights
 
         random_weights(tensors, config.seed, model.norm.device)
-    for linear in model.linears():  # one at a time, to save memory
-        model.backend.after_load(linear)
     ranks.connect(model, full_config.vocab_size)
 
 
@@ -162,21 +160,17 @@ def make_eager_runner(
     device = model.backend.device
     max_blocks = -(-max_model_len // block_size)
     rows = Rows(config.max_num_seqs, max_blocks, block_size, device)
-    length = max_blocks * block_size
-    rows.make_rules = partial(make_rules, config, length, vocab_size, device)
+
+    def make_rules() -> RulesState:
+        from nanovllm.features.sampling.logit_rules.row_rules import RulesState
+
+        state = RulesState(config.max_num_seqs, max_blocks * block_size, vocab_size, device)
+        state.processed_logprobs = config.logprobs_mode == "processed_logprobs"
+        return state
+
+    rows.make_rules = make_rules
     captures = model.backend.captures  # eager decodes then compute the same as captured decodes
     return (DeviceRunner if captures else ModelRunner)(model, model.backend, rows)
-
-
-def make_rules(
-    config: EngineConfig, length: int, vocab_size: int, device: torch.device
-) -> RulesState:
-    """Return the state of rules for rows of at most `length` tokens."""
-    from nanovllm.features.sampling.logit_rules.row_rules import RulesState
-
-    state = RulesState(config.max_num_seqs, length, vocab_size, device)
-    state.processed_logprobs = config.logprobs_mode == "processed_logprobs"
-    return state
 
 
 def make_cache(
@@ -199,10 +193,10 @@ def make_cache(
         sizes = num_blocks, budget.config.block_size
         return backend.attention_class(model_config, *sizes, backend.dtype, backend.device, scales)
 
-    if budget.num_host_blocks:  # staging buffers come before the KV cache
-        from nanovllm.features.kv.host_cache.pool import make_pool
+    if budget.num_host_blocks:
+        from nanovllm.features.kv.host_cache.pool import HostPool
 
-        runner.host_pool = make_pool(budget.num_host_blocks, make_attention(1).cache)
+        runner.host_pool = HostPool(budget.num_host_blocks, make_attention(1).cache)
     scratch = 0
     if backend.device.type == "cuda":
         from nanovllm.backends.gpu.profile import scratch_bytes

@@ -97,9 +97,6 @@ class Backend:
         """
         return self.empty(outputs, inputs)
 
-    def after_load(self, module: Linear) -> None:
-        """Change the layout of a loaded Linear, or prepare its kernels."""
-
     # ---- layers, as in models/layers.py; x and the residual may be overwritten ----
 
     linear = staticmethod(layers.linear)

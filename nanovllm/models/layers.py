@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanovllm.models.rope import RopeConfig
 from nanovllm.models.weights import CheckpointTensor
 
 if TYPE_CHECKING:
@@ -86,28 +85,6 @@ class Linear:
 def linear(x: Tensor, module: Linear) -> Tensor:
     """Map x [T, I] to [T, O]."""
     return F.linear(x, module.weight, module.bias)
-
-
-class RotaryEmbedding:
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864): rotates x[i] with x[i + D / 2].
-
-    It owns the tables `cos` and `sin` [max_len, D], with rows (cos, cos) and (-sin, sin), in the
-    dtype and on the device of `like`. models/rope.py computes the frequencies of a RopeConfig.
-    """
-
-    def __init__(self, dim: int, max_len: int, rope: RopeConfig, like: Tensor) -> None:
-        # The CPU computes the tables in float32, so that all devices have the same numbers.
-        frequencies, scale = rope.frequencies(dim)
-        angles = torch.outer(torch.arange(max_len, device="cpu").float(), frequencies)
-        cos, sin = angles.cos() * scale, angles.sin() * scale  # [P, D / 2]
-        table = torch.stack((torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)))
-        self.table = table.to(like)  # [2, max_len, D]
-        self.cos, self.sin = self.table
-
-    def at(self, positions: Tensor) -> Rope:
-        """Look up cos and sin [T, 1, D] of positions [T], once per step for all layers."""
-        cos, sin = self.table.index_select(1, positions).unsqueeze(2)
-        return cos, sin
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:

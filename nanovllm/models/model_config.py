@@ -32,6 +32,7 @@ FIELDS: Fields = {
         (float, (0, math.inf), "attention_factor beta_fast beta_slow"),
         (float, (0, math.inf), "low_freq_factor high_freq_factor"),
         (float, (0, 1), "partial_rotary_factor rms_norm_eps"),
+        (float, (0, math.inf), "mscale mscale_all_dim llama_4_scaling_beta"),
         (float, (1, math.inf), "factor rope_theta"),
         (str, STORED, "dtype torch_dtype"),
         (str, ("silu",), "hidden_act"),
@@ -47,16 +48,17 @@ FIELDS: Fields = {
 HARMLESS = r"""
     (_|image|mtp|output_|return_dict|tokenizer|transformers|unsloth|video|vision).* .*dropout.*
     .*flash_att.* .*initializer.* .*_loss_coef .*pdrop .*_penalty .*token(_ids?|_index)? .*version
-    architectures attn_implementation auto_map chunk_size_feed_forward do_sample early_stopping
-    finetuning_task id2label is_decoder is_llama_config label2id language_model_only max_length
-    max_seq(uence)?_len(gth)? model_(max_length|name|type) num_(beam.*|labels|nextn.*|return.*)
-    prefix pretraining_tp problem_type sentence_transformers seq_length task_specific_params
+    .*projector.* architectures attn_implementation auto_map chunk_size_feed_forward do_sample
+    early_stopping finetuning_task full_attn_mod id2label interpolate_factor is_decoder
+    is_llama_config label2id language_model_only max_length max_seq(uence)?_len(gth)?
+    model_(max_length|name|type) num_(beam.*|labels|nextn.*|return.*) prefix pretraining_tp
+    problem_type sentence_transformers seq_length spatial_merge_size task_specific_params
     temperature text_config top_[kp] typical_p use_cache attn_output_gate decoder_sparse_step
     full_attention_interval linear_.* mamba_ssm_dtype mlp_only_layers moe_intermediate_size
     norm_topk_prob num_(local_)?experts(_per_tok)? scoring_func shared_expert_intermediate_size
 """
-# Rope fields for positions in images. For text, the three rows of positions are equal.
-IMAGE_FIELDS = ("mrope_section", "mrope_interleaved")
+# Rope fields without effect. mrope is for images: for text, its three positions are equal.
+UNUSED_IN_ROPE = ("mrope_section", "mrope_interleaved", "max_position_embeddings", "finetuned")
 NEEDED = (
     "vocab_size",
     "hidden_size",
@@ -68,15 +70,22 @@ NEEDED = (
 # The beginnings of the supported architectures' names, such as "Qwen3" of "Qwen3ForCausalLM", with
 # the values of fields that config.json does not have.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "Qwen3": {"head_dim": 128},
-    "Qwen2": {},
+    "Qwen3": {"head_dim": 128, "sliding_window": 4096},
+    "Qwen2": {"sliding_window": 4096},
     "Llama": {},
-    "Mistral": {"num_key_value_heads": 8},
+    "Mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     # These are in features/models/.
-    "Qwen3Moe": {},
-    "Qwen3_5": {"head_dim": 256},
-    "Qwen3_5Moe": {"head_dim": 256},
+    "Qwen3VL": {"head_dim": 128, "rope_theta": 500_000.0},
+    "Mistral3": {"num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True},
+    "Ministral3": {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
+    "Phi3": {"original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0},
+    "SmolLM3": {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    "Granite": {},
+    "Qwen3Moe": {"sliding_window": 4096},
+    "Qwen3_5": {"head_dim": 256, "partial_rotary_factor": 0.25},
+    "Qwen3_5Moe": {"head_dim": 256, "partial_rotary_factor": 0.25},
 }
+NO_BIAS = ("Mistral", "Mistral3", "Ministral3", "Phi3")  # families without biases of attention
 
 
 @dataclass(frozen=True)
@@ -100,6 +109,9 @@ class ModelConfig:
     qk_norm: bool
     sliding_window: int | None  # the number of tokens that a layer attends to; None: all
     dtype: str | None  # the stored dtype of the weights, if config.json names it
+    usual_length: int | None = None  # the default of max_model_len; None: all positions
+    ropes: tuple[RopeConfig, ...] = ()  # of each layer, if they are not all `rope`
+    attention_scale: float = 1.0  # multiplies the products of queries and keys
 
     @classmethod
     def from_json(cls, raw: dict[str, Any], path: Path) -> ModelConfig:
@@ -108,13 +120,8 @@ class ModelConfig:
         Raises ValueError for missing or unsupported fields.
         """
         architecture, family = find_family(raw.get("architectures"))
-        raw = check_fields({"sliding_window": 4096} | FAMILIES.get(family, {}) | raw, path, FIELDS)
-        if not family:
-            found = raw.get("architectures") or f"none (model_type is {raw.get('model_type')!r})"
-            known = ", ".join(f"{name}ForCausalLM" for name in FAMILIES)
-            raise ValueError(f"{path}: the architecture {found} is not supported; {known} are")
-        harmless = re.compile("|".join(HARMLESS.split()))
-        unknown = unusual(raw, {*FIELDS, *filter(harmless.fullmatch, raw)})
+        raw = check_fields(FAMILIES.get(family, {}) | raw, path, FIELDS)
+        unknown = unknown_fields(raw)
         if raw.get("is_causal") is False:
             unknown["is_causal"] = False
         if unknown:
@@ -126,7 +133,8 @@ class ModelConfig:
             raise ValueError(f"{path} has no {missing[0]!r}")
         if raw.get("mlp_bias"):
             raise ValueError(f"{path}: mlp_bias is not supported")
-        rope = _rope(raw, path)
+        rope = _rope(raw, family, path)
+        is_limited = rope.rope_type == "longrope" or rope.llama_4_scaling_beta > 0
         is_yarn = rope.rope_type == "yarn"  # which extends the context
         extended = int(rope.factor * rope.original_max_position_embeddings) if is_yarn else 0
         dtype = (raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch.")
@@ -153,11 +161,12 @@ class ModelConfig:
             rope=rope,
             max_position_embeddings=max(raw["max_position_embeddings"], extended),
             tie_word_embeddings=raw.get("tie_word_embeddings", False),
-            attention_bias=family == "Qwen2" or (has_bias and family != "Mistral"),
-            output_bias=has_bias and family not in ("Qwen2", "Mistral"),
+            attention_bias=family == "Qwen2" or (has_bias and family not in NO_BIAS),
+            output_bias=has_bias and family not in ("Qwen2", *NO_BIAS),
             qk_norm=family.startswith("Qwen3"),
             sliding_window=_sliding_window(raw, family),
             dtype=dtype if dtype in DTYPES else None,
+            usual_length=rope.original_max_position_embeddings if is_limited else None,
         )
 
     def check_options(self, config: EngineConfig) -> None:
@@ -193,6 +202,12 @@ class ModelConfig:
         return 0
 
 
+def unknown_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config.json that may change the result, and that are not read."""
+    harmless = re.compile("|".join(HARMLESS.split()))
+    return unusual(raw, {*FIELDS, *filter(harmless.fullmatch, raw)})
+
+
 def find_family(architectures: Any) -> tuple[str, str]:
     """Return the supported one of `architectures` and its family, or two empty strings."""
     names = architectures if isinstance(architectures, list) else []
@@ -216,7 +231,7 @@ def name_architectures(raw: dict[str, Any]) -> Any:
     return names
 
 
-def _rope(raw: dict[str, Any], path: Path) -> RopeConfig:
+def _rope(raw: dict[str, Any], family: str, path: Path) -> RopeConfig:
     """Return the rope fields, from rope_parameters (new) or rope_theta and rope_scaling (old).
 
     Raises ValueError for a type or a field that would change the result and is not supported.
@@ -225,24 +240,24 @@ def _rope(raw: dict[str, Any], path: Path) -> RopeConfig:
     if new and old and new != old:
         raise ValueError(f"{path} has both rope_parameters and rope_scaling; keep one of them")
     params = check_fields(new or old, path, FIELDS)
-    params = {name: value for name, value in params.items() if name not in IMAGE_FIELDS}
-    outside = ("partial_rotary_factor", "original_max_position_embeddings")
+    params = {name: value for name, value in params.items() if name not in UNUSED_IN_ROPE}
+    outside = "original_max_position_embeddings"
     params = {
         "rope_type": params.pop("type", "default"),
         "rope_theta": raw.get("rope_theta", 10_000.0),
-        "original_max_position_embeddings": raw["max_position_embeddings"],
+        "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0),
         **params,
-        **{name: raw[name] for name in outside if name in raw},
+        outside: raw.get(outside, params.get(outside, raw["max_position_embeddings"])),
     }
-    params.pop("finetuned", None)  # it has no effect
-    if params.pop("partial_rotary_factor", 1) != 1:
+    if params["partial_rotary_factor"] != 1 and "partial_rotary_factor" not in FAMILIES[family]:
         raise ValueError(f"{path}: partial_rotary_factor is not supported; only 1 is")
     if params["rope_type"] == "mrope":  # an old name
         params["rope_type"] = "default"
     kind = params["rope_type"]
-    if kind not in REQUIRED:
+    kinds = [x for x in REQUIRED if x != "longrope" or family == "Phi3"]
+    if kind not in kinds:
         raise ValueError(
-            f"{path}: rope type {kind!r} is not supported, only {', '.join(REQUIRED)}; without it "
+            f"{path}: rope type {kind!r} is not supported, only {', '.join(kinds)}; without it "
             "the model runs at its original length, and 'yarn' extends this length"
         )
     if unknown := params.keys() - RopeConfig.__dataclass_fields__.keys():
@@ -260,5 +275,5 @@ def _sliding_window(raw: dict[str, Any], family: str) -> int | None:
     else:
         slides = "sliding_attention" in layers
     slides = slides or family == "Qwen3Moe"  # all of its layers do, or none
-    is_used = family == "Mistral" or (slides and raw.get("use_sliding_window"))
+    is_used = family in NO_BIAS or (slides and raw.get("use_sliding_window"))
     return raw.get("sliding_window") if is_used else None

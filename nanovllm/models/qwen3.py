@@ -22,8 +22,9 @@ from torch import Tensor
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.backend import Backend
 from nanovllm.models.batch import ForwardBatch
-from nanovllm.models.layers import Linear, Norms, Rope, RotaryEmbedding
+from nanovllm.models.layers import Linear, Norms, Rope
 from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.rope import RotaryEmbedding
 from nanovllm.models.weights import CheckpointTensor
 
 
@@ -130,6 +131,8 @@ class DecoderLayer:
 class Qwen3:
     """A model of one of these families. Its weights are uninitialized until they are loaded."""
 
+    attention_class = SelfAttention
+
     def __init__(self, config: ModelConfig, max_model_len: int, backend: Backend) -> None:
         self.config, self.backend = config, backend
         vocab_size, hidden = config.vocab_size, config.hidden_size
@@ -139,11 +142,15 @@ class Qwen3:
         )
         self.layers = self.make_layers()
         self.norm = backend.empty(hidden)
-        self.rotary = RotaryEmbedding(config.head_dim, max_model_len, config.rope, self.norm)
+        ropes = config.ropes or (config.rope,) * config.num_layers
+        kinds = list(dict.fromkeys(ropes))
+        self.rope_of_layer = [kinds.index(rope) for rope in ropes]
+        sizes = config.head_dim, max_model_len
+        self.rotary = RotaryEmbedding(*sizes, kinds, self.norm, config.attention_scale)
 
     def make_layers(self) -> list[DecoderLayer]:
         config, backend = self.config, self.backend
-        attns = [SelfAttention(config, i, backend) for i in range(config.num_layers)]
+        attns = [self.attention_class(config, i, backend) for i in range(config.num_layers)]
         return [DecoderLayer(config, a, self.make_mlp(a.layer), backend) for a in attns]
 
     def make_mlp(self, layer: int) -> MLP:
@@ -161,11 +168,11 @@ class Qwen3:
     def forward(self, batch: ForwardBatch, attention: PlainAttention) -> Tensor:
         """Return the hidden states [T, E] of the step's tokens, after the last norm."""
         x = self.embed_tokens[batch.input_ids]
-        rope = self.rotary.at(batch.positions)
+        ropes = self.rotary.at(batch.positions)
         residual: Tensor | None = None
-        for layer in self.layers:
+        for layer, rope in zip(self.layers, self.rope_of_layer, strict=True):
             self.backend.before_layer()
-            x, residual = layer(x, residual, rope, batch, attention)
+            x, residual = layer(x, residual, ropes[rope], batch, attention)
         return self.backend.add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class CheckpointTensor:
     name: str
     shape: tuple[int, ...]  # of the tensor in the checkpoint
     store: Callable[[Tensor], object]  # converts dtype and device
-    slices: tuple[slice, ...] = (slice(None),)
+    slices: tuple[slice | Tensor, ...] = (slice(None),)  # or indices
     # Whether `store` accepts a QuantizedWeight of features/formats/quantized_weight.py.
     takes_int4: bool = False
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
@@ -39,10 +38,6 @@ class OneRank:
 
         vocab_size: size of the whole vocabulary. The last rank's head may be padded.
         """
-
-    def rows_of_rank(self, table: Any) -> Any:
-        """Return this rank's rows of the embedding table of a connected model."""
-        return table
 
     def run(self, plan: StepPlan, launch: Launch) -> Callable[[], StepOutput]:
         """Launch a step if all ranks have planned the same step."""

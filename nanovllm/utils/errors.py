@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,13 +19,23 @@ def why_no_token(params: Any) -> str:
     return "the model computed NaN" + f", or {' and '.join(masks)} hid every token" * bool(masks)
 
 
-def why_failed(requests: list[Request]) -> dict[int, str]:
-    """Return for each request that ended with finish_reason "error", by its number, why."""
-    return {
-        i: str(request.error or why_no_token(request.task.params))
+def check_generated(requests: list[Request]) -> None:
+    """Raise GenerationError if requests have ended with finish_reason "error"."""
+    outputs = [request.output for request in requests]
+    reasons = {
+        f"prompts[{i}] (request {request.request_id})": str(
+            request.error or why_no_token(request.task.params)
+        )
         for i, request in enumerate(requests)
         if any(sample.finish_reason == "error" for sample in request.output.outputs)
     }
+    if reasons:
+        message = (
+            f"no token could be sampled for {', '.join(reasons)}: "
+            f"{'; '.join(dict.fromkeys(reasons.values()))}; the attribute `outputs` of this error "
+            "has the results of all requests"
+        )
+        raise GenerationError(message, outputs)
 
 
 class GrammarError(RuntimeError):
@@ -40,18 +50,6 @@ class GenerationError(RuntimeError):
     of its prompts.
     """
 
-    def __init__(self, outputs: list[RequestOutput], reasons: Mapping[int, str]) -> None:
-        """`reasons` says for each failed request, by its number, why it failed."""
-        names = ", ".join(f"prompts[{i}] (request {outputs[i].request_id})" for i in reasons)
-        super().__init__(
-            f"no token could be sampled for {names}: {'; '.join(dict.fromkeys(reasons.values()))}; "
-            "the attribute `outputs` of this error has the results of all requests"
-        )
+    def __init__(self, message: str, outputs: Sequence[RequestOutput] = ()) -> None:
+        super().__init__(message)
         self.outputs = outputs
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Return the class, the message and the attributes, for copy and pickle.
-
-        By default, an Exception is made by a call of __init__ with the message alone.
-        """
-        return type(self).__new__, (type(self), *self.args), vars(self)

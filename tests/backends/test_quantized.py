@@ -8,7 +8,7 @@ from typing import Any
 import fresh
 import pytest
 import torch
-from checkpoints import VOCAB, make_checkpoint, random_llm, weights_of, wrong_by_task
+from checkpoints import make_checkpoint, random_llm, weights_of, wrong_by_task
 from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams
@@ -40,7 +40,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 def weight_class(kind: str, packed: bool = False) -> Any:
     """The class of weights of a kind; packed: for the CPU's kernel."""
     if packed:
-        return int8_kernels.PackedWeight if kind == "int8" else int4_kernels.PackedInt4
+        return int8_kernels.PackedInt8 if kind == "int8" else int4_kernels.PackedInt4
     return Int8Weight if kind == "int8" else Int4Weight
 
 
@@ -74,6 +74,15 @@ def dequantized(kind: str, weight: torch.Tensor) -> torch.Tensor:
     if kind == "int8":
         return values * scale[:, None]
     return (values * scale.float()[:, :, None]).flatten(1)[:, : weight.shape[1]]
+
+
+def rows_of(weight: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of a weight. The engine looks up no rows in int4 that are packed."""
+    if hasattr(weight, "__getitem__"):
+        return weight[rows]
+    words, scale = weight.read(rows)
+    values = unpack(words.unflatten(1, (-1, 4))) * scale.float()[:, :, None]
+    return values.flatten(1)[:, : weight.inputs].to(weight.dtype)
 
 
 def integers(*shape: int) -> torch.Tensor:
@@ -174,8 +183,8 @@ def test_a_weight_is_loaded_part_by_part(kind: str, packed: bool, inputs: int) -
         part.copy_(source)
     wanted = dequantized(kind, torch.cat(sources)).bfloat16()
     rows = torch.randint(0, 308, (400,))
-    assert torch.equal(weight[rows], wanted[rows])
-    assert torch.equal(part[torch.tensor([0])], wanted[-1:])
+    assert torch.equal(rows_of(weight, rows), wanted[rows])
+    assert torch.equal(rows_of(part, torch.tensor([0])), wanted[-1:])
     if not packed:
         assert torch.equal(weight.dequantized(), wanted)
 
@@ -300,26 +309,6 @@ def tokens(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @each_kind
-@pytest.mark.parametrize("backend", ["sdpa", pytest.param("numba", marks=needs_numba)])
-@pytest.mark.parametrize(("family", "tie"), [("qwen3", False), ("llama", True), ("qwen2", False)])
-def test_greedy_tokens_are_the_same(
-    tmp_path: Path, kind: str, family: str, tie: bool, backend: str
-) -> None:
-    """Whole, chunked, batched and after preemption, in float32."""
-    make_checkpoint(tmp_path, family, tie=tie)
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(1, VOCAB, (n,), generator=generator).tolist() for n in (37, 5, 18, 1)]
-    make = partial(random_llm, tmp_path, quantization=kind, attention_backend=backend)
-    llm = make()
-    wanted = [tokens(llm, [prompt])[0] for prompt in prompts]
-    assert tokens(llm, prompts) == wanted
-    for options in ({"max_num_batched_tokens": 7}, {"num_kv_cache_blocks": 6}):
-        llm = make(**options)
-        assert tokens(llm, prompts) == wanted
-    assert llm.stats()["preemptions"] > 0
-
-
-@each_kind
 @pytest.mark.parametrize("tie", [False, True])
 def test_what_an_engine_stores(tmp_path: Path, kind: str, tie: bool) -> None:
     """Layers in `kind`, the head in int8, the rest as it is; sizes as they are reported."""
@@ -332,7 +321,7 @@ def test_what_an_engine_stores(tmp_path: Path, kind: str, tie: bool) -> None:
             assert torch.equal(weight, checkpoint[name].bfloat16())
         else:
             wanted = dequantized(kind if "_proj." in name else "int8", checkpoint[name])
-            assert torch.equal(weight[torch.arange(len(wanted))], wanted.bfloat16()), name
+            assert torch.equal(rows_of(weight, torch.arange(len(wanted))), wanted.bfloat16()), name
     layers = [linear.weight.nbytes for linear in runner.model.linears()]
     others = [weight.nbytes for weight in stored.values() if isinstance(weight, torch.Tensor)]
     assert sum(layers) + sum(others) == weight_bytes(
@@ -367,8 +356,8 @@ def private():
     return next(int(l.split()[1]) * 1024 for l in lines if l.startswith("RssAnon"))
 
 def load(path, done):
-    options = dict(dtype="bfloat16", device="cpu", num_kv_cache_blocks=4, skip_tokenizer_init=True)
-    llms.append(LLM(path, quantization="int8", max_model_len=32, **options))
+    sizes = dict(num_kv_cache_blocks=4, max_model_len=32)
+    llms.append(LLM(path, device="cpu", skip_tokenizer_init=True, **sizes, **{options}))
     done.set()
 
 llms, (large, small) = [], {paths}
@@ -388,17 +377,24 @@ print((peak - before) / size, (private() - before) / size)
 
 
 @pytest.mark.slow
-def test_loading_never_holds_the_model_in_bfloat16(path: Path, large: Path) -> None:
-    done = fresh.run(MEMORY.format(paths=[str(large), str(path)]))
+@pytest.mark.parametrize(
+    ("options", "least", "most"),
+    [
+        ({"dtype": "bfloat16", "quantization": "int8"}, 0.4, 0.75),
+        ({"dtype": "bfloat16", "attention_backend": "sdpa"}, 0.9, 1.3),
+        ({"dtype": "float32", "attention_backend": "sdpa"}, 1.8, 2.6),
+    ],
+    ids=str,
+)
+def test_loading_holds_the_model_once(
+    path: Path, large: Path, options: dict, least: float, most: float
+) -> None:
+    """Of a checkpoint in bfloat16, quantized, as it is, or converted; as shares of its size."""
+    done = fresh.run(MEMORY.format(paths=[str(large), str(path)], options=options))
     assert done.returncode == 0, done.stderr
     peak, after = map(float, done.stdout.split())
-    assert peak < 0.75
-    assert 0.4 < after < 0.6
-
-
-@each_kind
-def test_random_weights(path: Path, kind: str) -> None:
-    assert tokens(random_llm(path, quantization=kind, load_format="dummy"), [[1, 2]])
+    assert least < after < most
+    assert peak < most
 
 
 # ---- errors ----

@@ -1,19 +1,17 @@
 """Trace: events equal the engine's state; the table and the page equal them."""
 
-import html
 import json
 import math
 import random
 import re
 import runpy
-import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import chromium
 import pytest
 from fake_runner import FakeRunner, greedy
 
@@ -25,8 +23,6 @@ from nanovllm.config import SpeculativeConfig
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.observer import NO_OBSERVER
 from nanovllm.features.sampling.ngram import NgramSpeculation
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 class CheckedTrace(Trace):
@@ -465,8 +461,10 @@ def test_tokens_are_escaped(llm: LLM) -> None:
 
 # ---- the page in a browser ----
 
-# Goes through all steps in the browser and writes what they show into the page.
-PROBE = """<script>
+# Goes through all steps in the browser, and returns what they show.
+PROBE = """(() => {
+const errors = [];
+window.addEventListener("error", event => errors.push(event.message));
 const seen = [], text = node => node.textContent.trim();
 const slot = node => [node.className, node.textContent];
 for (let k = 1; k <= last; k++) {
@@ -501,26 +499,11 @@ for (const key of ["ArrowRight", "Home", "End"]) {
   document.body.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
   moves.push(cursor);
 }
-document.body.append(el("pre", { id: "probe" }, JSON.stringify({ seen, moves, jumps })));
-</script>"""
+return JSON.stringify({ seen, moves, jumps, errors });
+})()"""
 
 
-def browse(path: Path) -> str:
-    """Load a page in headless Chromium and return its DOM. Fails if the console has an error."""
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    command += ["--enable-logging=stderr", "--window-size=1280,900", "--virtual-time-budget=3000"]
-    # A second browser with the same profile would hand its page to the first.
-    command += [f"--user-data-dir={path.parent / 'profile'}", f"file://{path}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    errors = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    assert not errors, errors
-    return done.stdout
-
-
-browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
-
-
-@browser
+@pytest.mark.skipif(not chromium.PATH, reason="no chromium on PATH")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "which", ["failed", "hostile", "random", "drafts", "chunk", "embedded", "beams"]
@@ -551,12 +534,11 @@ def test_the_browser_agrees_in_every_step(
         with Trace(llm) as trace:
             drive(llm.engine, random.Random(1))
         assert any("drafts" in event for event in trace.events) == (which == "drafts")
-    page = pages.page(trace.options, trace.events, trace.texts())
-    (tmp_path / "trace.html").write_text(page.replace("</body>", PROBE + "</body>"))
-    dom = browse(tmp_path / "trace.html")
-    probe = re.search(r'<pre id="probe">(.*?)</pre>', dom, re.DOTALL)
-    assert probe is not None
-    found, last = json.loads(html.unescape(probe[1])), trace.num_steps
+    trace.save(tmp_path / "trace.html")
+    with chromium.open_page((tmp_path / "trace.html").as_uri()) as page:
+        page.wait("document.readyState == 'complete' && typeof last == 'number'")
+        found, last = json.loads(page.evaluate(PROBE)), trace.num_steps
+    assert not found["errors"]
     assert found["moves"] == [2, 3, 1, last], "the slider and the keys"
     for kind, visited in found["jumps"]:
         wanted = [k for k, seen in enumerate(found["seen"], 1) if f"{kind}: " in seen["words"]]

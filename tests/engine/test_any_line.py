@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from nanovllm import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Request
 from nanovllm.features.tasks.loglikelihood import tokenize_pairs
 
@@ -46,10 +48,13 @@ FILES = tuple(
         "engine/scheduler",
         "features/kv/host_cache/host_blocks",
         "engine/token_logprobs",
+        "features/sampling/logit_rules/penalties",
+        "features/sampling/logit_rules/row_rules",
+        "features/sampling/logit_rules/rules_of_row",
         "features/sampling/ngram",
         "features/sampling/structured",
         "features/tasks/beam_search",
-        "features/tasks/embeddings/pooling",
+        "features/tasks/embeddings",
         "features/tasks/loglikelihood",
         "outputs",
     ]
@@ -170,7 +175,8 @@ def lines_of_a_stream(asynchronous: bool) -> list[faults.Line]:
 )
 @pytest.mark.parametrize("all_but_few", ALL_BUT_FEW)
 def test_an_error_at_any_line(kind: str, asynchronous: bool, all_but_few: bool) -> None:
-    """It ends one request, or fails one step after which all requests go on."""
+    """It ends one request, or fails one step after which all requests go on. While results are
+    committed, it ends all requests."""
     if kind == "structured":
         pytest.importorskip("llguidance")
     llm = small(asynchronous, with_drafts=kind == "drafts")
@@ -210,7 +216,8 @@ def test_an_error_at_any_line(kind: str, asynchronous: bool, all_but_few: bool) 
         where = f"{lines[at]}: {raised}"
         assert all(request.ended for request in requests), where
         failed = [request for request in requests if request.error is not None]
-        assert len(failed) + len(raised) <= 1, where
+        assert len(raised) <= 1, where
+        assert len(failed) <= 1 or all(request.error in raised for request in failed), where
         for request, expected in zip(requests, want, strict=True):
             if request.error is None:
                 assert same(result(request), expected), where
@@ -258,6 +265,8 @@ CALLS: dict[str, Callable[[LLM], Any]] = {
     ],
     "loop": loop,
 }
+FIRST = inspect.getsourcelines(LLMEngine.step)[1]
+RETURNS = [("engine/llm_engine.py", FIRST + number) for number in range(8)]
 STEP = ("engine/", "llm.py", "features/tasks/beam_search.py", "runner/")
 # Without backends/cpu/thread_limit.py, whose lines depend on the time.
 CPU = (
@@ -289,7 +298,8 @@ def test_ctrl_c_at_any_line(path: Path, how: str, all_but_few: bool) -> None:
         assert is_idle(llm.engine), lines[at]
         assert not llm.engine.lock.locked(), lines[at]
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, lines[at]
-        assert how != "loop" or len(got[0]) in (2, 3), lines[at]
+        # `step` itself may lose the outputs that it was about to return.
+        assert how != "loop" or len(got[0]) in (2, 3) or lines[at] in RETURNS, lines[at]
         assert same(action(), want), lines[at]
 
 

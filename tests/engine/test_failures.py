@@ -5,20 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from checkpoints import random_llm
 from engines import is_idle
 
 from lessons.oracle.oracle import OracleRunner, make_samples
-from nanovllm import LLM, SamplingParams
+from nanovllm import SamplingParams
 from nanovllm.engine import results, sampling
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.recovery import revert_in_flight
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.features.sampling.logit_rules.penalties import PenaltyState
-from nanovllm.features.sampling.logit_rules.row_rules import RowRules
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -59,67 +55,6 @@ def test_an_abandoned_stream_is_collected_while_the_engine_changes(
 
 # ---- what a request's own data raise ends that request ----
 
-PENALIZED = dict(repetition_penalty=1.5)
-FAULTS = [
-    (RowRules, "__init__", PENALIZED),
-    (RowRules, "apply", dict(logits_processors=[lambda output_ids, logits: logits])),
-    (PenaltyState, "add_row", PENALIZED),
-    (Detokenizer, "add", dict(stop=["never"])),
-    (Detokenizer, "add", {}),
-    (sampling, "decode_logprobs", dict(logprobs=2)),
-    (sampling, "decode_logprobs", dict(prompt_logprobs=2)),
-]
-
-
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("call", range(1, 4))
-@pytest.mark.parametrize(
-    ("owner", "name", "fields"),
-    FAULTS,
-    ids=[f"{c.__name__}.{n}-{','.join(f)}" for c, n, f in FAULTS],
-)
-def test_a_fault_in_one_requests_own_data(
-    embedded: LLM,
-    monkeypatch: pytest.MonkeyPatch,
-    owner: type,
-    name: str,
-    fields: dict,
-    call: int,
-    n: int,
-) -> None:
-    """It ends this request and no other, whichever function fails at whichever call."""
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, n=n, **fields)
-    others = ["What is 12 + 30?\n", "Spell garden\n"]
-    plain = SamplingParams(temperature=0, max_tokens=10, detokenize=False)
-    want = [o["token_ids"] for o in embedded.generate(others, plain, use_tqdm=False)]
-    inner, calls = getattr(owner, name), 0
-
-    def fails(*args):
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            raise ZeroDivisionError(f"call {call}")
-        return inner(*args)
-
-    engine = embedded.engine
-    first = [engine.add_request(prompt, plain) for prompt in others]
-    monkeypatch.setattr(owner, name, fails)
-    faulty = engine.submit("Count from 1 to 9\n", params)
-    outputs = {}
-    for _ in range(40):
-        outputs |= {o.request_id: o["token_ids"] for o in engine.step()}
-        if not engine.has_unfinished_requests():
-            break
-    assert [outputs[request_id] for request_id in first] == want
-    assert faulty.output is not None
-    reasons = {sample.finish_reason for sample in faulty.output.outputs}
-    if calls >= call:
-        assert isinstance(faulty.error, ZeroDivisionError)
-        assert "error" in reasons
-    else:
-        assert (faulty.error, reasons) == (None, {"length"})
-    assert is_idle(engine)
-
 
 def test_a_failing_logits_processor_ends_its_own_request_only(
     path: Path, caplog: pytest.LogCaptureFixture
@@ -149,41 +84,6 @@ def test_a_failing_logits_processor_ends_its_own_request_only(
     ]
     assert "request by step failed" in caplog.text
     assert "not yours" in caplog.text
-
-
-@pytest.mark.parametrize("backend", ["numba", "sdpa"])
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_logprobs_of_a_row_without_a_token(path: Path, backend: str, asynchronous: bool) -> None:
-    """A processor raises or hides every token: there is no token to report."""
-    if backend == "numba":
-        pytest.importorskip("numba")
-    llm = random_llm(path, attention_backend=backend, async_scheduling=asynchronous)
-    want = llm.generate([1, 2], GREEDY, use_tqdm=False)[0]["token_ids"]
-
-    def fails(output_ids, logits):
-        if len(output_ids) == 2:
-            raise KeyError("failed")
-
-    def hides(output_ids, logits):
-        return torch.full_like(logits, float("-inf")) if len(output_ids) == 3 else logits
-
-    for processor, num in ((fails, 2), (hides, 3)):
-        params = SamplingParams(
-            temperature=0,
-            max_tokens=6,
-            ignore_eos=True,
-            logprobs=3,
-            repetition_penalty=1.2,
-            logits_processors=[processor],
-        )
-        before = llm.stats()["output_tokens"]
-        request = llm.engine.submit([1, 2], params)
-        assert llm.generate([1, 2], GREEDY, use_tqdm=False)[0]["token_ids"] == want
-        sample = request.output.outputs[0]
-        assert (sample.finish_reason, len(sample.token_ids)) == ("error", num)
-        assert len(sample.logprobs) == num
-        assert llm.stats()["output_tokens"] == before + len(want) + num
-    assert is_idle(llm.engine)
 
 
 def test_min_tokens_beyond_any_length(path: Path) -> None:

@@ -126,7 +126,8 @@ def test_plain_parameters_make_no_rules(embedded: LLM) -> None:
     """Rows with rules take a slower path, so the usual parameters must not have any."""
     for fields in ({}, {"stop_token_ids": [3]}, {"top_k": 5, "seed": 1}, {"logits_processors": []}):
         params = SamplingParams(**fields)
-        assert embedded.engine.input_processor.make_task(params).rules is None
+        inputs = embedded.engine.input_processor
+        assert inputs.make_task(inputs, params).rules is None
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])

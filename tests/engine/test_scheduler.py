@@ -1,6 +1,5 @@
 """Policies, budgets, sharing and the reserve: one test for each promise and earlier failure."""
 
-import itertools
 import random
 
 import pytest
@@ -8,9 +7,8 @@ from oracle_engine import Engine, right, sequence
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.policies import AGING, POLICIES
-from nanovllm.engine.recovery import revert_in_flight
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.engine.sequence import Status
 from nanovllm.features.kv.host_cache.host_blocks import HostCacheBlockManager
 
 
@@ -132,28 +130,6 @@ def test_preempted_first_under_any_policy(monkeypatch: pytest.MonkeyPatch) -> No
     engine.run()
     assert right(old)
     assert right(new)
-
-
-@pytest.mark.parametrize("fails_at", range(1, 9))
-def test_an_interrupted_plan_is_reverted(fails_at: int) -> None:
-    """An exception within `schedule`, as a second Ctrl-C is, after some sequences have advanced."""
-    engine = Engine(blocks=30, size=2, seqs=3, budget=8)
-    seqs = [sequence([i, i, 1], 7, i, seed=i) for i in range(4)]
-    engine.add(*seqs)
-    take, calls = engine.block_manager.append_block, itertools.count(1)
-
-    def failing(seq: Sequence) -> int:
-        if next(calls) == fails_at:
-            raise KeyboardInterrupt
-        return take(seq)
-
-    engine.block_manager.append_block = failing
-    with pytest.raises(KeyboardInterrupt):
-        engine.run()
-    scheduler = engine.scheduler
-    revert_in_flight(scheduler, [*scheduler.running, *scheduler.waiting])
-    engine.run()
-    assert all(right(s) for s in seqs)
 
 
 def test_an_abort_at_the_head_admits_the_next() -> None:

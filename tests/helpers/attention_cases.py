@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from checkpoints import model_config
 from hypothesis import strategies as st
 from references import plain_attention
 
@@ -12,32 +13,8 @@ from nanovllm.backends.cpu.attention import NumbaAttention
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.fp8 import Scales, to_fp8
-from nanovllm.models.model_config import ModelConfig
-from nanovllm.models.rope import RopeConfig
 
 NAN = float("nan")
-
-
-def config(heads: int, kv_heads: int, dim: int) -> ModelConfig:
-    return ModelConfig(
-        architecture="Qwen3ForCausalLM",
-        vocab_size=1,
-        hidden_size=1,
-        intermediate_size=1,
-        num_layers=1,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=dim,
-        rms_norm_eps=0.0,
-        rope=RopeConfig(),
-        max_position_embeddings=1,
-        tie_word_embeddings=True,
-        attention_bias=False,
-        output_bias=False,
-        qk_norm=False,
-        sliding_window=None,
-        dtype=None,
-    )
 
 
 BACKENDS = [PlainAttention, NumbaAttention]
@@ -53,7 +30,9 @@ def make(
     dim: int = 16,
     scales: Scales | None = None,
 ) -> PlainAttention | NumbaAttention:
-    arguments = config(*heads, dim), num_blocks, block_size, dtype, torch.device("cpu")
+    sizes = dict(zip(("num_attention_heads", "num_key_value_heads"), heads, strict=True))
+    config = model_config("llama", **sizes, head_dim=dim)
+    arguments = config, num_blocks, block_size, dtype, torch.device("cpu")
     return make_backend(*arguments, scales and [scales])
 
 

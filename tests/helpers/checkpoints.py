@@ -7,11 +7,26 @@ from typing import Any
 import torch
 
 from nanovllm import LLM
+from nanovllm.models.model_config import NEEDED, ModelConfig
 from tools.training import data
 from tools.training.grade import wrong_answers
 
 VOCAB = 199
 FAMILIES = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral"}
+
+
+# Of all families of models.
+SIZES = dict(
+    vocab_size=VOCAB,
+    hidden_size=64,
+    intermediate_size=96,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=512,
+    tie_word_embeddings=False,
+    eos_token_id=0,
+)
 
 
 def make_config(
@@ -25,52 +40,65 @@ def make_config(
     # Tests that make no checkpoint do not wait for it.
     import transformers
 
-    settings = dict(
+    settings = SIZES | dict(
         architectures=[f"{FAMILIES[family]}ForCausalLM"],
-        vocab_size=VOCAB,
-        hidden_size=64 if family == "qwen3" else head_dim * kv_heads * group,
-        intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=kv_heads * group,
         num_key_value_heads=kv_heads,
-        max_position_embeddings=512,
+        head_dim=head_dim,
         tie_word_embeddings=tie,
-        eos_token_id=0,
         bos_token_id=None,
     )
-    if family == "qwen3":
-        settings["head_dim"] = head_dim
+    if family != "qwen3":
+        settings["hidden_size"] = settings.pop("head_dim") * kv_heads * group
     if family == "mistral":
         settings["sliding_window"] = None
     config_class = getattr(transformers, f"{FAMILIES[family]}Config")
     return config_class(**(settings | config))
 
 
+def model_config(family: str, **fields: object) -> ModelConfig:
+    """The ModelConfig of a config.json with these fields. Sizes that it lacks are 1."""
+    raw = dict.fromkeys(NEEDED, 1) | {"architectures": [f"{FAMILIES[family]}ForCausalLM"]}
+    return ModelConfig.from_json(raw | fields, Path("config.json"))
+
+
 def make_checkpoint(
     path: Path, family: str = "qwen3", *shape: int, seed: int = 0, **config: object
 ) -> torch.nn.Module:
-    """Save a random checkpoint and return transformers' model of it, in float32.
-
-    The weights are large enough for decisive logits. Every norm weight and bias is random: fresh
-    ones are 1 and 0, which would hide a dropped term.
-    """
+    """Save a random checkpoint and return transformers' model of it, in float32."""
     import transformers
 
     torch.manual_seed(seed)
     model_class = getattr(transformers, f"{FAMILIES[family]}ForCausalLM")
     model = model_class(make_config(family, *shape, **config)).float().eval()
+    randomize(model, scale=1.5)
+    model.save_pretrained(path)
+    return model
+
+
+def randomize(model: torch.nn.Module, zero_centered: bool = False, scale: float = 1.2) -> None:
+    """Set random weights that are large enough for decisive logits.
+
+    Every norm weight and bias is random: fresh ones are 1 and 0, which would hide a dropped term.
+    zero_centered: norms multiply by 1 + w.
+    """
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if "norm" in name:
+            if "linear_attn.norm" in name:
                 p.copy_(1 + 0.3 * torch.randn_like(p))
-            elif name.endswith("bias"):
+            elif "norm" in name:
+                p.copy_((not zero_centered) + 0.3 * torch.randn_like(p))
+            elif name.endswith("A_log"):
+                p.copy_(torch.randn_like(p))
+            elif name.endswith(("bias", "dt_bias")):
                 p.copy_(0.5 * torch.randn_like(p))
             elif "embed" in name or "lm_head" in name:
                 p.copy_(torch.randn_like(p) * 0.3)
+            elif "conv1d" in name:
+                p.copy_(torch.randn_like(p) * 0.7)
             else:
-                p.copy_(torch.randn_like(p) * 1.5 / p.shape[1] ** 0.5)
-    model.save_pretrained(path)
-    return model
+                p.copy_(torch.randn_like(p) * scale / p.shape[-1] ** 0.5)
 
 
 def weights_of(llm: LLM) -> dict[str, torch.Tensor]:

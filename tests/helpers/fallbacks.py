@@ -10,8 +10,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
@@ -119,33 +119,27 @@ def incomplete_replay(sizes: range) -> Any:
     return patch.object(Graph, "replay", replay_most)
 
 
-def lost() -> Any:
-    """A patch with which a kernel makes all that follows fail."""
+@contextmanager
+def lost() -> Iterator[None]:
+    """A kernel makes all that follows fail."""
     error = RuntimeError("CUDA error: an illegal memory access was encountered")
-    stack = ExitStack()
+    with ExitStack() as stack:
 
-    class Patch:
-        def __enter__(self) -> None:
-            def fail() -> Exception:
-                stack.enter_context(raising(torch.cuda, "synchronize", error))
-                return error
+        def fail() -> Exception:
+            stack.enter_context(raising(torch.cuda, "synchronize", error))
+            return error
 
-            stack.enter_context(failing(fail, "_silu_and_mul"))
-
-        def __exit__(self, *_: Any) -> None:
-            stack.close()
-
-    return Patch()
+        stack.enter_context(failing(fail, "_silu_and_mul"))
+        yield
 
 
-def on_card(major: int, minor: int, shared_memory_kib: int) -> Any:
+@contextmanager
+def on_card(major: int, minor: int, shared_memory_kib: int) -> Iterator[None]:
     properties = torch.cuda.get_device_properties(0)
-    stack = ExitStack()
-    stack.enter_context(
-        patch.multiple(properties, shared_memory_per_block_optin=shared_memory_kib << 10)
-    )
-    stack.enter_context(patch.object(torch.cuda, "get_device_capability", lambda _: (major, minor)))
-    return stack
+    memory = {"shared_memory_per_block_optin": shared_memory_kib << 10}
+    capability = patch.object(torch.cuda, "get_device_capability", lambda _: (major, minor))
+    with patch.multiple(properties, **memory), capability:
+        yield
 
 
 def main() -> None:

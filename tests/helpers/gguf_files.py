@@ -9,12 +9,11 @@ import pytest
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import nanovllm
-from nanovllm.features.formats.gguf.reader import FIELDS, NAMES
+from nanovllm.features.formats.gguf.convert_gguf import FIELDS
 
 gguf = pytest.importorskip("gguf")
 NANO = Path(nanovllm.__file__).parent / "loading" / "qwen3-nano"
 END = "<|end|>"
-GGUF_NAMES = {ours: theirs for theirs, ours in NAMES.items()}
 
 
 def reordered(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -62,22 +61,20 @@ def write_gguf(
     weights = {}
     for file in checkpoint.glob("*.safetensors"):
         weights |= load_file(file)
+    arch = gguf.MODEL_ARCH[kind.upper()] if kind != "gemma" else gguf.MODEL_ARCH.QWEN3
+    names = gguf.get_tensor_name_map(arch, 100)
     for name, tensor in weights.items():
         values = tensor.float().numpy()
-        short, end = name.removeprefix("model.layers.").rsplit(".", 1)
-        number, _, inner = short.partition(".")
-        theirs = GGUF_NAMES[inner if name.startswith("model.layers.") else short]
-        layer = f"blk.{number}." if name.startswith("model.layers.") else ""
-        heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(theirs)
+        theirs = names.get_name(name, (".weight", ".bias"))
+        module = theirs.split(".")[-2]
+        heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(module)
         if kind == "llama" and heads:
             values = reordered(values, config[heads])
         if quantized and values.ndim == 2 and values.shape[1] % 32 == 0:
             data = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
-            writer.add_tensor(
-                f"{layer}{theirs}.{end}", data, raw_dtype=gguf.GGMLQuantizationType.Q8_0
-            )
+            writer.add_tensor(theirs, data, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
         else:
-            writer.add_tensor(f"{layer}{theirs}.{end}", values)
+            writer.add_tensor(theirs, values)
     if divisors is not None:
         writer.add_tensor("rope_freqs.weight", divisors)
     writer.write_header_to_file()

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checkpoints import SIZES, randomize
 
 
 def make_hybrid_checkpoint(
@@ -38,23 +39,14 @@ def hybrid_settings(
     layer_types: str = "LLLF", value_heads: int = 4, key_heads: int = 2
 ) -> dict[str, Any]:
     names = {"L": "linear_attention", "F": "full_attention"}
-    return dict(
+    return SIZES | dict(
         architectures=["Qwen3_5ForCausalLM"],
-        vocab_size=199,
-        hidden_size=64,
-        intermediate_size=96,
         num_hidden_layers=len(layer_types),
         layer_types=[names[letter] for letter in layer_types],
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
         linear_num_key_heads=key_heads,
         linear_num_value_heads=value_heads,
         linear_key_head_dim=16,
         linear_value_head_dim=24,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        eos_token_id=0,
         rope_parameters={
             "rope_type": "default",
             "rope_theta": 10_000.0,
@@ -63,26 +55,6 @@ def hybrid_settings(
             "mrope_interleaved": True,
         },
     )
-
-
-def randomize(model: torch.nn.Module, zero_centered: bool) -> None:
-    """Set decisive random weights. zero_centered: norms multiply by 1 + w."""
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "linear_attn.norm" in name:
-                p.copy_(1 + 0.3 * torch.randn_like(p))
-            elif "norm" in name:
-                p.copy_((not zero_centered) + 0.3 * torch.randn_like(p))
-            elif name.endswith("A_log"):
-                p.copy_(torch.randn_like(p))
-            elif name.endswith(("bias", "dt_bias")):
-                p.copy_(0.5 * torch.randn_like(p))
-            elif "embed" in name or "lm_head" in name:
-                p.copy_(torch.randn_like(p) * 0.3)
-            elif "conv1d" in name:
-                p.copy_(torch.randn_like(p) * 0.7)
-            else:
-                p.copy_(torch.randn_like(p) * 1.2 / p.shape[-1] ** 0.5)
 
 
 def nest(path: Path) -> None:

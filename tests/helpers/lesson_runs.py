@@ -9,10 +9,9 @@ from typing import Any
 import lesson_pages
 import pytest
 
-from lessons import pictures, show
+from lessons import show
 
 SHOWN = ("say", "show_table", "show_source", "show_lines", "show_question")
-DRAWN = ("show_formula", "show_lanes", "show_plot")
 DECIMAL = re.compile(r"(\d+\.\d+(?:e[+-]?\d+)?|\de[+-]\d+)")
 
 
@@ -28,8 +27,8 @@ class Both(lesson_pages.Page):
         return super().write(text)
 
 
-def both(module: Any, name: str) -> Callable[..., None]:
-    on_page, on_terminal = getattr(lesson_pages.Page, name), getattr(module, name).__wrapped__
+def both(name: str) -> Callable[..., None]:
+    on_page, on_terminal = getattr(lesson_pages.Page, name), getattr(show, name).__wrapped__
 
     def method(page: Both, *args: Any, **kwargs: Any) -> None:
         args = tuple(list(arg) if isinstance(arg, Iterator) else arg for arg in args)
@@ -40,9 +39,8 @@ def both(module: Any, name: str) -> Callable[..., None]:
     return method
 
 
-for module, names in ((show, SHOWN), (pictures, DRAWN)):
-    for name in names:
-        setattr(Both, name, both(module, name))
+for name in SHOWN:
+    setattr(Both, name, both(name))
 
 
 def run_lesson(number: str) -> str:

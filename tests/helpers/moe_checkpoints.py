@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hybrid_checkpoints import hybrid_settings, randomize
+from checkpoints import SIZES, randomize
+from hybrid_checkpoints import hybrid_settings
 
 
 def make_moe_checkpoint(
@@ -32,21 +33,9 @@ def make_moe_checkpoint(
         settings |= {"architectures": ["Qwen3_5MoeForCausalLM"]} | config
         model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**settings))
     else:
-        settings = experts | dict(
-            architectures=["Qwen3MoeForCausalLM"],
-            vocab_size=199,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            max_position_embeddings=512,
-            norm_topk_prob=True,
-            tie_word_embeddings=False,
-            eos_token_id=0,
-        )
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(settings | config)))
+        settings = SIZES | experts | dict(num_hidden_layers=3, norm_topk_prob=True)
+        settings |= {"architectures": ["Qwen3MoeForCausalLM"]} | config
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings))
     model = model.float().eval()
     randomize(model, zero_centered=hybrid)
     model.save_pretrained(path)

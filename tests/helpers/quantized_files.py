@@ -149,7 +149,8 @@ def fp8(
     full = scales.repeat_interleave(rows, 0)[:outputs].repeat_interleave(columns, 1)[:, :inputs]
     q = (weight / full.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
     tensors = {"weight": q, name: scales.reshape(()) if scalar else scales}
-    tensors["input_scale"] = torch.tensor(1.0)  # of activations, which are not quantized here
+    for scale in ("input_scale", "activation_scale"):  # activations are not quantized here
+        tensors[scale] = torch.tensor(1.0)
     return tensors, exact(q, torch.zeros(()), full)
 
 
@@ -183,6 +184,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[..., tuple[Tensors, torch.Tens
     "fp8 tensor": (
         {"quant_method": "fp8", "activation_scheme": "static"},
         lambda w: fp8(w, tuple(w.shape), "weight_scale", scalar=True),
+    ),
+    "fp8 of Ministral 3": (
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        lambda w: fp8(w, tuple(w.shape), dtype=torch.bfloat16, scalar=True),
     ),
     "modelopt tensor": (
         {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 8}},

@@ -138,16 +138,10 @@ def greedy(path: str, **options: Any) -> list[list[int]]:
     return tokens_of(make(path, **options).generate(some_prompts(3), GREEDY, use_tqdm=False))
 
 
-def with_graphs(path: str) -> dict[str, Any]:
-    """Decode steps are captured, by the stand-in of graphs.py, and padded."""
-    from graphs import capture_with, stand_in
-
-    capture_with(pytest.MonkeyPatch(), stand_in)
-    return everything(path, async_scheduling=True, max_model_len=64)
-
-
 def with_a_fault(path: str, fault: str) -> dict[str, Any]:
-    """As with_graphs, with a fault on the last rank: it cannot "capture", or its replay differs."""
+    """Decode steps are captured by the stand-in of graphs.py, with a fault on the last rank: it
+    cannot "capture", or its replay differs.
+    """
     from graphs import capture_with, stand_in
 
     def faulty(decode: Any, positions: Any, min_over_ranks: Any) -> Any:
@@ -237,15 +231,6 @@ def wait_until(what: str) -> None:
         time.sleep(0.01)
 
 
-def alone(path: str) -> list[str]:
-    """What an engine on one device uses of tensor parallelism."""
-    used, dist = [], torch.distributed
-    for name in ("init_process_group", "new_group", "all_reduce", "all_gather", "barrier"):
-        setattr(dist, name, lambda *_, name=name, **__: used.append(name))
-    make(path).generate(some_prompts(2), GREEDY, use_tqdm=False)
-    return used + [name for name in sys.modules if name.endswith("tensor_parallel")]
-
-
 def other_prompts(path: str) -> tuple[str, list[list[int]]]:
     llm = make(path)
     prompts = [[1, 2, 3], [4, 5 + rank()]]
@@ -260,10 +245,6 @@ def other_parameters(path: str) -> str:
 
 def other_options(path: str) -> str:
     return outcome(lambda: make(path, seed=rank()))
-
-
-def an_engine(path: str) -> str:
-    return outcome(lambda: make(path))
 
 
 def other_tokens(path: str) -> tuple[str, list[list[int]]]:

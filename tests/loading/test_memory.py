@@ -7,24 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint, random_llm
+from checkpoints import random_llm
 
-from nanovllm import SamplingParams, plan
+from nanovllm import SamplingParams
 from nanovllm.config import EngineConfig
-from nanovllm.features.sampling.logit_rules import penalties
-from nanovllm.features.sampling.logit_rules import row_rules as logit_rules
-from nanovllm.features.sampling.logit_rules.penalties import PenaltyState
-from nanovllm.features.sampling.logit_rules.row_rules import RulesState
 from nanovllm.loading import memory
 
 POSITIONS = 512
-
-
-@pytest.fixture(scope="session")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("memory")
-    make_checkpoint(path, max_position_embeddings=POSITIONS)
-    return path
 
 
 def test_requests_as_long_as_the_memory_of_a_cpu(
@@ -44,7 +33,7 @@ def test_requests_as_long_as_the_memory_of_a_cpu(
     assert f"which limits max_model_len to 96 of the model's {POSITIONS}" in caplog.text
     # What was made before the cache is for 6 blocks, and not for all positions.
     assert llm.engine.runner.rows.block_tables.shape[1] == 6
-    assert len(llm.engine.runner.model.rotary.cos) == 6 * 16
+    assert llm.engine.runner.model.rotary.max_len == 6 * 16
     params = SamplingParams(max_tokens=None, ignore_eos=True)
     (output,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 93
@@ -149,31 +138,6 @@ def test_too_little_memory_for_penalties_ends_only_that_request(
     assert [len(output.outputs[0].token_ids) for output in outputs] == [5, 5]
 
 
-def test_what_penalties_read_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scratch memory that the profile does not measure: its rows are short."""
-    read, sizes = PenaltyState.read, []
-
-    def recorded(state: PenaltyState, rows: torch.Tensor, *args: object) -> object:
-        tokens, counts = read(state, rows, *args)
-        sizes.append(tokens.numel())
-        return tokens, counts
-
-    monkeypatch.setattr(PenaltyState, "read", recorded)
-    monkeypatch.setattr(penalties, "TOKENS_AT_A_TIME", 100)
-    cpu, size = torch.device("cpu"), 8
-    rules = logit_rules.LogitRules(presence_penalty=1.0)
-    state, rows = RulesState(7, 64, size, cpu), []
-    for row in range(7):
-        new_row = logit_rules.NewRow(row, [], plan.RowSampling(), [1] * 30, [])
-        state.penalties.add_row(row, new_row.prompt, new_row.output)
-        rows.append((row, logit_rules.RowRules(rules, new_row)))
-    batch, positions = logit_rules.RulesBatch(rows, state), torch.full((7,), 30)
-    batch.length = 31
-    batch.apply(torch.zeros(7, size), positions)
-    batch.append(torch.ones(7, dtype=torch.int64), lambda: [1] * 7)
-    assert sizes == [93, 93, 31]
-
-
 def test_advice_for_a_cache_that_does_not_fit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU it names no option that has an effect on a GPU only."""
     monkeypatch.setattr(memory, "available_host_memory", lambda: 64 << 20)
@@ -182,15 +146,3 @@ def test_advice_for_a_cache_that_does_not_fit(path: Path, monkeypatch: pytest.Mo
     ) as error:
         random_llm(path, block_size=2**16, num_kv_cache_blocks=None)
     assert "raise kv_cache_memory_bytes, or lower block_size" in str(error.value)
-
-
-def test_cache_size_options(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path)
-    runner = random_llm(tmp_path, num_kv_cache_blocks=7).engine.runner
-    assert runner.num_blocks == 7
-    block = runner.model.config.block_bytes(16, runner.dtype.itemsize)
-    assert runner.attention.cache.nbytes == 8 * block
-    llm = random_llm(tmp_path, num_kv_cache_blocks=None, kv_cache_memory_bytes=10 * block + 1)
-    assert llm.engine.runner.num_blocks == 9  # and the null block
-    llm = random_llm(tmp_path, num_kv_cache_blocks=None, max_num_seqs=2)
-    assert llm.engine.runner.num_blocks == 2 * 512 // 16  # no more than could ever be used

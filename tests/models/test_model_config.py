@@ -39,7 +39,7 @@ CONFIGS = [
     ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
     ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "both"),
     ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' needs 'factor'"),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "short_factor": [1]}}, "short_factor"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "alpha": 1}}, "rope field 'alpha'"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "needs 'low_freq_factor'"),
     ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "'longrope' is not supported"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),

@@ -5,10 +5,9 @@ import math
 from pathlib import Path
 from unittest.mock import Mock
 
-import fresh
 import pytest
 import torch
-from checkpoints import edited, make_checkpoint, random_llm, weights_of
+from checkpoints import edited, make_checkpoint, random_llm
 from hybrid_checkpoints import make_hybrid_checkpoint
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -28,14 +27,6 @@ def shard(path: Path, into: Path) -> None:
         part = f"model-{i + 1:05}-of-00003.safetensors"
         save_file({n: tensors[n] for n in names[i::3]}, into / part)
     (into / "config.json").write_text((path / "config.json").read_text())
-
-
-def test_shards_equal_one_file(path: Path, tmp_path: Path) -> None:
-    one, many = path, tmp_path
-    shard(one, many)
-    a, b = (random_llm(path, attention_backend="sdpa") for path in (one, many))  # not packed
-    for name, tensor in weights_of(a).items():
-        assert torch.equal(tensor, weights_of(b)[name])
 
 
 def test_each_file_is_opened_once(
@@ -202,38 +193,3 @@ def test_dummy_weights_need_only_a_config(tmp_path: Path) -> None:
     ]
     a, b, c = (t[0]["token_ids"] for t in tokens)
     assert a == b != c
-
-
-MEMORY = """
-import math, torch
-from pathlib import Path
-from nanovllm.models.backend import Backend
-from nanovllm.models.qwen3 import Qwen3
-from nanovllm.loading.checkpoint import Checkpoint
-from nanovllm.models.weights import load_weights
-
-def private():
-    lines = open("/proc/self/status")
-    return next(int(l.split()[1]) * 1024 for l in lines if l.startswith("RssAnon"))
-
-path, dtype = Path("{path}"), torch.{dtype}
-torch.ones(8, 8) @ torch.ones(8, 8)
-checkpoint = Checkpoint(path)
-before = private()
-model = Qwen3(checkpoint.model_config, 512, Backend(torch.device("cpu"), dtype))
-with checkpoint.open_weights() as files:
-    load_weights(model.checkpoint_tensors(), files)
-size = sum(dtype.itemsize * math.prod(p.shape) for p in model.checkpoint_tensors())
-assert size > 100e6, size
-print((private() - before) / size)
-"""
-
-
-@pytest.mark.slow
-def test_loading_holds_the_model_once(large: Path) -> None:
-    """Private memory grows by at most 1.3 times the parameters, converted or not."""
-    assert len(list(large.glob("*.safetensors"))) > 1
-    for dtype in ("bfloat16", "float32"):
-        done = fresh.run(MEMORY.format(path=large, dtype=dtype))
-        assert done.returncode == 0, done.stderr
-        assert 0.9 < float(done.stdout) < 1.3, dtype

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from unittest.mock import patch
 
-from nanovllm.features.formats.gguf import reader
+from nanovllm.features.formats.gguf import convert_gguf
 from nanovllm.features.formats.gguf.gguf_tokenizer import read_tokenizer
 
 SEPARATOR = "\n__ggml_vocab_test__\n"
@@ -24,9 +24,9 @@ for path in map(Path, sys.argv[1:]):
         # A vocabulary of a model that the engine does not run may have a tokenizer of a kind that
         # it does.
         with patch.dict(
-            reader.ARCHITECTURES, dict.fromkeys(("starcoder2", "gpt2", "phi3"), ("", False))
+            convert_gguf.ARCHITECTURES, dict.fromkeys(("starcoder2", "gpt2", "phi3"), ("", False))
         ):
-            tokenizer = read_tokenizer(reader.GGUF(path))
+            tokenizer = read_tokenizer(convert_gguf.GGUF(path))
     except ValueError as error:
         print(f"{path.name}: refused: {error}")
         continue

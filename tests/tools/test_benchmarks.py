@@ -11,9 +11,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from bench_module import bench
 from checkpoints import random_llm, weights_of
 
+import bench
 from nanovllm.loading.checkpoint import Checkpoint
 from tools.benchmarks import baselines, roofline, throughput, turn, workloads
 from tools.benchmarks.workloads import SHAPES, WORKLOADS, Workload, make_workload, read_chats

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from bench_module import bench
 
+import bench
 from tools import gpu
 from tools.gpu import STEPS, Step
 

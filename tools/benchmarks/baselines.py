@@ -226,9 +226,9 @@ def llama_cpp(
     """
     import torch
 
-    from nanovllm.features.formats.gguf.named import MODELS, gguf_file
+    from nanovllm.features.formats.gguf.named import NAME, gguf_file
 
-    if path is None and model not in MODELS:
+    if path is None and model != NAME:
         raise ValueError(f"--baseline llama.cpp needs a GGUF file; {model} has none")
     remedy = "give the Python of a venv where llama-cpp-python is installed"
     if python is None:
@@ -236,7 +236,7 @@ def llama_cpp(
     code = "import llama_cpp; print(llama_cpp.__version__)"
     version = run_peer([python, "-c", code], remedy)
     kind = LLAMA_CPP_KINDS.get(quantization or "") if path else None
-    path = path or gguf_file(model)
+    path = path or gguf_file()
     options: dict[str, Any] = {"model": str(path), "kind": kind, "parallel": parallel}
     options |= {"longest": max(work.lengths), "threads": torch.get_num_threads()}
     rounds = [([work.prompts[i] for i in r], [work.outputs[i] for i in r]) for r in work.rounds]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm.features.formats.gguf.reader import FIELDS, NAMES
+from nanovllm.features.formats.gguf.convert_gguf import FIELDS
 
 MORE_FIELDS = {
     "num_experts_per_tok": "expert_used_count",
@@ -17,7 +17,6 @@ MORE_FIELDS = {
     "head_dim": "attention.value_length",
     "vocab_size": "vocab_size",
 }
-GGUF_NAMES = {ours: theirs for theirs, ours in NAMES.items()} | {"mlp.gate": "ffn_gate_inp"}
 TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 ARCHITECTURES = {"qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}  # of a model_type
 EXPERT = re.compile(r"mlp\.experts\.(\d+)\.")
@@ -61,8 +60,11 @@ def write_gguf(directory: Path, kind: str) -> Path:
     num_experts = 0
     with safe_open(directory / "model.safetensors", "pt") as file:
         parts: dict[str, list[str]] = {}  # the name in GGUF -> the names of its tensors
+        kind_of = gguf.MODEL_ARCH[architecture.upper()]
+        names = gguf.get_tensor_name_map(kind_of, config["num_hidden_layers"])
         for name in sorted(file.keys(), key=expert_of):
-            parts.setdefault(gguf_name(name), []).append(name)
+            whole = EXPERT.sub("mlp.experts.", name)  # experts of a layer are one tensor
+            parts.setdefault(str(names.get_name(whole, (".weight", ".bias"))), []).append(name)
         for name, sources in parts.items():
             values = np.stack([file.get_tensor(source).float().numpy() for source in sources])
             if "_exps." in name:
@@ -84,11 +86,3 @@ def write_gguf(directory: Path, kind: str) -> Path:
 def expert_of(name: str) -> int:
     match = EXPERT.search(name)
     return int(match[1]) if match else 0
-
-
-def gguf_name(name: str) -> str:
-    """Return the name in GGUF of a tensor of transformers. Experts of a layer have the same."""
-    layer, inner = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.*)", name).groups()  # type: ignore[union-attr]
-    inner, end = EXPERT.sub("mlp.", inner).rsplit(".", 1)
-    experts = "_exps" if EXPERT.search(name) else ""
-    return f"blk.{layer}." * bool(layer) + f"{GGUF_NAMES[inner]}{experts}.{end}"

@@ -24,9 +24,10 @@ from nanovllm.backends.cpu.kernels import (
     sampler,
 )
 from nanovllm.backends.cpu.kernels.fused_layers import FusedLayers
+from nanovllm.backends.cpu.kernels.product import PackedWeight
 from nanovllm.backends.cpu.memory import WeightMemory
 from nanovllm.backends.int4 import LM_HEAD
-from nanovllm.models.backend import Backend
+from nanovllm.models.backend import Backend, num_experts
 from nanovllm.models.layers import Linear
 
 
@@ -51,6 +52,8 @@ class CpuBackend(Backend):
     """Kernels that Numba compiles, and products with packed weights."""
 
     attention_class = NumbaAttention
+    weight_class: type[PackedWeight] = linear.PackedFloats
+    head_class: type[PackedWeight] = linear.PackedFloats
     linear = staticmethod(linear.linear)
     add_rms_norm = staticmethod(pointwise.add_rms_norm)
     silu_and_mul = staticmethod(pointwise.silu_and_mul)
@@ -62,6 +65,9 @@ class CpuBackend(Backend):
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
         self.memory = WeightMemory()
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return self.memory.empty(shape, dtype or self.dtype)
 
     def checked_marker(self) -> Path:
         """Return the path of an empty file that says that these kernels are right."""
@@ -77,8 +83,9 @@ class CpuBackend(Backend):
         backends = {"int8": CpuInt8Backend, "int4": CpuInt4Backend}
         return backends[weights](self.device, self.dtype)
 
-    def after_load(self, module: Linear) -> None:
-        linear.pack(module, self.memory)
+    def make_weight(self, outputs: int, inputs: int, names: list[str]) -> Any:
+        kind = self.head_class if LM_HEAD in names else self.weight_class
+        return kind.empty(self.empty, outputs, inputs, num_experts(names) or 1)
 
     def expert_mlp(self, gate_up: Linear, down: Linear) -> Any:
         return experts.expert_mlp
@@ -102,22 +109,11 @@ class CpuBackend(Backend):
 class CpuInt8Backend(CpuBackend):
     """The same with the weights of linear layers in int8."""
 
-    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return self.memory.empty(shape, dtype or self.dtype)
-
-    def make_weight(self, outputs: int, inputs: int, names: list[str]) -> Any:
-        experts.check_sizes(outputs, names, int8.OUTPUTS)
-        return int8.PackedWeight.empty(self.empty, outputs, inputs)
-
-    def after_load(self, module: Linear) -> None:
-        """Do nothing, because weights are packed when they are stored."""
+    weight_class: type[PackedWeight] = int8.PackedInt8
+    head_class = int8.PackedInt8
 
 
 class CpuInt4Backend(CpuInt8Backend):
     """The same with the weights of linear layers in int4."""
 
-    def make_weight(self, outputs: int, inputs: int, names: list[str]) -> Any:
-        if LM_HEAD in names:
-            return super().make_weight(outputs, inputs, names)
-        experts.check_sizes(outputs, names, int4.OUTPUTS)
-        return int4.PackedInt4.empty(self.empty, outputs, inputs)
+    weight_class = int4.PackedInt4

@@ -14,10 +14,9 @@ from nanovllm.backends.cpu.kernels import sampler
 from nanovllm.backends.cpu.kernels.attention import AttentionWork, QueryGroups
 from nanovllm.backends.cpu.kernels.decode_step import Host, OutputLayer, sample_tokens
 from nanovllm.backends.cpu.kernels.fused_layers import FEW_TOKENS, FusedLayers
-from nanovllm.backends.cpu.kernels.int8 import PackedWeight
 from nanovllm.backends.cpu.kernels.layer_tables import NO_STATES
 from nanovllm.backends.cpu.kernels.parallel import address_for, follow_torch
-from nanovllm.backends.cpu.kernels.product import pointers
+from nanovllm.backends.cpu.kernels.product import PackedWeight, pointers
 from nanovllm.plan import ResultKind, StepPlan
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ class FusedStep:
         self.layers = layers
         self.rows = rows
         table: Any = model.embed_tokens
-        is_int8 = isinstance(table, PackedWeight)
+        is_packed = isinstance(table, PackedWeight)
         rotary = model.rotary.table
         self.last_tokens = rows.last_tokens.numpy()
         self.host = Host(
@@ -45,10 +44,12 @@ class FusedStep:
             last_tokens=self.last_tokens,
             params=rows.params,
             seeds=rows.seeds,
-            embeddings=(table.values if is_int8 else table).data_ptr(),
-            scale=table.scale.data_ptr() if is_int8 else 0,
+            embeddings=(table.values if is_packed else table).data_ptr(),
+            scale=table.scale.data_ptr() if is_packed else 0,
+            table_width=table.product.width if is_packed else 1,
             rotary=rotary.data_ptr(),
-            max_len=rotary.shape[1],
+            ropes=rotary.shape[1],
+            max_len=rotary.shape[2],
             min_shared=MIN_SAVED_TOKENS,
         )
         head = model.lm_head
@@ -68,7 +69,7 @@ class FusedStep:
         self.max_queries = attention.max_queries
         self.tables = np.zeros_like(rows.block_tables[:1].repeat(FEW_TOKENS, 0))
         self.first, self.slots = np.zeros((2, FEW_TOKENS), np.int64)
-        sizes = *[config.hidden_size] * 2, *[config.head_dim] * 2
+        sizes = *[config.hidden_size] * 2, *[config.head_dim * rotary.shape[1]] * 2
         self.inputs = tuple(self.logits.new_empty(FEW_TOKENS, size) for size in sizes)
         none = np.empty((0, 1), np.int64)
         self.no_groups = QueryGroups(none, none, none.ravel(), self.tables[:0])

@@ -1,6 +1,6 @@
 """Files of models other than safetensors with a config.json.
 
-gguf                  files of llama.cpp, and the models that LLM() knows by name
+gguf                  files of llama.cpp, and the model that LLM() knows by name
 quantized_checkpoint  FP8, compressed-tensors, AWQ and GPTQ, decoded at load
 quantized_weight      one weight of such a checkpoint
 adapter               a LoRA adapter, merged into the weights at load

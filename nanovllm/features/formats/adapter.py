@@ -26,8 +26,8 @@ from typing import Any
 
 from torch import Tensor
 
-from nanovllm.features.models.hybrid.hybrid_config import NOT_TEXT
 from nanovllm.features.models.moe.moe_config import STACKED
+from nanovllm.features.models.text_config import NOT_TEXT
 from nanovllm.models.weights import EMBEDDINGS, LM_HEAD, PREFIX
 from nanovllm.utils.checks import located
 from nanovllm.utils.json_files import Fields, check_fields, named, read_json, unusual
@@ -77,12 +77,6 @@ class Adapter:
             directory = find(adapter)
         self.path = directory / WEIGHTS
         config = directory / CONFIG
-        for path in (config, self.path):
-            if not path.is_file():
-                raise ValueError(
-                    f"adapter: {directory} has no {path.name}; give a directory that "
-                    "save_pretrained of peft has written. Pickles (*.bin) are not read"
-                )
         raw = check_fields(read_json(config), config, FIELDS)
         refused = unusual(raw, (*FIELDS, *UNUSED.split()))
         if (start := raw.get("init_lora_weights", True)) not in PLAIN_STARTS:

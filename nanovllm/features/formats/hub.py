@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from nanovllm.config import EMBEDDED
 from nanovllm.utils.log import logger
@@ -14,34 +15,24 @@ def download(name: str, revision: str | None, patterns: list[str], skipped: list
     have fetched some of the files, a warning names missing ones. Raises ValueError with a remedy.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    options = {"revision": revision, "allow_patterns": patterns, "ignore_patterns": skipped}
-    fetch = partial(snapshot_download, name, **options)
+    options: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": skipped}
+    fetch = partial(snapshot_download, name, revision=revision, **options)
     try:
-        return Path(fetch())
-    except HFValidationError as error:
-        raise ValueError(f"{name!r} is not a directory and not a valid hub id: {error}") from None
-    except RepositoryNotFoundError:
-        raise ValueError(
-            f"the hub has no model {name!r}, or it is private; check the spelling, or set HF_TOKEN"
-        ) from None
-    except Exception as error:  # for example: no network, a wrong revision
-        if isinstance(error, LocalEntryNotFoundError):  # the hub cannot be reached
-            try:
-                return Path(fetch(local_files_only=True))
-            except LocalEntryNotFoundError as local_error:
-                # IncompleteSnapshotError of new versions of huggingface_hub has this field.
-                if (found := getattr(local_error, "snapshot_path", None)) is not None:
-                    logger.warning(f"{name!r} is loaded from an incomplete cache. {local_error}")
-                    return Path(found)
+        try:
+            return Path(fetch())
+        except LocalEntryNotFoundError:  # the hub cannot be reached
+            return Path(fetch(local_files_only=True))
+    except Exception as error:  # for example: no network, no such model, a wrong revision
+        # IncompleteSnapshotError of new versions of huggingface_hub has this field.
+        if (found := getattr(error, "snapshot_path", None)) is not None:
+            logger.warning(f"{name!r} is loaded from an incomplete cache. {error}")
+            return Path(found)
         raise ValueError(
             f"{name!r} is not a local directory and could not be fetched from the hub "
             f"({type(error).__name__}: {next(iter(str(error).splitlines()), 'no details')}). "
-            "Give a local directory, set HF_ENDPOINT to a mirror, or set HF_HOME to a cache that "
-            f"has the model already; {EMBEDDED!r} needs no hub"
+            "Check the spelling, give a local directory, set HF_TOKEN if the model is private, set "
+            "HF_ENDPOINT to a mirror, or set HF_HOME to a cache that has the model already; "
+            f"{EMBEDDED!r} needs no hub"
         ) from error

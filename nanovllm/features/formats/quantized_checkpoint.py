@@ -35,7 +35,7 @@ from nanovllm.utils.json_files import check_field
 VALUES = ("weight", "weight_packed", "qweight")
 SCALES = ("weight_scale", "weight_scale_inv", "scales")
 OTHERS = ("weight_zero_point", "qzeros", "weight_g_idx", "g_idx", "weight_shape")
-UNUSED = ("input_scale", "input_zero_point", "input_scale_ub")
+UNUSED = ("input_scale", "input_zero_point", "input_scale_ub", "activation_scale")
 # The supported values of quantization_config for each quant_method, the default first.
 CHOICES: dict[str, dict[str, tuple[Any, ...]]] = {
     "fp8": {},

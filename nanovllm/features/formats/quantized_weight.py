@@ -45,7 +45,7 @@ class QuantizedWeight:
         weight = (self.values.float() - zeros) * self._expand(self.scales)
         return weight.to(self.scales.dtype).contiguous()  # AWQ stores the transpose
 
-    def __getitem__(self, index: Tensor | tuple[slice, ...]) -> QuantizedWeight:
+    def __getitem__(self, index: Tensor | tuple[slice | Tensor, ...]) -> QuantizedWeight:
         """Return rows, and columns if there are two slices, of a weight with rows = 1."""
         rows, columns = (*index, slice(None))[:2] if isinstance(index, tuple) else (index, ...)
         zeros = self.zeros if isinstance(self.zeros, int) else self.zeros[rows]

@@ -120,7 +120,6 @@ def filled(
     modules = [Linear(weight.shape[1], projections, backend) for backend in backends]
     for module in modules:
         module.weight.copy_(weight)
-        module.backend.after_load(module)
     return modules
 
 

@@ -56,7 +56,7 @@ def load(engine: Any, config: Any, path: Any) -> int:
     with engine.idle():  # also while the file is read: load_weights changes the fingerprint
         engine.check_blocked()
         here = fingerprint(engine, config)
-        if not file.parent.exists() or file not in file.parent.iterdir():
+        if not file.exists():
             return 0
         try:
             with safe_open(file, framework="pt") as source:  # the file is memory-mapped
@@ -68,11 +68,8 @@ def load(engine: Any, config: Any, path: Any) -> int:
         saved = json.loads(found.pop("blocks"))
         names = [name for name in {**here, **found} if here.get(name) != found.get(name)]
         if names not in ([], ["model"]):  # a copy of the model has another path
-            theirs, ours = fields(found), fields(here)
             differences = ", ".join(
-                f"{name} ({theirs.get(name)!s:.99}; here {ours.get(name)!s:.99})"
-                for name in {**ours, **theirs}
-                if ours.get(name) != theirs.get(name)
+                f"{name} ({found.get(name)!s:.99}; here {here.get(name)!s:.99})" for name in names
             )
             raise ValueError(
                 f"{file} does not fit this engine: they differ in {differences}; use another "
@@ -84,12 +81,6 @@ def load(engine: Any, config: Any, path: Any) -> int:
                 num += config.block_size
     logger.info(f"loaded the KV of {num:,} tokens from {file}")
     return num
-
-
-def fields(found: dict[str, str]) -> dict[str, Any]:
-    """Return a fingerprint with each field of config.json as a value of its own."""
-    config = json.loads((rest := dict(found)).pop("config.json"))
-    return rest | {f"{name} of config.json": value for name, value in config.items()}
 
 
 def file_in(path: Any) -> Path:
@@ -167,6 +158,6 @@ def fingerprint(engine: Any, config: Any) -> dict[str, str]:
         "kv_scales": runner.attention.scales,  # load_weights does not change them
         "quantization": config.quantization,
         "adapter": adapter and (adapter.ranks, adapter.alphas, adapter.use_rslora),
-        "config.json": json.dumps(checkpoint.config, sort_keys=True),
     }
-    return {name: str(value) for name, value in values.items()}
+    fields = {f"{x} of config.json": v for x, v in checkpoint.config.items() if v is not None}
+    return {name: str(value) for name, value in (values | fields).items()}

@@ -60,14 +60,7 @@ class Ranks(OneRank):
         if self.rank > 0:
             logger.setLevel(logging.WARNING)
         if on_gpu := config.device != "cpu" and torch.cuda.is_available():
-            index = int(os.environ.get("LOCAL_RANK", self.rank))
-            num_gpus = torch.cuda.device_count()
-            if index >= num_gpus:
-                raise ValueError(
-                    f"LOCAL_RANK={index} needs GPU {index}, and torch finds {num_gpus}; lower "
-                    "--nproc-per-node and tensor_parallel_size, or set device='cpu'"
-                )
-            torch.cuda.set_device(index)
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", self.rank)))
         if not dist.is_initialized():
             dist.init_process_group("gloo", timeout=TIMEOUT)
         # New groups, because another engine or the script may use the existing ones.
@@ -146,9 +139,6 @@ class Ranks(OneRank):
         model.lm_head.reduce = gather_logits
         model.embed_tokens = ShardedTable(model.embed_tokens, self)
 
-    def rows_of_rank(self, table: Any) -> Any:
-        return table.rows
-
     @contextmanager
     def rank_0_first(self) -> Iterator[None]:
         group = dist.new_group(backend="gloo", timeout=DOWNLOAD_TIMEOUT)
@@ -216,7 +206,7 @@ class ShardedTable:
     """An embedding table whose rows are divided among the ranks."""
 
     def __init__(self, rows: Any, ranks: Ranks) -> None:
-        """rows: the rows of this rank, a tensor or an Int8Weight [V / N, E]."""
+        """rows: the rows of this rank, a tensor or another weight [V / N, E]."""
         self.rows, self.shape, self.dtype, self.copy_ = rows, rows.shape, rows.dtype, rows.copy_
         self.ranks = ranks
         self.start = ranks.rank * rows.shape[0]

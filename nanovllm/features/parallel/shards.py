@@ -71,6 +71,9 @@ def tensors_of_rank(
             elif module in ("embed_tokens", "lm_head"):
                 rows = full_config.vocab_size  # the last rank may have fewer
             yield _some_rows(tensor, rows, index)
+        elif module in ("qkv_proj", "gate_up_proj"):
+            number, kept = _fused_rows(module, full_config, rank, size)
+            yield replace(tensor, shape=(number, *tensor.shape[1:]), slices=(kept,))
         elif module in BY_COLUMNS and kind == "weight":
             outputs, inputs = tensor.shape
             columns = slice(rank * inputs, (rank + 1) * inputs)
@@ -80,6 +83,20 @@ def tensors_of_rank(
             yield _zeros(tensor)
         else:
             yield tensor
+
+
+def _fused_rows(module: str, full_config: ModelConfig, rank: int, size: int) -> tuple[int, Tensor]:
+    """Return how many rows a tensor of several projections has, and which of them a rank holds."""
+    kv_heads, dim = full_config.num_kv_heads, full_config.head_dim
+    parts = [(full_config.intermediate_size, 1)] * 2  # of gate_up_proj: units, rows of each
+    if module == "qkv_proj":
+        parts = [(full_config.num_heads, dim), (kv_heads, dim), (kv_heads, dim)]
+    kept, end = list[int](), 0
+    for units, rows in parts:
+        start = end + rank * units // size * rows
+        kept += range(start, start + -(-units // size) * rows)
+        end += units * rows
+    return end, torch.tensor(kept, device="cpu")
 
 
 def _zeros(tensor: CheckpointTensor) -> CheckpointTensor:

@@ -49,40 +49,24 @@ if TYPE_CHECKING:
 
 # After its drafts have failed, a row gets none for this many tokens: the first time, and at most.
 FIRST_PAUSE, LONGEST_PAUSE = 8, 64
-# The longest n-gram is looked for at so many of the last occurrences of the shortest one.
-MAX_TRIED = 100
 
 
 class Lookup:
     """The n-grams of one sequence, and how long its next draft may be."""
 
     def __init__(self, max_drafts: int) -> None:
-        self.last: dict[tuple[int, ...], int] = {}  # shortest n-gram -> last position after it
-        self.before: list[int] = []  # position -> the one before it after the same n-gram, or 0
+        self.text = ""  # the known tokens, each as one character, because str has a fast search
         self.limit = self.max_drafts = max_drafts
         self.pause, self.pause_end = FIRST_PAUSE, 0
 
     def find(self, token_ids: list[int], sizes: range) -> int | None:
-        """Return the position after the last occurrence of the longest n-gram at the end.
-
-        Its time depends on the number of new tokens, whose n-grams are added first.
-        """
-        length, largest, smallest = len(token_ids), sizes[0], sizes[-1]
-        for end in range(len(self.before), length):
-            n_gram = tuple(token_ids[max(0, end - smallest) : end])
-            self.before.append(self.last.get(n_gram, 0))
-            self.last[n_gram] = end
-        longest, at, end = 0, None, self.last.get(tuple(token_ids[-smallest:]), 0)
-        for _ in range(MAX_TRIED):
-            if end == 0 or longest == largest:
-                break
-            size = smallest
-            while size < min(largest, end) and token_ids[end - size - 1] == token_ids[-size - 1]:
-                size += 1
-            if size > longest:
-                longest, at = size, end
-            end = self.before[end]
-        return at
+        """Return the position after the last occurrence of the longest n-gram at the end."""
+        self.text += "".join(map(chr, token_ids[len(self.text) :]))
+        for size in sizes:
+            at = self.text.rfind(self.text[-size:], 0, -1)
+            if at >= 0:
+                return at + size
+        return None
 
     def record(self, drafted: int, accepted: int, length: int) -> None:
         """Adjust the length of the next draft of a sequence, which had `length` tokens."""

@@ -104,7 +104,6 @@ class GrammarCompiler:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
-        self.vocabulary: LLTokenizer | None = None  # made for the first grammar
         self.added_texts: list[str] = []  # of added tokens, as they are and escaped
         self.thinking_ends: list[tuple[int, str]] | None = None  # set by thinking.py on first use
         self.abandoned: list[threading.Thread] = []  # run compilations that no caller waits for
@@ -117,12 +116,12 @@ class GrammarCompiler:
         llguidance's reason if it cannot compile the grammar.
         """
         field, kind, text = source(params)
-        if self.vocabulary is None:
-            self.vocabulary = self._make_vocabulary()
         start = self.compiled(field, kind, text)
         return Grammar(start, tuple(self.vocabulary.eos_tokens), tuple(end_tokens))
 
-    def _make_vocabulary(self) -> LLTokenizer:
+    @functools.cached_property
+    def vocabulary(self) -> LLTokenizer:
+        """The tokens of the model, made for the first grammar."""
         tokenizer: Any = getattr(self.tokenizer, "full", self.tokenizer)  # of transformers
         if tokenizer is None:
             raise ValueError("structured_outputs needs a tokenizer (skip_tokenizer_init is set)")
@@ -145,10 +144,8 @@ class GrammarCompiler:
         return from_tokenizer(tokenizer, n_vocab=self.vocab_size, eos_token=end_tokens or None)
 
     def _compile(self, field: str, kind: Any, text: str) -> LLMatcher:
+        vocabulary = self.vocabulary  # which also finds the added tokens
         from llguidance import LLMatcher, LLParserLimits, grammar_from
-
-        vocabulary = self.vocabulary
-        assert vocabulary is not None
 
         def start_matcher() -> LLMatcher:
             if kind == "json_schema":

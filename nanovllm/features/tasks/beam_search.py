@@ -71,7 +71,7 @@ class BeamSearch(Task):
                     "ignore_eos to False, and use a checkpoint that has one"
                 )
             stops = sorted(self.stops)
-            grammar = inputs.grammars.compile(params.structured_outputs, stops)
+            grammar = inputs.grammars().compile(params.structured_outputs, stops)
             self.rules = LogitRules(grammar=grammar)
         # Each end token occurs at most once per beam, so beam_width other candidates remain.
         self.num_candidates = max(2, 1 + len(self.stops)) * params.beam_width
@@ -167,11 +167,6 @@ class BeamSearch(Task):
                 result_kinds.append(self.scheduler, beam, token)
         beams.scores = dict(zip(new, (score for score, *_ in chosen), strict=True))
         beams.candidates = {}
-
-    def rewind(self, request: Request) -> list[Sequence]:
-        for seq in request.seqs:
-            seq.awaits_token = seq.awaits_token and seq in request.state.candidates
-        return request.seqs
 
     def output(self, request: Request) -> BeamSearchOutput:
         """Return the results of a search, and after an abort or an error also its beams."""

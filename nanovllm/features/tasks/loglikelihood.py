@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from nanovllm.engine.request import Request, Task, check_length
@@ -16,19 +16,6 @@ from nanovllm.utils.checks import located
 
 if TYPE_CHECKING:
     from nanovllm.engine.input_processor import InputProcessor
-
-
-def encode_pair(
-    text: str, continuation: str, encode: Callable[[str], list[int]]
-) -> tuple[list[int], list[int]]:
-    """Return the tokens of `text`, and the tokens that `continuation` adds to it.
-
-    As in `_encode_pair` of lm_eval, spaces at the end of the text belong to the continuation. Text
-    and continuation are encoded together, and the tokens after the text's tokens are returned.
-    """
-    prompt = text.rstrip()
-    ids = encode(prompt) if prompt else []
-    return ids, encode(text + continuation)[len(ids) :]
 
 
 def tokenize_pairs(
@@ -57,18 +44,25 @@ def tokenize_pairs(
 def tokenize_pair(
     input_processor: InputProcessor, prompt: Prompt, continuation: Prompt
 ) -> tuple[list[int], list[int]]:
-    prompt_text, ids = parse_prompt(prompt)
+    """Return the token ids of a prompt and its continuation, of which neither may be empty.
+
+    As in `_encode_pair` of lm_eval, spaces at the end of a text belong to the continuation. Text
+    and continuation are encoded together, and the tokens after the text's tokens are returned.
+    """
+    encode = input_processor.encode
+    text, ids = parse_prompt(prompt)
     new_text, new = parse_prompt(continuation)
-    if ids is None and new is None:
-        if new_text:
-            ids, new = encode_pair(prompt_text or "", new_text, input_processor.encode)
-    elif new is None:
+    if ids is not None and new is None:
         raise TypeError(
             f"the continuation {new_text!r:.80} is text, and its prompt is token ids: "
             f"{prompt!r:.80}; give both as text, or the continuation as token ids"
         )
-    elif ids is None:
-        ids = input_processor.encode(prompt_text or "")
+    if ids is None and new is not None:
+        ids = encode(text or "")
+    elif ids is None and new_text:
+        start = (text or "").rstrip()
+        ids = encode(start) if start else []
+        new = encode((text or "") + new_text)[len(ids) :]
     if not new:
         raise ValueError("the continuation is empty; give at least one token")
     if not ids:

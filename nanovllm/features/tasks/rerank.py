@@ -2,8 +2,8 @@
 
 The score of a reranker is the probability of "yes" as the next token, where only "yes" and "no" are
 possible. Scores with the tokens or the prompt of another model are wrong. A checkpoint of
-sentence-transformers names both tokens, and has the prompt in its chat template. Qwen3-Reranker's
-prompt is in this file, as its model card writes it.
+sentence-transformers names both tokens, and has the prompt in its chat template. The prompts of
+Qwen3-Reranker and Qwen3-VL-Reranker are in this file, as their authors write them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.features.tasks.embeddings.sentence_transformers import (
+from nanovllm.features.tasks.embeddings import (
     read_modules,
     read_pooling_settings,
 )
@@ -32,8 +32,13 @@ PREFIX = (
     'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
     "<|im_start|>user\n"
 )
+TEXT = "<Instruct>: {}\n<Query>: {}\n<Document>: {}"
 SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+# Of Qwen3-VL-Reranker.
+VL_TEXT = "<Instruct>: {}<Query>:{}\n<Document>:{}"
+VL_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n"
+VL_INSTRUCTION = "Given a search query, retrieve relevant candidates that answer the query."
 
 
 class Scorer:
@@ -52,14 +57,12 @@ class Scorer:
         instruction: str | None = None,
         names: Sequence[str] = ("data_1", "data_2"),
     ) -> None:
-        queries, documents = texts(data_1, names[0]), texts(data_2, names[1])
+        queries, documents = as_texts(data_1, names[0]), as_texts(data_2, names[1])
         if len(queries) not in (1, len(documents)):
             raise ValueError(
                 f"{names[0]} has {len(queries)} texts and {names[1]} has {len(documents)}; give as "
                 f"many of both, or one text as {names[0]}"
             )
-        if instruction is not None:
-            check_scalar("instruction", instruction, str)
         self.documents, self.num_queries = documents, len(queries)
         self.params: SamplingParams | PoolingParams = PoolingParams()
         self.prompts: list[Prompt] = [*queries, *documents]  # of an embedding model
@@ -110,30 +113,31 @@ class Scorer:
 def qwen3_prompts(
     engine: LLMEngine, pairs: list[tuple[str, str]], instruction: str | None
 ) -> tuple[list[int], list[Prompt]]:
-    """Return the ids of "yes" and "no", and the prompts of Qwen3-Reranker for pairs of texts.
+    """Return the ids of "yes" and "no", and the prompts of Qwen3-(VL-)Reranker for pairs of texts.
 
-    Raises ValueError for a model that nothing names as a Qwen3-Reranker.
+    Raises ValueError for a model that nothing names as such a reranker.
     """
     inputs, checkpoint = engine.input_processor, engine.checkpoint
+    text, suffix, default = TEXT, SUFFIX, INSTRUCTION
+    if is_vl := checkpoint.model_config.architecture.startswith("Qwen3VL"):
+        text, suffix, default = VL_TEXT, VL_SUFFIX, VL_INSTRUCTION
     find = inputs.get_tokenizer().backend_tokenizer.token_to_id
     ids: list[Any] = [find("yes"), find("no")]
     is_named = checkpoint.config.get("is_original_qwen3_reranker") or (
         any("rerank" in name for name in checkpoint.names)
-        and checkpoint.model_config.architecture == "Qwen3ForCausalLM"
+        and (is_vl or checkpoint.model_config.architecture == "Qwen3ForCausalLM")
     )
     tokens = checkpoint.config.get("classifier_from_token") or (["no", "yes"] if is_named else None)
     if tokens != ["no", "yes"] or None in ids:
         raise ValueError(
             "scores need an embedding model or a reranker: a checkpoint whose modules.json has "
-            "Pooling or LogitScore, a Qwen3ForCausalLM with 'rerank' in its name, or hf_overrides="
-            "{'is_original_qwen3_reranker': True, 'classifier_from_token': ['no', 'yes']}; "
+            "Pooling or LogitScore, a Qwen3 or Qwen3-VL model with 'rerank' in its name, or "
+            "hf_overrides={'is_original_qwen3_reranker': True, "
+            "'classifier_from_token': ['no', 'yes']}; "
             f"nothing says so of this model (classifier_from_token={tokens!r:.80})"
         )
-    start, end = (inputs.encode(text, add_special_tokens=False) for text in (PREFIX, SUFFIX))
-    parts = [
-        f"<Instruct>: {instruction or INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
-        for query, document in pairs
-    ]
+    start, end = (inputs.encode(x, add_special_tokens=False) for x in (PREFIX, suffix))
+    parts = [text.format(instruction or default, *pair) for pair in pairs]
     return ids, [[*start, *part, *end] for part in inputs.encode_all(parts)]
 
 
@@ -156,8 +160,7 @@ def sentence_transformers_prompts(
     variables = options.pop("chat_template", {})
     default = settings.prefix(PoolingParams())
     wrong = unusual(settings.others, ("modality_config", "processing_kwargs")) | options
-    wrong |= unusual(head, ("module_input_name",))
-    wrong |= {"do_lower_case": True} if settings.lower_case else {}
+    wrong |= unusual(head | {"do_lower_case": settings.lower_case}, ("module_input_name",))
     if wrong or not all(type(token) is int for token in ids):
         wrong = {"modules": [*modules], "true_token_id": ids[0], "false_token_id": ids[1]} | wrong
         raise ValueError(
@@ -172,29 +175,33 @@ def sentence_transformers_prompts(
             for role, text in contents.items()
             if text or role != "system"
         ]
-        try:
-            return str(tokenizer.apply_chat_template(messages, tokenize=False, **variables))
-        except Exception:  # a template can raise any error
-            return ""
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **variables))
 
-    # Each probe differs from the first in one text. A template takes texts, or lists of parts.
-    probes = [("a", "b", instruction), ("c", "b", instruction), ("a", "d", instruction)]
-    probes += [("a", "b", f"{instruction}.")] * (instruction is not None)
-    forms = [x for x in (False, True) if len({render(*p, x) for p in probes}) == len(probes)]
-    if not forms:
-        roles = "query, document and system" if instruction else "query and document"
-        raise ValueError(f"no scores: the chat template of {directory} does not render {roles}")
-    rendered = [render(*pair, instruction, forms[0]) for pair in pairs]
-    encoded = [inputs.encode(text, add_special_tokens=False) for text in rendered]
+    def renders_all(as_parts: bool) -> bool:
+        probes = ("a query", "a document", "a task" if instruction else "")
+        try:
+            rendered = render(*probes, as_parts)
+        except Exception:  # a template can raise any error
+            return False
+        return all(text in rendered for text in probes)
+
+    # A template takes texts, or lists of parts.
+    as_parts = next(filter(renders_all, (False, True)), None)
+    if as_parts is None:
+        raise ValueError(
+            f"no scores: the chat template of {directory} does not render the roles query, "
+            "document and system"
+        )
+    texts = [render(*pair, instruction, as_parts) for pair in pairs]
+    encoded = [inputs.encode(text, add_special_tokens=False) for text in texts]
     for token_ids in encoded:
         settings.check_length(len(token_ids))
     return ids, [*encoded]
 
 
-def texts(data: Any, name: str) -> list[str]:
+def as_texts(data: Any, name: str) -> list[str]:
     """Return a string, or a list of strings, as a list."""
-    given = data if hasattr(data, "tolist") or isinstance(data, list | tuple) else [data]
-    items = [check_scalar(f"a text of {name}", item, str) for item in as_list(given, name)]
+    items = [check_scalar(f"a text of {name}", item, str) for item in as_list(data, name)]
     if not items:
         raise ValueError(f"{name} is empty; give at least one text")
     return items

@@ -2,10 +2,8 @@
 
 The first load and later ones store the same CheckpointTensors. What differs:
 
-    packed weights   Products on a CPU read weights in another layout. A weight is unpacked when its
-                     first rows are stored, and packed again after the last, one weight at a time.
-    fused layers     They contain the addresses of packed weights, and are made anew.
-    captured steps   On a GPU all weights keep their addresses, so captured steps remain valid.
+    fast steps       All weights keep their addresses, so fused layers and captured steps remain
+                     valid.
     KV and states    All caches are emptied. A prefix cache on disk belongs to a checkpoint's files,
                      and is refused while the engine has other weights.
 
@@ -16,14 +14,11 @@ does so until all weights have been stored.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,9 +28,7 @@ from torch import Tensor
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.threads import hold_interrupt
 from nanovllm.features.formats.quantized_weight import DTYPES
-from nanovllm.models.layers import Linear
 from nanovllm.models.weights import LM_HEAD, PREFIX, CheckpointTensor, check_headers
 from nanovllm.models.weights import load_weights as load_files
 from nanovllm.utils.checks import check_scalar
@@ -48,11 +41,6 @@ KINDS = "weights must be a directory, model.state_dict(), or pairs of a name and
 NAMES = DTYPES | {torch.float64: "F64"}  # of dtypes in safetensors
 # Errors show the first part of this path in place of the directory of a checkpoint.
 IN_MEMORY = Path("the argument of load_weights", "tensors")
-# What DistributedDataParallel, torch.compile, FSDP and PEFT put into the names of parameters.
-WRAPPED = re.compile(
-    r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|base_(model\.model|layer)|lora_[AB]\.default"
-    r"|modules_to_save\.default|original_module)\."
-)
 # Fields of a ModelConfig that may differ, because they do not change the computation.
 UNUSED = ("architecture", "dtype", "max_position_embeddings", "tie_word_embeddings")
 
@@ -90,7 +78,7 @@ def accept_requests(engine: LLMEngine) -> None:
     """Accept requests again if nothing is missing. Otherwise, set the reason that they are told."""
     runner: Any = engine.runner
     reason = MissingParts.of(runner).reason()
-    if not reason and (runner.device.type == "cpu" or runner.fused_model is None):
+    if not reason and runner.fused_model is None:
         runner.make_fast_steps(runner)
     engine.blocked = reason  # last: after Ctrl-C before it, another call does this
 
@@ -105,81 +93,13 @@ class MemoryFile(dict[str, Tensor]):
         return SimpleNamespace(get_shape=lambda: shape, get_dtype=lambda: dtype)
 
 
-class Unpacked:
-    """Takes the place of the weight of a Linear while it is stored in the layout of a checkpoint.
-
-    The first rows that are stored unpack the weight, and the last ones pack it.
-    """
-
-    def __init__(self, linear: Linear) -> None:
-        self.linear, self.weight, self.shape = linear, linear.weight, linear.weight.shape
-        self.rows_left = self.shape[0]
-        linear.weight = self
-
-    def split(self, sizes: list[int]) -> list[Any]:
-        """Return consecutive rows, `sizes` outputs each, as objects that can only be stored."""
-        starts = itertools.accumulate(sizes, initial=0)
-        return [
-            SimpleNamespace(shape=(n, self.shape[1]), copy_=partial(self.store, start))
-            for n, start in zip(sizes, starts, strict=False)
-        ]
-
-    def store(self, start: int, source: Tensor) -> None:
-        if not isinstance(self.weight, Tensor):
-            self.weight = self.weight.unpack()  # PackedFloats of backends/cpu/linear.py
-        self.weight[start : start + len(source)].copy_(source)
-        self.rows_left -= len(source)
-        if self.rows_left == 0:
-            self.close()
-
-    def close(self) -> None:
-        """Give the Linear its weight, and pack it if it is unpacked."""
-        if self.linear.weight is self:
-            self.linear.weight = self.weight
-            if isinstance(self.weight, Tensor):
-                self.linear.backend.after_load(self.linear)
-            self.weight = None
-            return_freed_memory()
-
-
 def return_freed_memory() -> None:
     """Return to Linux what glibc's malloc keeps of freed blocks below 32 MiB.
 
-    Without this, hand-overs of 456 MiB of float32 weights took up to 440 MiB more for the time
-    being, instead of 240, and an engine that slept at level 2 kept 395 MiB, instead of 16.
+    Without this, an engine that slept at level 2 kept 395 MiB, instead of 16.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # not musl
         libc.malloc_trim(0)
-
-
-@contextmanager
-def stored_again(model: Any, ranks: Any, stored: set[str]) -> Iterator[Iterable[CheckpointTensor]]:
-    """Yield the tensors of a loaded model. At the end, no weight is left unpacked.
-
-    `stored` has the names of those that have changed. If there are any, errors say so.
-    """
-    head = model.lm_head
-    is_tied = model.config.tie_word_embeddings
-    table = model.embed_tokens
-    weights = [
-        Unpacked(linear)
-        for linear in model.linears()
-        if isinstance(linear.weight, Tensor) or hasattr(linear.weight, "unpack")
-        if not (is_tied and linear is head)
-    ]
-    try:
-        yield model.checkpoint_tensors()
-    except (TypeError, ValueError) as error:
-        if stored:
-            error.args = (f"{error}; {INCOMPLETE}",)
-        raise
-    finally:
-        with hold_interrupt(), torch.inference_mode():
-            for weight in weights:
-                weight.close()
-            if is_tied and stored:  # a packed copy of the table, if there is one, is made again
-                head.weight = ranks.rows_of_rank(table)
-                model.backend.after_load(head)
 
 
 def load_weights(engine: LLMEngine, config: EngineConfig, weights: Any, is_partial: bool) -> None:
@@ -187,7 +107,6 @@ def load_weights(engine: LLMEngine, config: EngineConfig, weights: Any, is_parti
     check_scalar("partial", is_partial, bool)
     with engine.idle(), torch.no_grad(), ExitStack() as stack:
         runner: Any = engine.runner
-        ranks = runner.ranks
         missing = MissingParts.of(runner)
         if "weights" in missing.asleep:
             raise RuntimeError(engine.blocked)
@@ -224,9 +143,10 @@ def load_weights(engine: LLMEngine, config: EngineConfig, weights: Any, is_parti
 
         stack.enter_context(runner.backend.thread_limit())
         stack.enter_context(runner.backend.step_context())
-        with stored_again(runner.model, ranks, stored) as tensors:
-            tensors = ranks.tensors_of_rank(tensors, checkpoint.model_config)
-            tensors = [recorded(tensor) for tensor in tensors]
+        own = runner.model.checkpoint_tensors()
+        own = runner.ranks.tensors_of_rank(own, checkpoint.model_config)
+        tensors = [recorded(tensor) for tensor in own]
+        try:
             for files in batches:
                 names = {name for file in files.values() for name in file.keys()}  # noqa: SIM118
                 head_is_used = is_tied and LM_HEAD in names
@@ -240,6 +160,10 @@ def load_weights(engine: LLMEngine, config: EngineConfig, weights: Any, is_parti
             absent = {tensor.name: tensor for tensor in tensors if tensor.name not in stored}
             if absent and not is_partial:
                 check_headers(absent, {IN_MEMORY: MemoryFile()})
+        except (TypeError, ValueError) as error:
+            if stored:
+                error.args = (f"{error}; {INCOMPLETE}",)
+            raise
         if runner.device.type == "cuda":  # the caller may change its tensors from now on
             torch.cuda.synchronize(runner.device)
         if was_complete:
@@ -272,20 +196,10 @@ def in_memory(checkpoint: Any, weights: Any) -> Iterator[Mapping[Path, Any]]:
         raise TypeError(f"{KINDS}, not {type(weights).__name__}")
     select = checkpoint.model_config.select_tensors
     together = MemoryFile()
-    names = set[str]()
     for pair in weights.items() if isinstance(weights, Mapping) else weights:
         name, tensor = pair if isinstance(pair, tuple | list) and len(pair) == 2 else (None, pair)
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise TypeError(f"{KINDS}, not {type(tensor).__name__} with the name {name!s:.80}")
-        if tensor.is_meta or tensor.layout != torch.strided or hasattr(tensor, "full_tensor"):
-            raise ValueError(
-                f"{name} is {tensor.layout} on {tensor.device}; pass dense values, or full_tensor()"
-            )
-        if name in names:
-            raise ValueError(f"{IN_MEMORY.parent} has {name} twice")
-        if wrapper := WRAPPED.search(name):
-            raise ValueError(f"{name}: {wrapper[2]!r} is of a wrapper; remove it, merge adapters")
-        names.add(name)
         # The head and the embeddings are compared.
         if isinstance(weights, Sized) or name.endswith(("embed_tokens.weight", LM_HEAD)):
             together[name] = tensor.detach()

@@ -81,7 +81,7 @@ def makers_of(engine: LLMEngine, level: int) -> dict[str, Callable[[Any], None]]
     new_states = None
     if states is not None:
         new_states = partial(states.__class__, model.config, states.num_states, model.backend)
-    new_model = partial(model.__class__, model.config, len(model.rotary.cos), model.backend)
+    new_model = partial(model.__class__, model.config, model.rotary.max_len, model.backend)
     vocab_size = engine.input_processor.vocab_size
 
     def make_cache(runner: Any) -> None:

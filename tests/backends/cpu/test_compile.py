@@ -227,7 +227,7 @@ def test_kernels_compile_for_arm(tmp_path: Path) -> None:
 
 SDOT = """
 from llvmlite import ir
-from numba import int32, int64
+from numba import int32, int64, uint16
 from nanovllm.backends.cpu.kernels import int4, simd
 from nanovllm.backends.cpu.kernels.llvm import dot
 
@@ -239,7 +239,8 @@ def call_later(builder, name, result, *arguments):
 
 # Numba compiles for a processor that cannot know SDOT.
 dot.HAS_SDOT, dot.call = True, call_later
-for kernel, types in ((simd.add_block, (int32, *[int64] * 6)), (int4.multiply_block, (int64,) * 7)):
+int4_types = *[int64] * 8, uint16, int64, int64
+for kernel, types in ((simd.add_block, (int32, *[int64] * 6)), (int4.int4_blocks, int4_types)):
     kernel.compile(types)
     code = kernel.inspect_llvm(types).replace("@later.", "@llvm.")
     for cpu in ("neoverse-n1", "neoverse-v1", "apple-m1"):
@@ -257,7 +258,7 @@ for kernel, types in ((simd.add_block, (int32, *[int64] * 6)), (int4.multiply_bl
 # row with 128 bytes takes 127 to 151 instructions in int8, and 185 to 193 in int4.
 INSTRUCTIONS = {
     "add_block": {16: (47, 48, 47), 24: (50, 52, 47)},
-    "multiply_block": {
+    "int4_blocks": {
         8: (54, 54, 54),
         16: (84, 84, 84),
         32: (136, 135, 135),

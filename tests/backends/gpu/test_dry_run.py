@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from family_checkpoints import make_family_checkpoint
 from fresh import dry_run, on_model
 from moe_checkpoints import make_moe_checkpoint
 from safetensors.torch import load_file, save_file
@@ -19,7 +20,7 @@ from safetensors.torch import load_file, save_file
 # The scenarios of dry_run.py. Those of a process share the answers of the CPU.
 FIRST = ("qwen3", "faults")
 OTHERS = ("int8", "int4", "host cache", "ranks", "drafts", "qwen2", "memory", "decode", "bfloat16")
-OTHERS += ("invariant", "bfloat16 with fp8", "hybrid experts", "int8 experts")
+OTHERS += ("smollm3", "invariant", "bfloat16 with fp8", "hybrid experts", "int8 experts")
 # Of 32, as in all models.
 MULTIPLES = dict(moe_intermediate_size=64, shared_expert_intermediate_size=64)
 
@@ -38,6 +39,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     path = tmp_path_factory.mktemp("dry_run")
     make_checkpoint(path / "qwen3")
     make_checkpoint(path / "qwen2", family="qwen2")
+    make_family_checkpoint(path / "smollm3", "smollm3", hidden_size=128)
     # A checkpoint with scales of an fp8 KV cache.
     make_checkpoint(path / "scaled")
     file = path / "scaled" / "model.safetensors"
@@ -58,7 +60,7 @@ def test_the_model_of_the_device_finds_faults(found: Callable[[str], Any]) -> No
 
 @scenarios(
     *("qwen3", "qwen2", "int8", "int4", "ranks", "drafts", "host cache", "hybrid experts"),
-    "int8 experts",
+    *("int8 experts", "smollm3"),
 )
 def test_tokens_are_those_of_the_cpu_engine(found: Callable[[str], Any], name: str) -> None:
     for run in found(name)["found"]:
@@ -85,7 +87,7 @@ def test_the_host_waits_for_tokens_only(found: Callable[[str], Any], name: str) 
 
 @scenarios(
     *("qwen3", "qwen2", "bfloat16", "bfloat16 with fp8", "int8", "int4", "ranks", "drafts"),
-    *("invariant", "hybrid experts", "int8 experts"),
+    *("invariant", "hybrid experts", "int8 experts", "smollm3"),
 )
 def test_nothing_is_compiled_while_serving(found: Callable[[str], Any], name: str) -> None:
     for run in found(name)["found"]:

@@ -169,10 +169,9 @@ def test_a_full_pool(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8], ids=str)
 def test_copies_of_the_host_pool(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """Blocks that are saved, overwritten at once, and loaded elsewhere, several times over."""
-    monkeypatch.setattr(host_pool, "STAGING_BYTES", 3 * 3 * 2 * 2 * 16 * 64 * dtype.itemsize)
     monkeypatch.setattr(host_pool, "CHUNK_BYTES", 7 * 3 * 2 * 2 * 16 * 64 * dtype.itemsize)
     cache = torch.randn(3, 2, 40, 2, 16, 64, device=DEVICE).to(dtype)
-    pool = host_pool.PinnedPool(30, cache[:, :, 0])
+    pool = host_pool.HostPool(30, cache)
     bits = cache.view(torch.uint8)
     with torch.inference_mode():
         for _ in range(20):

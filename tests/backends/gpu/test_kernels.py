@@ -8,6 +8,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 import references
 import torch
+from checkpoints import check_greedy, prompts_of, random_llm
+from family_checkpoints import FAMILIES, make_family_checkpoint
 from gpu_cases import Paged, paged
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,7 +36,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import make_backend  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
-from nanovllm import LLM  # noqa: E402
+from nanovllm import LLM, SamplingParams  # noqa: E402
 from nanovllm.backends.gpu.kernels import (  # noqa: E402
     attention,
     conversions,
@@ -50,8 +53,8 @@ from nanovllm.models import sampler as plain_sampler  # noqa: E402
 from nanovllm.models.backend import Backend  # noqa: E402
 from nanovllm.models.batch import SamplingBatch  # noqa: E402
 from nanovllm.models.fp8 import FP8  # noqa: E402
-from nanovllm.models.layers import RotaryEmbedding, add_rms_norm, silu_and_mul  # noqa: E402
-from nanovllm.models.rope import RopeConfig  # noqa: E402
+from nanovllm.models.layers import add_rms_norm, silu_and_mul  # noqa: E402
+from nanovllm.models.rope import RopeConfig, RotaryEmbedding  # noqa: E402
 
 NAN = float("nan")
 BRIEF = settings(max_examples=20, deadline=None, derandomize=True)
@@ -228,10 +231,8 @@ def test_norm_rope_store(
     num, kv_heads = heads
     qkv = torch.randn(tokens, (num + 2 * kv_heads) * dim).to(dtype)
     weights = [torch.rand(dim).to(dtype) + 0.5 if norm else None for _ in range(2)]
-    tables = RotaryEmbedding(dim, 200, RopeConfig(), like=torch.empty(0)).at(
-        torch.randint(200, (tokens,))
-    )
-    cos, sin = (table.to(dtype) for table in tables)
+    tables = RotaryEmbedding(dim, 200, [RopeConfig()], like=torch.empty(0))
+    cos, sin = (x.to(dtype) for x in tables.at(torch.randint(200, (tokens,)))[0])
     slot_mapping = torch.randperm(5 * 16)[:tokens]
     shape, cache_dtype = (5, kv_heads, 16, dim), FP8 if scales else dtype
     caches = [torch.full(shape, NAN, dtype=cache_dtype) for _ in range(4)]
@@ -532,6 +533,15 @@ def test_the_engine_answers_with_the_kernels() -> None:
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
     answers = [out.outputs[0].text for out in llm.chat(chats, use_tqdm=False)]
     assert answers == list(QUESTIONS.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_with_the_kernels(family: str, tmp_path: Path) -> None:
+    model = make_family_checkpoint(tmp_path, family)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1)
+    llm = random_llm(tmp_path, attention_backend="triton")
+    check_greedy(model, llm.generate(prompts_of(5, 20), params, use_tqdm=False))
 
 
 @pytest.fixture

@@ -284,11 +284,11 @@ def test_an_adapter_of_another_model(tmp_path: Path, path: Path) -> None:
 def test_files_that_are_missing_or_damaged(tmp_path: Path, path: Path) -> None:
     with pytest.raises(ValueError, match="adapter: there is no directory '/nowhere'"):
         random_llm(path, adapter="/nowhere")
-    with pytest.raises(ValueError, match=r"adapter: .* has no adapter_config\.json; give a dir"):
+    with pytest.raises(ValueError, match=r"adapter_config\.json cannot be read \(No such file"):
         random_llm(path, adapter=path)
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "adapter_model.bin").touch()
-    with pytest.raises(ValueError, match=r"has no adapter_model\.safetensors.*\*\.bin.* not read"):
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors cannot be read \(No such"):
         random_llm(path, adapter=tmp_path)
     (tmp_path / "adapter_model.safetensors").write_text("no")
     with pytest.raises(ValueError, match="not a readable safetensors file"):

@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-import tracemalloc
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -51,13 +50,6 @@ def test_the_last_occurrence_of_the_longest_n_gram() -> None:
             assert lookup.find(token_ids, sizes) == found(token_ids, sizes)
             hits += found(token_ids, sizes) is not None
         assert hits > 20
-
-
-def test_many_sizes_take_no_more_memory() -> None:
-    tracemalloc.start()
-    assert Lookup(5).find([*range(2000), *range(100)], range(64, 0, -1)) == 100
-    assert tracemalloc.get_traced_memory()[1] < 2**20
-    tracemalloc.stop()
 
 
 def test_drafts_get_shorter_and_pause() -> None:
@@ -385,27 +377,6 @@ def test_streams_get_several_tokens_at_once(without: LLM) -> None:
             assert "".join(part.text for part in parts) == out.text
             assert [t for part in parts for t in part.token_ids] == out.token_ids
             assert parts[-1].finish_reason == out.finish_reason
-
-
-LOW_PRECISION: dict[str, dict[str, Any]] = {
-    "fp8 cache": dict(dtype="bfloat16", kv_cache_dtype="fp8"),
-    "bfloat16": dict(dtype="bfloat16"),
-    "int8": dict(dtype="bfloat16", quantization="int8"),
-    "int4": dict(dtype="bfloat16", quantization="int4"),
-    "int8 in float32": dict(quantization="int8"),
-}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[SLOW] * (i > 0)) for i, name in enumerate(LOW_PRECISION)]
-)
-def test_low_precision(name: str) -> None:
-    llms = [
-        engine_of(speculative, **PLENTY, **LOW_PRECISION[name]) for speculative in (True, False)
-    ]
-    found, wanted = (results(llm, seed=1) for llm in llms)
-    assert found == wanted
-    assert llms[0].stats()["accepted_tokens"] > 50
 
 
 FAULTS = {

@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from nanovllm import LLM, BeamSearchParams, GenerationError, SamplingParams, StructuredOutputsParams
 from nanovllm.features.sampling import structured as structured_module
 from nanovllm.features.sampling.logit_rules.row_rules import RowRules, RulesBatch, RulesState
 from nanovllm.features.sampling.structured import Grammar, GrammarCompiler, Matcher
-from nanovllm.loading.checkpoint import find_checkpoint
 from nanovllm.plan import LogitRules, NewRow, RowSampling
 from nanovllm.utils.errors import GrammarError
 
@@ -113,6 +111,13 @@ def test_every_kind(embedded: LLM, kind: str) -> None:
     assert ended, outs
     for text in ended:
         KINDS[kind][1](text)
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def each_way(embedded: LLM, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """The embedded model, without and with asynchronous steps."""
+    monkeypatch.setattr(embedded.engine, "async_scheduling", request.param)
+    return embedded
 
 
 def random_request(rng: random.Random, llm: LLM) -> tuple[str, SamplingParams]:
@@ -278,13 +283,10 @@ def test_masks_by_definition(embedded: LLM, vocab_size: int) -> None:
                 batch.append(torch.tensor([0, output[-1]]), lambda o=output: [0, o[-1]])
 
 
-def test_tokens_that_the_model_does_not_have(embedded: LLM, tmp_path: Path) -> None:
+def test_tokens_that_the_model_does_not_have(larger_tokenizer: Path) -> None:
     """What the tokenizer has as one token is spelled by shorter ones; others are refused."""
-    tokenizer = AutoTokenizer.from_pretrained(find_checkpoint("qwen3-nano"))
-    tokenizer.add_tokens(["zebra"])
-    tokenizer.add_tokens(["<|more|>"], special_tokens=True)
-    tokenizer.save_pretrained(tmp_path)
-    llm = LLM(dtype="float32", device="cpu", tokenizer=str(tmp_path), num_kv_cache_blocks=64)
+    options = dict(dtype="float32", device="cpu", num_kv_cache_blocks=64)
+    llm = LLM(tokenizer=str(larger_tokenizer), **options)
     fields = dict(structured_outputs=StructuredOutputsParams(choice=["zebra!"]))
     questions = ["What is 12 + 30?\n"] * 2
     params = [SamplingParams(temperature=0, **more) for more in (fields, {})]
@@ -309,10 +311,8 @@ def test_a_grammar_overrules_a_logits_processor(embedded: LLM) -> None:
         embedded.generate("x", params, use_tqdm=False)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_no_token_is_left(embedded: LLM, asynchronous: bool, monkeypatch) -> None:
-    monkeypatch.setattr(embedded.engine, "async_scheduling", asynchronous)
-    three = embedded.get_tokenizer().encode("3")
+def test_no_token_is_left(each_way: LLM) -> None:
+    three = each_way.get_tokenizer().encode("3")
     for fields, names in (
         (dict(allowed_token_ids=three), "structured_outputs and allowed_token_ids hid"),
         (dict(bad_words=["y", "n"], n=2), "structured_outputs and bad_words hid"),
@@ -324,17 +324,16 @@ def test_no_token_is_left(embedded: LLM, asynchronous: bool, monkeypatch) -> Non
         )
         plain = SamplingParams(temperature=0)
         with pytest.raises(GenerationError, match=names) as caught:
-            embedded.generate(["What is 12 + 30?\n"] * 2, [params, plain], use_tqdm=False)
+            each_way.generate(["What is 12 + 30?\n"] * 2, [params, plain], use_tqdm=False)
         bad, good = caught.value.outputs
         assert {sample.finish_reason for sample in bad.outputs} == {"error"}
         assert good["text"] == "12 + 30 = 42"
-    assert not embedded.engine.has_unfinished_requests()
+    assert not each_way.engine.has_unfinished_requests()
 
 
 # ---- the end ----
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(
     "hiding",
     [
@@ -346,13 +345,12 @@ def test_no_token_is_left(embedded: LLM, asynchronous: bool, monkeypatch) -> Non
     ids=str,
 )
 def test_a_complete_grammar_ends_an_output_whose_end_tokens_are_hidden(
-    embedded: LLM, asynchronous: bool, hiding: dict, monkeypatch
+    each_way: LLM, hiding: dict
 ) -> None:
-    monkeypatch.setattr(embedded.engine, "async_scheduling", asynchronous)
     fives = StructuredOutputsParams(regex="[0-9]{5}")
     params = SamplingParams(structured_outputs=fives, n=3, seed=1, logprobs=0, **hiding)
     plain = SamplingParams(temperature=0)
-    out, other = embedded.generate(["What is 12 + 30?\n"] * 2, [params, plain], use_tqdm=False)
+    out, other = each_way.generate(["What is 12 + 30?\n"] * 2, [params, plain], use_tqdm=False)
     for sample in out.outputs:
         assert re.fullmatch("[0-9]{5}", sample.text)
         assert (sample.finish_reason, sample.stop_reason) == ("stop", None)
@@ -368,13 +366,11 @@ def test_min_tokens_holds_while_a_grammar_can_continue(embedded: LLM) -> None:
         assert re.fullmatch("[0-9]{2,40}", sample.text)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_an_output_ends_with_its_grammar(embedded: LLM, asynchronous: bool, monkeypatch) -> None:
+def test_an_output_ends_with_its_grammar(each_way: LLM) -> None:
     """By an end token if there is one; if not, as soon as nothing can follow."""
-    monkeypatch.setattr(embedded.engine, "async_scheduling", asynchronous)
-    comma = embedded.get_tokenizer().encode(",")[0]
+    comma = each_way.get_tokenizer().encode(",")[0]
     for fields, end in (
-        (dict(), embedded.engine.input_processor.eos_token_ids),
+        (dict(), each_way.engine.input_processor.eos_token_ids),
         (dict(ignore_eos=True, stop_token_ids=[comma]), [comma]),
         (dict(ignore_eos=True), []),
     ):
@@ -386,9 +382,9 @@ def test_an_output_ends_with_its_grammar(embedded: LLM, asynchronous: bool, monk
             logprobs=1,
             **fields,
         )
-        out = embedded.generate("Count from 1 to 9\n", params, use_tqdm=False)[0]
+        out = each_way.generate("Count from 1 to 9\n", params, use_tqdm=False)[0]
         texts = ["", "", ""]
-        for new in embedded.stream("Count from 1 to 9\n", params):
+        for new in each_way.stream("Count from 1 to 9\n", params):
             texts[new.index] += new.text
             last = new
         assert (last.finish_reason, last.stop_reason) == ("stop", comma if end == [comma] else None)
@@ -400,8 +396,8 @@ def test_an_output_ends_with_its_grammar(embedded: LLM, asynchronous: bool, monk
             assert len(sample.logprobs) == len(sample.token_ids)
     # It may end, and continues: there is no token that ends it.
     params = structured("words", temperature=0, ignore_eos=True, max_tokens=9)
-    assert embedded.generate("x", params, use_tqdm=False)[0].outputs[0].finish_reason != "error"
-    assert not embedded.engine.has_unfinished_requests()
+    assert each_way.generate("x", params, use_tqdm=False)[0].outputs[0].finish_reason != "error"
+    assert not each_way.engine.has_unfinished_requests()
 
 
 # ---- refusals ----
@@ -475,7 +471,7 @@ def test_compilations_that_still_run_are_few(
 ) -> None:
     """Nothing can stop them. Compiled grammars are used meanwhile, and others when they have ended."""
     inputs, go_on = embedded.engine.input_processor, threading.Event()
-    compiler = inputs.grammars
+    compiler = inputs.grammars()
     real, calls = GrammarCompiler._call_with_limit, 0
 
     def slow(self: GrammarCompiler, function: Callable[[], Any], stack: int) -> Any:
@@ -490,7 +486,7 @@ def test_compilations_that_still_run_are_few(
 
     def add(regex: str) -> None:
         params = SamplingParams(structured_outputs=StructuredOutputsParams(regex=regex))
-        embedded.engine.input_processor.make_task(params)
+        inputs.make_task(inputs, params)
 
     add("before")
     monkeypatch.setattr(GrammarCompiler, "_call_with_limit", slow)
@@ -538,17 +534,15 @@ def test_a_choice_of_many_strings(embedded: LLM) -> None:
 
 
 def test_without_the_library(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded.engine.input_processor.grammars, "vocabulary", None)
+    monkeypatch.setattr(embedded.engine.input_processor.grammars(), "vocabulary", None)
     monkeypatch.setitem(sys.modules, "llguidance.hf", None)
     with pytest.raises(ImportError, match=r"pip install -e '.\[structured\]'"):
         embedded.generate("x", structured("date"), use_tqdm=False)
     assert embedded.generate("x", SamplingParams(max_tokens=1), use_tqdm=False)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_limit_of_the_library(embedded: LLM, asynchronous: bool, monkeypatch) -> None:
+def test_a_limit_of_the_library(each_way: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends its own request, and the call raises its reason when the others have ended."""
-    monkeypatch.setattr(embedded.engine, "async_scheduling", asynchronous)
     mask = Matcher.mask
 
     def limited(self: Matcher, output: list[int]) -> bytes | None:
@@ -563,18 +557,18 @@ def test_a_limit_of_the_library(embedded: LLM, asynchronous: bool, monkeypatch) 
         r"for prompts\[0\] .*: llguidance cannot continue the output after 4 tokens with the gram"
     )
     with pytest.raises(GenerationError, match=words) as caught:
-        embedded.generate(prompts, params, use_tqdm=False)
+        each_way.generate(prompts, params, use_tqdm=False)
     failed, plain = caught.value.outputs
     assert [len(sample.token_ids) for sample in failed.outputs] == [4, 4]
     assert {sample.finish_reason for sample in failed.outputs} == {"error"}
     assert plain["text"] == "12 + 30 = 42"
-    ends = {new.request_index: new.finish_reason for new in embedded.stream(prompts, params)}
+    ends = {new.request_index: new.finish_reason for new in each_way.stream(prompts, params)}
     assert ends == {0: "error", 1: "stop"}
     beams = BeamSearchParams(
         beam_width=2, max_tokens=9, structured_outputs=params[0].structured_outputs
     )
     with pytest.raises(GrammarError, match="cannot continue the output"):
-        embedded.beam_search("x", beams, use_tqdm=False)
+        each_way.beam_search("x", beams, use_tqdm=False)
 
 
 # ---- what it costs ----
@@ -583,12 +577,13 @@ def test_a_limit_of_the_library(embedded: LLM, asynchronous: bool, monkeypatch) 
 def test_other_requests_pay_nothing(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """No rules, no vocabulary and no waits for a batch without structured outputs."""
     compiler = GrammarCompiler(embedded.get_tokenizer(), 1056, frozenset({1035}))
-    monkeypatch.setattr(embedded.engine.input_processor, "grammars", compiler)
+    monkeypatch.setattr(embedded.engine.input_processor, "grammars", lambda: compiler)
     monkeypatch.setattr(RulesBatch, "_apply_on_host", None)
     params = SamplingParams(temperature=0, repetition_penalty=1.1)
     embedded.generate("What is 12 + 30?\n", params, use_tqdm=False)
-    assert compiler.vocabulary is None
-    assert embedded.engine.input_processor.make_task(SamplingParams()).rules is None
+    assert "vocabulary" not in vars(compiler)
+    inputs = embedded.engine.input_processor
+    assert inputs.make_task(inputs, SamplingParams()).rules is None
 
 
 def test_requests_share_a_compiled_grammar(embedded: LLM) -> None:

@@ -77,23 +77,6 @@ def test_beams_are_those_of_transformers(checkpoint, llm, width, penalty):
     assert llm.stats()["blocks_in_use"] == 0
 
 
-def test_ignoring_the_end(checkpoint, llm):
-    params = BeamSearchParams(3, 9, ignore_eos=True)
-    (output,) = llm.beam_search(prompts(1), params, use_tqdm=False)
-    (prompt,) = prompts(1)
-    assert_equal(output, reference(checkpoint[1], prompt, params), prompt, params)
-
-
-def test_one_beam_is_greedy(llm):
-    items = prompts(4, seed=1)
-    greedy = llm.generate(items, SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)
-    searched = llm.beam_search(
-        items, BeamSearchParams(1, 9, include_stop_str_in_output=True), use_tqdm=False
-    )
-    for prompt, one, output in zip(items, greedy, searched, strict=True):
-        assert output.sequences[0].tokens == prompt + one.outputs[0].token_ids
-
-
 @pytest.mark.parametrize(
     ("blocks", "policy", "prefix_caching"),
     [(9, "fcfs", False), (9, "sjf", True), (14, "sjf", False), (40, "fcfs", True)],
@@ -139,24 +122,6 @@ def test_the_prompt_is_computed_once_and_each_beam_one_token_a_step(llm):
     assert len(set(names)) == len(names) > 4
 
 
-def test_beams_together_with_samples(checkpoint, llm):
-    """Requests of both kinds in the same steps have the results that they have alone."""
-    params = SamplingParams(temperature=0.7, seed=5, max_tokens=20, n=2, logprobs=2)
-    beams, samples = prompts(3, seed=3), prompts(4, seed=4)
-    expected = llm.generate(samples, params, use_tqdm=False)
-    searched = llm.beam_search(beams, BeamSearchParams(3, 10), use_tqdm=False)
-    engine = llm.engine
-    requests = [engine.submit(prompt, params) for prompt in samples]
-    requests += [engine.submit(prompt, BeamSearchParams(3, 10)) for prompt in beams]
-    for _ in engine.run(requests):
-        pass
-    outputs = [request.output for request in requests]
-    for output, other in zip(outputs[:4], expected, strict=True):
-        assert [o.token_ids for o in output.outputs] == [o.token_ids for o in other.outputs]
-    for output, other in zip(outputs[4:], searched, strict=True):
-        assert [b.tokens for b in output.sequences] == [b.tokens for b in other.sequences]
-
-
 def test_an_abort_returns_the_beams_so_far(llm):
     request = llm.engine.submit([40, 41, 42], BeamSearchParams(3, 50, True))
     for _ in range(4):
@@ -166,17 +131,6 @@ def test_an_abort_returns_the_beams_so_far(llm):
     assert {beam.finish_reason for beam in request.output.sequences} == {"abort"}
     assert llm.stats()["blocks_in_use"] == 0
     assert not llm.engine.scheduler.has_work()
-
-
-def test_text_of_the_embedded_model(embedded: LLM):
-    question = embedded.get_tokenizer().apply_chat_template(
-        [{"role": "user", "content": "What is 34 + 58?"}],
-        tokenize=False,
-        add_generation_prompt=True,
-    )
-    (output,) = embedded.beam_search(question, BeamSearchParams(4, 20), use_tqdm=False)
-    assert output.sequences[0].text.endswith("34 + 58 = 92")
-    assert output.sequences[0].cum_logprob > output.sequences[1].cum_logprob
 
 
 @pytest.mark.extra
@@ -231,23 +185,6 @@ def test_fewer_beams_than_before(embedded: LLM, width):
     assert texts <= {"yes", "no"}
     assert request.error is None
     assert len(other.output.outputs[0].token_ids) == 30
-
-
-BAD = [
-    ((0, 5), ValueError, "beam_width must be"),
-    ((2.0, 5), TypeError, "beam_width"),
-    ((4, 0), ValueError, "max_tokens"),
-    ((4, None), TypeError, "max_tokens"),
-    ((4, 5, "yes"), TypeError, "ignore_eos"),
-    ((4, 5, False, -1.0), ValueError, "temperature"),
-    ((4, 5, False, 0.0, 200.0), ValueError, "length_penalty must be between -10 and 10"),
-]
-
-
-@pytest.mark.parametrize(("fields", "error", "message"), BAD, ids=str)
-def test_wrong_parameters(fields, error, message):
-    with pytest.raises(error, match=message):
-        BeamSearchParams(*fields)
 
 
 def test_wrong_calls(llm):

@@ -106,15 +106,6 @@ def test_steps_shared_with_generation(checkpoint: tuple[Path, torch.nn.Module], 
     assert output.token_logprobs == want
 
 
-def test_what_greedy_decoding_writes_is_greedy(llm: LLM) -> None:
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    for stem in (STEM, STEM[:5]):
-        ids = llm.generate(stem, params, use_tqdm=False)[0].outputs[0].token_ids
-        others = [*ids[:5], (ids[5] + 1) % VOCAB], [(ids[0] + 1) % VOCAB, *ids[1:]]
-        outputs = llm.loglikelihood(stem, [ids, ids[:1], *others], use_tqdm=False)
-        assert [output.is_greedy for output in outputs] == [True, True, False, False]
-
-
 def test_a_pair_may_fill_the_model(checkpoint: tuple[Path, torch.nn.Module], llm: LLM) -> None:
     """The last token is not computed, so that there is room for one more."""
     stem = [(3 * i) % VOCAB for i in range(120)]

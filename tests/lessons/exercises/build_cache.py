@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from build_check import expect, load, same
+from build_check import attention, compare_heads, expect, load, random_heads, same
 from torch import Tensor
-from torch.nn import functional as F
 
 from lessons.lesson import decode_plan, make_llm, prompt_plan, runner_of
 from nanovllm.models.attention import PlainAttention
@@ -13,35 +12,9 @@ from nanovllm.models.batch import ForwardBatch
 KVCache = load("cache.py", "KVCache")
 
 
-def random_tokens(number: int, heads: int, kv_heads: int) -> list[Tensor]:
-    """Return q [n, H, D], and k and v [n, K, D], with D = 8."""
-    generator = torch.Generator().manual_seed(number)
-    return [torch.randn(number, h, 8, generator=generator) for h in (heads, kv_heads, kv_heads)]
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    each = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out = F.scaled_dot_product_attention(*each, is_causal=True, enable_gqa=True)
-    return out[0].transpose(0, 1)
-
-
-def compare(got: Tensor, want: Tensor, what: str) -> None:
-    same([*got.shape], [*want.shape], "The shape of the result")
-    wrong = [i for i in range(len(got)) if not torch.allclose(got[i], want[i], atol=1e-4)]
-    if wrong:
-        i = wrong[0]
-        head, d = divmod(int((got[i] - want[i]).abs().argmax()), got.shape[2])
-        expect(
-            False,
-            f"{what}: the attention of the tokens {wrong[:8]}{' and more' * (len(wrong) > 8)} "
-            f"differs from torch's. Number {d} of head {head} of token {i} should be "
-            f"{want[i, head, d]:.4f}, but with your code it is {got[i, head, d]:.4f}.",
-        )
-
-
 def compare_pieces(lengths: list[int], heads: int, kv_heads: int, scale: float) -> None:
     """Tokens that are computed in pieces of these lengths, compared with torch's attention."""
-    q, k, v = random_tokens(sum(lengths), heads, kv_heads)
+    q, k, v = random_heads(sum(lengths), heads, kv_heads)
     q, k = scale * q, scale * k
     cache, pieces, copies = KVCache(kv_heads, 8), [], []
     for piece in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
@@ -55,7 +28,7 @@ def compare_pieces(lengths: list[int], heads: int, kv_heads: int, scale: float) 
     expect(unchanged, "A later call of `attend` changes the result of an earlier one.")
     large = f", keys and queries times {scale}" if scale != 1 else ""
     what = f"{heads} query heads, {kv_heads} KV heads, tokens in pieces of {lengths}{large}"
-    compare(torch.cat(pieces), attention(q, k, v), what)
+    compare_heads(torch.cat(pieces), attention(q, k, v), what)
 
 
 def test_one_piece() -> None:
@@ -65,11 +38,10 @@ def test_one_piece() -> None:
 
 def test_two_caches_are_independent() -> None:
     one, other = KVCache(2, 8), KVCache(2, 8)
-    one.attend(*random_tokens(3, 2, 2))
-    tokens = random_tokens(4, 2, 2)
-    compare(
-        other.attend(*tokens), attention(*tokens), "Another cache holds 3 tokens, this one none"
-    )
+    one.attend(*random_heads(3, 2, 2))
+    tokens = random_heads(4, 2, 2)
+    what = "Another cache holds 3 tokens, this one none"
+    compare_heads(other.attend(*tokens), attention(*tokens), what)
 
 
 @pytest.mark.parametrize(
@@ -90,14 +62,14 @@ def test_pieces(lengths: list[int], heads: int, kv_heads: int, scale: float) -> 
 
 
 def test_the_tensors_are_the_callers() -> None:
-    cache, tokens, results = KVCache(2, 8), random_tokens(5, 2, 2), []
+    cache, tokens, results = KVCache(2, 8), random_heads(5, 2, 2), []
     for start, end in ((0, 1), (1, 3), (3, 5)):
         piece = [x[start:end].clone() for x in tokens]
         results.append(cache.attend(*piece))
         for given in piece:
             given.fill_(9.0)
     what = "The caller has overwritten q, k and v of the tokens 0, 1 to 2, 3 to 4 after each call"
-    compare(torch.cat(results), attention(*tokens), what)
+    compare_heads(torch.cat(results), attention(*tokens), what)
 
 
 class YourAttention(PlainAttention):

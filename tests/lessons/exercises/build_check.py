@@ -7,9 +7,13 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from lessons import break_it
 from lessons.oracle.oracle import (
@@ -28,7 +32,10 @@ FAULT = "What fails after the last step of this history:"
 
 
 def load(file: str, *names: str, task: str = "") -> Any:
-    """Return what $SOLUTION, or `file` in that directory or the current one, defines as `names`."""
+    """Return what $SOLUTION, or `file` in that directory or the current one, defines as `names`.
+
+    A part that engine.py does not define is in its own file beside it.
+    """
     path, task = Path(os.environ.get("SOLUTION", ".")).resolve(), task or file.removesuffix(".py")
     path = path / file if path.is_dir() else path
     # pytest shows the text of a CollectError without a traceback.
@@ -37,6 +44,18 @@ def load(file: str, *names: str, task: str = "") -> Any:
             f"There is no file {path}. `python -m lessons build {task}` writes {file}, and "
             f"`python -m lessons build {task} --check FILE` checks it."
         )
+    module = execute(path)
+    is_part = os.environ.get("MILESTONE", task) != task
+    if is_part and not hasattr(module, names[0]) and (own := path.with_name(file)).is_file():
+        path, module = own, execute(own)
+    for name in names:
+        if not hasattr(module, name):
+            raise pytest.Collector.CollectError(f"{path} does not define {name}.")
+    found = [getattr(module, name) for name in names]
+    return found if len(names) > 1 else found[0]
+
+
+def execute(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location("solution", path)
     if spec is None or spec.loader is None:
         raise pytest.Collector.CollectError(f"{path} is not a Python file: its name ends in .py.")
@@ -50,11 +69,7 @@ def load(file: str, *names: str, task: str = "") -> Any:
         ) from None
     finally:
         sys.path.remove(str(path.parent))
-    for name in names:
-        if not hasattr(module, name):
-            raise pytest.Collector.CollectError(f"{path} does not define {name}.")
-    found = [getattr(module, name) for name in names]
-    return found if len(names) > 1 else found[0]
+    return module
 
 
 def expect(is_right: bool, message: str) -> None:
@@ -76,6 +91,33 @@ def case(what: str) -> Iterator[None]:
 def same(got: object, want: object, what: str) -> None:
     """Fail unless `got` is equal to `want`. `what` says what they are."""
     expect(got == want, f"{what} should be {want!r}, but with your code it is {got!r}.")
+
+
+def random_heads(number: int, heads: int, kv_heads: int) -> list[Tensor]:
+    """Return q [n, H, D], and k and v [n, K, D], with D = 8."""
+    generator = torch.Generator().manual_seed(number)
+    return [torch.randn(number, h, 8, generator=generator) for h in (heads, kv_heads, kv_heads)]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Torch's attention of a whole text."""
+    each = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = F.scaled_dot_product_attention(*each, is_causal=True, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def compare_heads(got: Tensor, want: Tensor, what: str) -> None:
+    same([*got.shape], [*want.shape], "The shape of the result")
+    wrong = [i for i in range(len(got)) if not torch.allclose(got[i], want[i], atol=1e-4)]
+    if wrong:
+        i = wrong[0]
+        head, d = divmod(int((got[i] - want[i]).abs().argmax()), got.shape[2])
+        expect(
+            False,
+            f"{what}: the attention of the tokens {wrong[:8]}{' and more' * (len(wrong) > 8)} "
+            f"differs from torch's. Number {d} of head {head} of token {i} should be "
+            f"{want[i, head, d]:.4f}, but with your code it is {got[i, head, d]:.4f}.",
+        )
 
 
 def check_history(seed: int, make: type[History] = History, **modules: Any) -> History:

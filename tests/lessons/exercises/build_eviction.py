@@ -127,6 +127,21 @@ def test_forks_and_resumed_sequences() -> None:
     same(evict_all(blocks), [4, 3], f"{what} The order of eviction")
 
 
+def test_a_copy_has_no_hits() -> None:
+    use(blocks := Checked(8, 2), (1, 2), (1, 2), 3)
+    parent, child = start(blocks, 1, 2), make_samples([1, 1, 2, 4, 0], 6)[0]
+    blocks.fork(parent, child, 3)
+    blocks.copy_on_write(child)
+    child.num_computed = 4
+    blocks.cache_full_blocks(child)
+    use(blocks, 3)
+    blocks.release(child)
+    blocks.release(parent)
+    what = "Block 1 and block 2 after it have 2 hits, and block 3 has one. A fork copies block 2, "
+    what += "writes another token to the copy, and caches it with 0 hits. The order of eviction"
+    same(evict_all(blocks), [2, 3, 2, 1], what)
+
+
 def test_hits_of_a_block_in_use_count() -> None:
     blocks = Checked(8, 2)
     seq = start(blocks, 1)
@@ -148,13 +163,17 @@ def test_hits_of_a_block_in_use_count() -> None:
 
 
 @pytest.mark.parametrize(("popular", "other"), [(4, 5), (5, 4), (1, 2), (2, 1)])
-@pytest.mark.parametrize("reset", [False, True])
-def test_hits_are_lost_with_the_content(popular: int, other: int, reset: bool) -> None:
+@pytest.mark.parametrize("how", ["evicted", "lost by reset_prefix_cache()", "lost by revert()"])
+def test_hits_are_lost_with_the_content(popular: int, other: int, how: str) -> None:
     blocks = Checked(3, 2)
     use(blocks, *[1] * 10, *[2] * 5)
-    _ = blocks.reset_prefix_cache() if reset else evict_all(blocks)
+    if how == "evicted":
+        evict_all(blocks)
+    elif "reset" in how:
+        blocks.reset_prefix_cache()
+    else:  # after a step that failed
+        blocks.revert([])
     use(blocks, *sorted((popular, other)), popular)
-    how = "lost by reset_prefix_cache()" if reset else "evicted"
     what = f"Blocks 1 and 2, with many hits, are {how}. Blocks {popular} and {other} are computed, "
     what += f"with 0 hits. Then {popular} gets one. The order of eviction"
     same(evict_all(blocks), [other, popular], what)

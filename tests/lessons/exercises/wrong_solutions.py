@@ -2,6 +2,64 @@
 
 # Task, then for each the text of the solution (-), what replaces it (+), and a part of the message.
 TEXT = r"""
+attention
+- triu(1)
++ triu(2)
+? 5 tokens, 2 query heads, 2 KV heads: the attention of the tokens [0, 1, 2, 3] differs from torch's.
+- h // group
++ h % k.shape[1]
+? 5 tokens, 6 query heads, 2 KV heads: the attention of the tokens [0, 1, 2, 3, 4] differs from torch's.
+-  / q.shape[2] ** 0.5
++
+? 5 tokens, 2 query heads, 2 KV heads: the attention of the tokens [1, 2, 3, 4] differs from torch's.
+- triu(1)
++ triu(1).T
+? 5 tokens, 2 query heads, 2 KV heads: the attention of the tokens [
+- triu(1)
++ triu(0)
+? 1 tokens, 2 query heads, 2 KV heads: the attention of the tokens [0] differs from torch's.
+- scores.masked_fill(future, -torch.inf).softmax(-1)
++ (e := scores.exp() * ~future) / e.sum(-1, keepdim=True)
+? 5 tokens, 2 query heads, 2 KV heads, keys and queries times 20: the attention of the tokens [
+- scores.masked_fill(future, -torch.inf).softmax(-1)
++ scores.softmax(-1).masked_fill(future, 0.0)
+? 5 tokens, 2 query heads, 2 KV heads: the attention of the tokens [0, 1, 2, 3] differs from torch's.
+-     group =
++     q /= q.shape[2] ** 0.5
++     q = q * q.shape[2] ** 0.5
++     group =
+? `attention` changes q, which is the caller's.
+- softmax(-1)
++ softmax(-2)
+? the attention of the tokens [
+delta
+- kept = states * g.exp()[:, None, None]
++ kept = states
+? The example: the states should begin with [5.68, 8.24], but they begin with
+- g.exp()[:, None, None]
++ g[:, None, None]
+? The example: the states should begin with [5.68, 8.24], but they begin with
+- (v - torch.einsum("hkv,hk->hv", kept, k))
++ v
+? The example: the states should begin with [5.68, 8.24], but they begin with [10.0, 14.0].
+- "hkv,hk->hv", kept, k
++ "hkv,hk->hv", states, k
+? The example: the states should begin with [5.68, 8.24], but they begin with [1.36, 2.48].
+- beta[:, None] * (v - 
++ (beta[:, None] * v - 
+? 1 heads of Dk=2 and Dv=1: the states should begin with [
+- new, q)
++ kept, q)
+? The example: the outputs should begin with [5.68], but they begin with [4.0].
+- kept = states * g.exp()[:, None, None]
++ kept = states.mul_(g.exp()[:, None, None])
+? The example: `step` changes states, which is the caller's.
+- k[:, :, None] * d[:, None]
++ k[:, :, None] * d[:1, None]
+? 2 heads of Dk=2 and Dv=1: the states should begin with [
+- new, q)
++ new, q / q.norm(dim=-1, keepdim=True))
+? 1 heads of Dk=2 and Dv=1: the outputs should begin with [
 stop
 - while self.held and not any(stop.startswith(self.held) for stop in self.stops):
 + while self.held:
@@ -122,6 +180,11 @@ slots
 + def slots
 ? the list of a second call should be [30, 31, 8, 9], but with your code it is [30, 31, 8, 9, 99].
 step
+- tokens = min(len(seq.token_ids) - seq.num_computed, budget)
+-         if
++ tokens = min(1 if seq.decoding else len(seq.token_ids) - seq.num_computed, budget)
++         if
+? tokens to compute, waiting ones [1]. The plan should be [1, 1, 1], but with your code it is [1, 1, 1, 1].
 - if tokens > 0:
 + if True:
 ? tokens to compute, waiting ones [1]. The plan should be [1, 1, 1], but with your code it is [1, 0, 1, 1].
@@ -223,6 +286,9 @@ filter
 +     log_probs = logits
 ? typical_p=1 should not change the logits, but it does.
 prefix
+- matched: list[Block] = []
++ return super().match(seq)
+? match is the task: it should not call the engine's.
 - (len(seq.token_ids) - 1) //
 + len(seq.token_ids) //
 ? tokens of the blocks matched by [5, 6, 7, 8] should be [[5, 6]], but with your code it is [[5, 6], [7, 8]].
@@ -251,6 +317,26 @@ prefix
 + next((b for b in self.hash_to_block.values() if b.block_hash == parent), None)
 ? match should look up each hash in hash_to_block, and not go through its blocks.
 eviction
+- def _free_all(self) -> None:
+-         super()._free_all()
+-         self.hits = [0] * len(self.blocks)
++ def __init__(self, *args):
++         super().__init__(*args)
++         self.hits = [0] * len(self.blocks)
++ 
++     def reset_prefix_cache(self):
++         done = super().reset_prefix_cache()
++         self.hits = [0] * len(self.blocks) if done else self.hits
++         return done
+? are lost by revert(). Blocks 4 and 5 are computed, with 0 hits. Then 5 gets one. The order of eviction should be [4, 5]
+- def choose_victim
++ def copy_on_write(self, seq):
++         shared, copy = self._shared_block(seq), super().copy_on_write(seq)
++         if copy is not None: self.hits[copy] = self.hits[shared.block_id]
++         return copy
++ 
++     def choose_victim
+? writes another token to the copy, and caches it with 0 hits. The order of eviction should be [2, 3, 2, 1], but with your code it is [3,
 - self.hits =
 + FewestHits.hits =
 ? another manager computes a block and resets its prefix cache. The order of eviction should be [2, 1], but with your
@@ -349,6 +435,13 @@ policy
 +     return
 ? The key must change nothing. The fields that it changed should be [], but with your code it is ['num_candidates'].
 softmax
+- weights.sum()
++ weights.sum() + 1e-9
+? 50 scores in float64, in tiles of 7: acc / l should be [
+- weights = torch.exp(scores - torch.where(m == -torch.inf, 0.0, m))
++ weights = torch.exp(scores - torch.where(m == -torch.inf, 0.0, m))
++     weights[weights < 1e-7] = 0
+? 50 scores in float64, in tiles of 7: acc / l should be [
 - first, second = torch.exp(one[0] - base), torch
 + first, second = torch.ones(()), torch
 ? The example: m, l, acc after tile 2 should be [3.0, 1.5, 38.71], but with your code it is [3.0, 2.37, 53.68].
@@ -539,6 +632,17 @@ m1
 + for _ in range(1)] * c.num_layers
 ? the answers are right by chance. Step 1 computes the tokens 0 to 9 of request 0. This is the first step with wrong logits
 m2
+-         cache = KVCache(*k.shape[1:])
+-         if old:
+-             cache.attend(q.new_zeros(len(old), *q.shape[1:]), *self.kv[layer][:, old])
++         cache = self.__dict__.setdefault((seq, layer), KVCache(*k.shape[1:]))
+? self.kv is erased before step 2, which should change its logits, and does not.
+- slots(seq.block_table, self.size, 0
++ slots(sorted(seq.block_table), self.size, 0
+? The same in one block is right: look at the slots of positions after the first 16.
+-         if ended:
++         if seq.token_ids[-1] in seq.stop_token_ids:
+? have ended. The blocks that are available again should be 64, but with your code it is
 - slots(seq.block_table, self.size, 0, seq.num_computed)
 + list(range(self.size, self.size + seq.num_computed))
 ? The slots of self.kv that are written, for all tokens but the last, should be
@@ -548,8 +652,8 @@ m2
 - if old:
 + if len(old) > 16:
 ? This is the first step with wrong logits, of request 0 at position
-- self.size, start, end - start)
-+ self.size, start, seq.max_length - start)
+- self.take_blocks(seq, end - start)
++ self.take_blocks(seq, seq.max_length - start)
 ? the blocks of 16 slots that each step owns should be [1, 1, 2, 2, 2, 2], but with your code it is [2, 2, 2, 2, 2, 2].
 m3
 - logits[last]
@@ -558,13 +662,16 @@ m3
 - if seq.num_computed == len(seq.token_ids):
 + if True:
 ? The same with a budget of 64 is right: look at chunks.
-- if old:
-+ if old and len(q) == 1:
+- self.advance(seq, end)
++ self.advance(seq, max(end, seq.num_prompt))
 ? The same with a budget of 64 is right: look at chunks.
 - plan_step(self.running, self.waiting,
 + plan_step(self.running, [] if self.running else self.waiting,
 ? steps of all should be 10, but with your code it is
 m4
+-         self.blocks.cache_full_blocks(seq)
++         if end == len(seq.token_ids) == seq.max_length - 1: self.blocks.cache_full_blocks(seq)
+? The second is admitted in step 2, while the first runs. The tokens that both compute should be
 - self.blocks.cache_full_blocks(seq)
 + pass
 ? other. The tokens that the second computes should be
@@ -581,14 +688,23 @@ m5
 - self.waiting.insert(0, last)
 + self.waiting.append(last)
 ? waits at the head. A block of its first 16 tokens is cached. The first position that step 13 computes should be 16
--             if not self.make_room(seq, count):
--                 continue
-+             self.make_room(seq, count)
+- if self.make_room(seq, count):
++ if self.make_room(seq, count) or True:
 ? Requests of 14, 14 and 13 tokens, for 12 more, in 3 blocks of 16 slots.
 - self.blocks.release(last)
 + pass
 ? Requests of 14, 14 and 13 tokens, for 12 more, in 3 blocks of 16 slots.
 m6
+- Iterator[tuple[int, str]]:
++ Iterator[tuple[int, str]]:
++         return iter([*self.every(prompts, max_tokens, ends, stops, as_bytes)])
++ 
++     def every(self, prompts, max_tokens, ends, stops, as_bytes):
+? The steps when it yields the first text should be 1, but with your code it is
+-             for seq in list(self.running):
+-                 self.end(seq)
++             pass
+? is closed after the first text. The blocks that are available again should be 64, but with your code it is
 - new += text.finish()
 + pass
 ? The streamed text of request
@@ -598,8 +714,8 @@ m6
 - if text.ended and seq in self.running:
 + if False:
 ? The steps should be
--                 if new:
-+                 if True:
+- if new:
++ if True:
 ? `stream` yields an empty text of request
 - {seq: StopStream(stops) for seq in self.add(prompts, max_tokens, ends)}
 + dict.fromkeys(self.add(prompts, max_tokens, ends), StopStream(stops))

@@ -101,13 +101,9 @@ def multiply_rows(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, x_stride, outputs,
             tile_store(3, acc_ptr + half_bytes + 64, 128)
             for half in range(2):
                 begin, column = (second, other_block) if half else (first, block)
-                o = WIDTH * column
-                count = min(WIDTH, outputs - o)
-                bias = bias_ptr + 2 * o if bias_ptr != 0 else np.int64(0)
-                for i in range(height):
-                    out = out_ptr + ((begin + i) * outputs + o) * 2
-                    finish(acc_ptr + half * half_bytes + 128 * i, f32(1), np.int64(0), bias, out,
-                           count, f32(0), BFLOAT16)
+                finish(acc_ptr + half * half_bytes, 0, 0, 0, bias_ptr,
+                       out_ptr + 2 * begin * outputs, height, outputs, WIDTH * column, WIDTH,
+                       f32(0), BFLOAT16)
     tile_release()
 
 

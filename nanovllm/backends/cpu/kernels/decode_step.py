@@ -11,10 +11,9 @@ import numpy as np
 
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels.fused_layers import compute_layers, norm
-from nanovllm.backends.cpu.kernels.int8 import OUTPUTS
 from nanovllm.backends.cpu.kernels.parallel import in_parts
-from nanovllm.backends.cpu.kernels.primitives import array, f32, from_float32
-from nanovllm.backends.cpu.kernels.product import Product, compute, padded_inputs
+from nanovllm.backends.cpu.kernels.primitives import array, bytes_of, f32, from_float32
+from nanovllm.backends.cpu.kernels.product import Product, compute, padded_bytes, padded_inputs
 
 
 class Host(NamedTuple):
@@ -25,9 +24,11 @@ class Host(NamedTuple):
     last_tokens: np.ndarray  # [N + 1] int64
     params: np.ndarray  # [1 + filters, N + 1] float32
     seeds: np.ndarray  # [N + 1] int64
-    embeddings: int  # the address of [V, E], or of the `values` of an int8.PackedWeight
-    scale: int  # the address of its `scale`, or 0
-    rotary: int  # the address of [2, max_len, D]
+    embeddings: int  # the address of [V, E], or of the `values` of a PackedWeight
+    scale: int  # the address of its `scale` in int8, or 0
+    table_width: int  # outputs of its blocks, or 1
+    rotary: int  # the address of [2, ropes, max_len, D]
+    ropes: int
     max_len: int
     min_shared: int  # a prefix of so many tokens or more is read once for several sequences
 
@@ -36,7 +37,7 @@ def example_host() -> Host:
     """Return a Host with the types of every Host."""
     numbers = np.empty(0, np.int64)
     tables = np.empty((0, 0), np.int32)
-    return Host(numbers, tables, numbers, tables.astype(np.float32), numbers, 0, 0, 0, 0, 0)
+    return Host(numbers, tables, numbers, tables.astype(np.float32), numbers, *[0] * 7)
 
 
 class OutputLayer(NamedTuple):
@@ -57,18 +58,25 @@ class OutputLayer(NamedTuple):
 def embed(host, token, x, example):
     """Set x [E] to the embedding of a token."""
     size = len(x)
-    if host.scale == 0:
+    width = host.table_width
+    block, output = token // width, token % width
+    if width == 1:
         row = array(host.embeddings, (token + 1, size), example)[token]
         for c in range(size):  # the error message of `x[:] = row` would take seconds to compile
             x[c] = row[c]
-        return
-    block, output = token // OUTPUTS, token % OUTPUTS
-    columns = padded_inputs(size) // 4
-    values = array(host.embeddings, (block + 1, columns, OUTPUTS, 4), np.uint8(0))[block]
-    scale = array(host.scale, (token + 1,), f32(0))[token]
-    for c in range(size):
-        value = f32(np.int32(values[c // 4, output, c % 4]) - np.int32(128))
-        x[c] = from_float32(value * scale, example)
+    elif host.scale == 0:
+        n = 4 // bytes_of(example)  # numbers of a word
+        words = padded_bytes(size, bytes_of(example)) // 4
+        values = array(host.embeddings, (block + 1, words, width, n), example)[block]
+        for c in range(size):
+            x[c] = values[c // n, output, c % n]
+    else:
+        words = padded_inputs(size) // 4
+        unsigned = array(host.embeddings, (block + 1, words, width, 4), np.uint8(0))[block]
+        scale = array(host.scale, (token + 1,), f32(0))[token]
+        for c in range(size):
+            value = f32(np.int32(unsigned[c // 4, output, c % 4]) - np.int32(128))
+            x[c] = from_float32(value * scale, example)
 
 
 @compiled()
@@ -82,17 +90,19 @@ def look_up(host, step, rows, places, positions, tokens):
     rest = step.attention.rest
     x = array(step.x, (step.rows, step.size), example)
     residual = array(step.residual, (step.rows, step.size), example)
-    cos = array(step.cos, (step.rows, dim), example)
-    sin = array(step.sin, (step.rows, dim), example)
-    rotary = array(host.rotary, (2, host.max_len, dim), example)
+    cos = array(step.cos, (host.ropes, step.rows, dim), example)
+    sin = array(step.sin, (host.ropes, step.rows, dim), example)
+    rotary = array(host.rotary, (2, host.ropes, host.max_len, dim), example)
     residual[:] = 0
     rest.queries[:] = -1
     group, place, query = 0, np.int64(0), 0
     for t in range(step.rows):
         row, position = rows[t], positions[t]
         embed(host, tokens[t], x[t], example)
-        for c in range(dim):
-            cos[t, c], sin[t, c] = rotary[0, position, c], rotary[1, position, c]
+        for rope in range(host.ropes):
+            for c in range(dim):
+                cos[rope, t, c] = rotary[0, rope, position, c]
+                sin[rope, t, c] = rotary[1, rope, position, c]
         block = np.int64(host.block_tables[row, position // block_size])
         step.slot_mapping[t] = block * block_size + position % block_size
         if t == 0 or row != rows[t - 1] or query == rest.queries.shape[1]:

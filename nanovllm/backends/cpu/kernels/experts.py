@@ -30,21 +30,10 @@ from nanovllm.backends.cpu.kernels.primitives import (
     to_float32,
 )
 from nanovllm.backends.cpu.kernels.product import Product, pointers, prepared, row_bytes
-from nanovllm.models.backend import num_experts
 from nanovllm.models.layers import Linear
 
 # Rows of an expert that are computed together, while a block of weights stays in the caches.
 ROWS = 64
-
-
-def check_sizes(outputs: int, names: list[str], block: int) -> None:
-    """Raise ValueError if a block of outputs of a quantized weight would belong to two experts."""
-    if (experts := num_experts(names)) and outputs // experts % block:
-        raise ValueError(
-            f"quantized experts on a CPU need a multiple of {block} outputs, and {names[0]} with "
-            f"its neighbors has {outputs // experts}; leave quantization out, or set "
-            "attention_backend='sdpa'"
-        )
 
 
 class ExpertWeights(NamedTuple):
@@ -107,7 +96,7 @@ def described(module: Linear, num_experts: int) -> ExpertWeights:
         inputs=inputs,
         outputs=outputs,
         weight_bytes=weight.values.nbytes // num_experts,
-        scale_bytes=0 if weight.scale is None else weight.scale.nbytes // num_experts,
+        scale_bytes=weight.scale.nbytes // num_experts,
     )
 
 

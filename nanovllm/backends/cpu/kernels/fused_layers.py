@@ -71,10 +71,11 @@ def attention(kernels, step, layer, states):
     num_blocks, num_kv_heads, block_size, dim = step.shape
     width = step.row_heads * dim
     project(kernels, step, layer.projection, step.x, step.projected, step.size, width)
-    store = (step.projected, layer.q_norm, layer.k_norm, step.cos, step.sin, layer.k_cache,
-             layer.v_cache, step.slot_mapping, num_blocks, num_kv_heads, block_size, dim,
-             step.num_heads, step.row_heads, step.eps, step.example, step.weight_example,
-             step.cache_example, layer.k_scale, layer.v_scale)
+    rope = layer.rope * step.rope_bytes
+    store = (step.projected, layer.q_norm, layer.k_norm, step.cos + rope, step.sin + rope,
+             layer.k_cache, layer.v_cache, step.slot_mapping, num_blocks, num_kv_heads, block_size,
+             dim, step.num_heads, step.row_heads, step.eps, step.example,
+             step.weight_example, step.cache_example, layer.k_scale, layer.v_scale)
     in_parts(kernels.store, store, step.rows, parts_for(step.rows * width, step.parts))
     attend(step.projected, step.rows, step.row_heads, step.mixed, step.num_heads, layer.k_cache,
            layer.v_cache, step.shape, step.attention, layer.v_scale, step.example,
@@ -139,6 +140,7 @@ class FusedLayers:
         self.layers = np.zeros(len(model.layers), LAYER)
         for layer, record in zip(model.layers, self.layers, strict=True):
             self.describe(layer, attention, record)
+        self.layers["rope"] = model.rope_of_layer
         self.buffers: list[Tensor] = []
 
     @property
@@ -168,7 +170,7 @@ class FusedLayers:
         plan = batch.attention_metadata
         model = self.model
         x = model.embed_tokens[batch.input_ids]
-        inputs = x, torch.zeros_like(x), *model.rotary.at(batch.positions)
+        inputs = x, torch.zeros_like(x), *model.rotary.at(batch.positions)[0]
         step = self.make_step(inputs, plan.slot_mapping, plan.work)
         states = self.states(batch)
         if len(x) <= FEW_TOKENS:
@@ -186,7 +188,7 @@ class FusedLayers:
     ) -> Step:
         """Return a step with addresses of `inputs`, and of buffers that later steps use again.
 
-        inputs are x, residual [T, E], cos and sin [T, D].
+        inputs are x, residual [T, E], cos and sin [T, D] of the first rope; the others follow them.
         """
         x = inputs[0]
         rows, size = x.shape
@@ -212,6 +214,7 @@ class FusedLayers:
             activated=activated,
             work=work_at,
             rows=rows,
+            rope_bytes=rows * config.head_dim * x.itemsize,
             size=size,
             intermediate_size=wide,
             num_heads=config.num_heads,

@@ -14,8 +14,7 @@ group.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +22,9 @@ from torch import Tensor
 
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels.llvm.dot import int4_rows
-from nanovllm.backends.cpu.kernels.primitives import array, bytes_of, f32
+from nanovllm.backends.cpu.kernels.primitives import bytes_of, f32
 from nanovllm.backends.cpu.kernels.product import (
-    PackedRows,
+    PackedWeight,
     Product,
     finish,
     quantized_bytes,
@@ -37,59 +36,20 @@ OUTPUTS = 16  # of a block of weights
 TOKEN_BLOCK = 64  # tokens that stay in the L2 cache
 
 
-@dataclass(slots=True)
-class PackedInt4(PackedRows, Int4Weight):
-    """A weight in int4."""
+class PackedInt4(PackedWeight):
+    """A weight in int4. A word has 8 inputs of an output."""
 
-    rows: range
+    takes_int4 = True
 
     @classmethod
-    def empty(cls, empty: Callable[..., Tensor], outputs: int, inputs: int) -> PackedInt4:
-        blocks, groups = -(-outputs // OUTPUTS), -(-inputs // GROUP_SIZE)
-        values = empty(blocks, groups, 4, OUTPUTS, dtype=torch.int32)
-        scale = empty(blocks, groups, OUTPUTS, dtype=torch.float16)
-        return cls(values, scale, inputs, empty(0).dtype, range(outputs))
+    def layout(cls, dtype: torch.dtype, inputs: int) -> tuple[Product, int, int, torch.dtype]:
+        groups = -(-inputs // GROUP_SIZE)
+        return quantized_product(int4_blocks, OUTPUTS, dtype), 4 * groups, groups, torch.float16
 
-    @property
-    def product(self) -> Product:
-        return quantized_product(int4_blocks, OUTPUTS, self.dtype)
+    copy_: Any = Int4Weight.copy_
 
     def store(self, start: int, packed: Tensor, scale: Tensor) -> None:
-        rows = torch.tensor(self.rows[start : start + len(packed)])
-        self.values[rows // OUTPUTS, :, :, rows % OUTPUTS] = packed
-        self.scale[rows // OUTPUTS, :, rows % OUTPUTS] = scale
-
-    def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
-        if isinstance(rows, slice):
-            rows = torch.tensor(range(len(self.rows))[rows])
-        rows = rows + self.rows.start
-        block, output = rows // OUTPUTS, rows % OUTPUTS
-        return self.values[block, :, :, output], self.scale[block, :, output]
-
-
-@compiled()
-def multiply_block(sums_ptr, x_ptr, weight_ptr, scale_ptr, groups, stride, tokens):
-    """Compute sums [tokens, 16] float32 of quantized rows times a block of weights.
-
-    The first four arguments are addresses. The rows begin `stride` bytes apart.
-    """
-    t = 0
-    while t < tokens:
-        x = x_ptr + t * stride
-        sums = sums_ptr + 4 * OUTPUTS * t
-        left = tokens - t
-        if left >= 8:
-            int4_rows(8, x, stride, weight_ptr, scale_ptr, groups, sums)
-            t += 8
-        elif left >= 4:
-            int4_rows(4, x, stride, weight_ptr, scale_ptr, groups, sums)
-            t += 4
-        elif left >= 2:
-            int4_rows(2, x, stride, weight_ptr, scale_ptr, groups, sums)
-            t += 2
-        else:
-            int4_rows(1, x, stride, weight_ptr, scale_ptr, groups, sums)
-            t += 1
+        super().store(start, packed.flatten(1), scale)
 
 
 @compiled()
@@ -98,7 +58,6 @@ def int4_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, o
     """Compute blocks of 16 outputs, as product.py describes."""
     groups = (inputs + GROUP_SIZE - 1) // GROUP_SIZE
     stride = quantized_bytes(inputs)
-    itemsize = bytes_of(example)
     sums = np.empty((TOKEN_BLOCK, OUTPUTS), f32)
     for first in range(0, rows, TOKEN_BLOCK):
         tokens = min(TOKEN_BLOCK, rows - first)
@@ -106,11 +65,8 @@ def int4_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, o
         for block in range(start, stop):
             o = block * OUTPUTS
             sums_ptr = np.int64(sums.ctypes.data)
-            bias = bias_ptr + o * itemsize if bias_ptr != 0 else np.int64(0)
-            multiply_block(sums_ptr, x, weight_ptr + o * groups * GROUP_SIZE // 2,
-                           scale_ptr + 2 * o * groups, groups, stride, tokens)
-            for i in range(tokens):
-                token_scale = array(x + i * stride + groups * GROUP_SIZE, (1,), f32(0))[0]
-                out = out_ptr + ((first + i) * outputs + o) * itemsize
-                finish(sums_ptr + 4 * OUTPUTS * i, token_scale, np.int64(0), bias, out,
-                       min(OUTPUTS, outputs - o), f32(0), example)
+            int4_rows(x, stride, weight_ptr + o * groups * GROUP_SIZE // 2,
+                      scale_ptr + 2 * o * groups, groups, sums_ptr, tokens)
+            finish(sums_ptr, x + groups * GROUP_SIZE, stride, 0, bias_ptr,
+                   out_ptr + first * outputs * bytes_of(example), tokens, outputs, o, OUTPUTS,
+                   f32(0), example)

@@ -17,8 +17,6 @@ instruction, multiplies signed numbers: its kernel changes w + 128 to w, and the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,9 +26,9 @@ from torch.nn import functional as F
 
 from nanovllm.backends.cpu.jit import compiled, has_amx
 from nanovllm.backends.cpu.kernels import amx
-from nanovllm.backends.cpu.kernels.primitives import array, bytes_of, f32, int32
+from nanovllm.backends.cpu.kernels.primitives import array, bytes_of, int32
 from nanovllm.backends.cpu.kernels.product import (
-    PackedRows,
+    PackedWeight,
     Product,
     finish,
     padded_inputs,
@@ -39,7 +37,7 @@ from nanovllm.backends.cpu.kernels.product import (
 )
 from nanovllm.backends.cpu.kernels.simd import add_block
 from nanovllm.backends.int4 import GROUP_SIZE
-from nanovllm.backends.int8 import QuantizedRows
+from nanovllm.backends.int8 import Int8Weight
 
 OUTPUTS = 64  # of a block of weights
 HAS_AMX = has_amx("amx-int8")
@@ -47,38 +45,25 @@ TOKEN_BLOCK = 64  # tokens that stay in the L2 cache
 TOKENS = amx.TILE_ROWS if HAS_AMX else TOKEN_BLOCK  # of a call of add_int8
 
 
-@dataclass(slots=True)
-class PackedWeight(PackedRows, QuantizedRows):
-    """A weight in int8. Each of `values` [O / 64, I / 4, 64] int32 has 4 inputs of an output."""
-
-    values: Tensor
-    scale: Tensor
-    dtype: torch.dtype  # of the model
-    rows: range
-    inputs: int
+class PackedInt8(PackedWeight):
+    """A weight in int8. A word has 4 inputs of an output."""
 
     @classmethod
-    def empty(cls, empty: Callable[..., Tensor], outputs: int, inputs: int) -> PackedWeight:
-        shape = -(-outputs // OUTPUTS), -(-inputs // GROUP_SIZE) * GROUP_SIZE // 4, OUTPUTS
-        values, scale = empty(*shape, dtype=torch.int32), empty(outputs, dtype=torch.float32)
-        return cls(values, scale, empty(0).dtype, range(outputs), inputs)
+    def layout(cls, dtype: torch.dtype, inputs: int) -> tuple[Product, int, int, torch.dtype]:
+        product = quantized_product(product_blocks, OUTPUTS, dtype)
+        return product, padded_inputs(inputs) // 4, 1, torch.float32
 
-    @property
-    def product(self) -> Product:
-        return quantized_product(product_blocks, OUTPUTS, self.dtype)
+    copy_: Any = Int8Weight.copy_
 
     def store(self, start: int, values: Tensor, scale: Tensor) -> None:
-        rows = torch.tensor(self.rows[start : start + len(values)])
         unsigned = F.pad(values.view(torch.uint8) ^ 128, (0, -self.inputs % GROUP_SIZE))
-        self.values[rows // OUTPUTS, :, rows % OUTPUTS] = unsigned.view(torch.int32)
-        self.scale[rows] = scale
+        super().store(start, unsigned.view(torch.int32), scale[:, None])
 
     def __getitem__(self, rows: Tensor) -> Tensor:
         """Return rows [T] of the weight, dequantized: the embeddings [T, I] of T tokens."""
-        rows = rows + self.rows.start
-        unsigned = self.values[rows // OUTPUTS, :, rows % OUTPUTS].view(torch.uint8)
-        values = (unsigned[:, : self.inputs] ^ 128).view(torch.int8)
-        return (values * self.scale[rows, None]).to(self.dtype)
+        words, scale = self.read(rows)
+        values = (words.view(torch.uint8)[:, : self.inputs] ^ 128).view(torch.int8)
+        return (values * scale).to(self.dtype)
 
 
 @compiled()
@@ -124,22 +109,18 @@ def product_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs
     """Compute blocks of 64 outputs, as product.py describes."""
     size = padded_inputs(inputs)
     stride = quantized_bytes(inputs)
-    itemsize = bytes_of(example)
     sums = np.empty((TOKENS, OUTPUTS), np.int32)
     for first in range(0, rows, TOKEN_BLOCK):
         last = min(first + TOKEN_BLOCK, rows)
         for block in range(start, stop):
             o = block * OUTPUTS
             sums_ptr = np.int64(sums.ctypes.data)
-            bias = bias_ptr + o * itemsize if bias_ptr != 0 else np.int64(0)
             for t in range(first, last, TOKENS):
                 x = x_ptr + t * stride
                 tokens = min(TOKENS, last - t)
                 for i in range(tokens):
                     sums[i] = array(x + i * stride + size + 4, (1,), int32(0))[0]
                 add_int8(int32(0), sums_ptr, x, stride, weight_ptr + o * size, size // 4, tokens)
-                for i in range(tokens):
-                    token_scale = array(x + i * stride + size, (1,), f32(0))[0]
-                    out = out_ptr + ((t + i) * outputs + o) * itemsize
-                    finish(sums_ptr + 4 * OUTPUTS * i, token_scale, scale_ptr + 4 * o, bias, out,
-                           min(OUTPUTS, outputs - o), int32(0), example)
+                finish(sums_ptr, x + size, stride, scale_ptr, bias_ptr,
+                       out_ptr + t * outputs * bytes_of(example), tokens, outputs, o, OUTPUTS,
+                       int32(0), example)

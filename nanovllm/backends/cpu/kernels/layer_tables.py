@@ -18,6 +18,7 @@ LAYER = np.dtype(
         *((name, WEIGHT) for name in PRODUCTS),
         ("k_scale", np.float64),
         ("v_scale", np.float64),
+        ("rope", np.int64),  # which of the step's cos and sin
         ("state", np.int64),  # the number of the layer among those of linear attention
     ]
 )
@@ -38,7 +39,7 @@ class Step(NamedTuple):
 
     x: int  # [rows, size], the input and the output of each part of a layer
     residual: int  # [rows, size]
-    cos: int  # [rows, D]
+    cos: int  # [ropes, rows, D]
     sin: int
     projected: int  # [rows, row_heads D], the queries, keys and values
     mixed: int  # [rows, H D], the result of attention
@@ -46,6 +47,7 @@ class Step(NamedTuple):
     activated: int  # [rows, F]
     work: int  # rows that products prepare
     rows: int
+    rope_bytes: int  # of the cos of one rope
     size: int
     intermediate_size: int
     num_heads: int
@@ -85,7 +87,7 @@ def example_step(example: Any, weight_example: Any, cache_example: Any) -> Step:
     """Return a step with the types of every step of these dtypes."""
     none = np.empty((0, 0), np.int64)
     groups = QueryGroups(none, none, none.ravel(), none.astype(np.int32))
-    addresses_and_sizes: Any = dict.fromkeys(Step._fields[:14], 0)
+    addresses_and_sizes: Any = dict.fromkeys(Step._fields[:15], 0)
     return Step(
         **addresses_and_sizes,
         eps=0.0,

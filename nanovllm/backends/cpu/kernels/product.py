@@ -8,10 +8,10 @@ are padded to whole words, by `pad_rows` if necessary. The kernels of int8.py an
 rows that `quantize_rows` makes of x.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -39,24 +39,6 @@ ROW_UNIT = 64 if has_amx() else 4
 WEIGHT_OFFSET = 0 if has_sdot() else 128
 
 
-class PackedRows:
-    """A part of a packed weight [O, I]: of all outputs that are stored, it has `rows`."""
-
-    __slots__ = ()
-    rows: range
-    inputs: int
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((len(self.rows), self.inputs))
-
-    def split(self, sizes: list[int]) -> Sequence[Any]:
-        ends = np.cumsum(sizes).tolist()
-        parts = [self.rows[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-        weight: Any = self
-        return [replace(weight, rows=rows) for rows in parts]
-
-
 class Product(NamedTuple):
     """How packed weights of one kind are multiplied."""
 
@@ -68,6 +50,75 @@ class Product(NamedTuple):
     def work_bytes(self, inputs: int) -> int:
         """Return the bytes of memory that the product of a row needs."""
         return row_bytes(self, inputs) if self.prepare else 0
+
+
+@dataclass
+class PackedWeight:
+    """Rows of a weight in the order in which a kernel reads it; it is loaded like a tensor [O, I].
+
+    O counts the outputs of all experts, or of an ordinary layer. Those of an expert are padded to
+    whole blocks, and the inputs of an output to words of 4 bytes. Subclasses convert rows.
+    """
+
+    values: Tensor  # [blocks, words, width] int32
+    scale: Tensor  # [blocks, scales of an output, width]
+    product: Product
+    rows: range  # of all outputs that are stored
+    inputs: int  # I
+    outputs: int  # of an expert
+    dtype: torch.dtype  # of the model
+
+    @classmethod
+    def layout(cls, dtype: torch.dtype, inputs: int) -> tuple[Product, int, int, torch.dtype]:
+        """Return the product, words and scales of an output, and the dtype of scales."""
+        raise NotImplementedError
+
+    @classmethod
+    def empty(
+        cls, empty: Callable[..., Tensor], outputs: int, inputs: int, experts: int = 1
+    ) -> Self:
+        """Return an uninitialized weight. `empty` makes tensors, by default in its dtype."""
+        dtype = empty(0).dtype
+        product, words, scales, scale_dtype = cls.layout(dtype, inputs)
+        blocks = experts * -(-(outputs // experts) // product.width)
+        values = empty(blocks, words, product.width, dtype=torch.int32)
+        scale = empty(blocks, scales, product.width, dtype=scale_dtype)
+        return cls(values, scale, product, range(outputs), inputs, outputs // experts, dtype)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.rows), self.inputs))
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scale.nbytes
+
+    def tensors(self) -> list[Tensor]:
+        return [self.values, self.scale]
+
+    def split(self, sizes: list[int]) -> Sequence[Self]:
+        """Return views of consecutive rows, `sizes` outputs each."""
+        ends = np.cumsum(sizes).tolist()
+        parts = [self.rows[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        return [replace(self, rows=rows) for rows in parts]
+
+    def places(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the blocks and the places within them of rows [N]."""
+        width = self.product.width
+        rows = rows + self.rows.start
+        blocks = -(-self.outputs // width)  # of an expert
+        expert, output = rows // self.outputs, rows % self.outputs
+        return expert * blocks + output // width, output % width
+
+    def store(self, start: int, words: Tensor, scale: Tensor) -> None:
+        """Store rows from row `start`: words [N, words] int32, and their scales [N, scales]."""
+        block, place = self.places(torch.arange(start, start + len(words), device=words.device))
+        self.values[block, :, place], self.scale[block, :, place] = words, scale
+
+    def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the words [N, words] int32 of rows [N] and their scales [N, scales]."""
+        block, place = self.places(rows)
+        return self.values[block, :, place], self.scale[block, :, place]
 
 
 @cache
@@ -189,15 +240,27 @@ def compute(product, x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inpu
 
 
 @compiled(exact=True)
-def finish(sums_ptr, token_scale, scale_ptr, bias_ptr, out_ptr, count, sum_example, example):
-    """Compute out [count] = sums * token_scale * scale + bias. scale_ptr and bias_ptr may be 0."""
-    sums, scale = array(sums_ptr, (count,), sum_example), array(scale_ptr, (count,), f32(0))
-    bias, out = array(bias_ptr, (count,), example), array(out_ptr, (count,), example)
-    for c in range(count):
-        total = f32(sums[c]) * token_scale
-        total = total * scale[c] if scale_ptr != 0 else total
-        total = total + to_float32(bias[c]) if bias_ptr != 0 else total
-        out[c] = from_float32(total, example)
+def finish(sums_ptr, token_scale_ptr, stride, scale_ptr, bias_ptr, out_ptr, rows, outputs, start,
+           width, sum_example, example):
+    """Compute a block of out [rows, outputs], the outputs from `start`, from sums [rows, width].
+
+    out = sums * token scale * scale + bias, without what has the address 0. The scales of tokens
+    are `stride` bytes apart.
+    """
+    itemsize, count = bytes_of(example), min(width, outputs - start)
+    scale = array(scale_ptr + 4 * start, (count,), f32(0))
+    bias = array(bias_ptr + itemsize * start, (count,), example)
+    for row in range(rows):
+        sums = array(sums_ptr + 4 * width * row, (count,), sum_example)
+        out = array(out_ptr + itemsize * (outputs * row + start), (count,), example)
+        token_scale = f32(1)
+        if token_scale_ptr != 0:
+            token_scale = array(token_scale_ptr + stride * row, (1,), f32(0))[0]
+        for c in range(count):
+            total = f32(sums[c]) * token_scale
+            total = total * scale[c] if scale_ptr != 0 else total
+            total = total + to_float32(bias[c]) if bias_ptr != 0 else total
+            out[c] = from_float32(total, example)
 
 
 def multiply(product: Product, x: Tensor, pointers: tuple[int, int, int], outputs: int) -> Tensor:
@@ -213,7 +276,7 @@ def multiply(product: Product, x: Tensor, pointers: tuple[int, int, int], output
 
 
 def pointers(module: Linear) -> tuple[int, int, int]:
-    """Return the addresses of a packed weight, its scale and the bias; 0 for what it lacks."""
-    tensors = module.weight.values, module.weight.scale, module.bias
-    values, scale, bias = (0 if t is None else t.data_ptr() for t in tensors)
-    return values, scale, bias
+    """Return the addresses of a packed weight, its scales and the bias; 0 for what it lacks."""
+    weight, bias = module.weight, module.bias
+    scale = weight.scale.data_ptr()  # 0 if there are none
+    return weight.values.data_ptr(), scale, 0 if bias is None else bias.data_ptr()

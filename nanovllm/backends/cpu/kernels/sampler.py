@@ -33,8 +33,6 @@ CHUNK = 256  # tokens
 MIN_TEMPERATURE = f32(1.2e-38)
 # Less than any weight of a token that can be drawn, e^-87 or more.
 MIN_WEIGHT = f32(1e-38)
-# `_logprobs_of_rows` takes the most likely tokens one by one, which is slow for more of them.
-MAX_LOGPROBS = 1000
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -57,15 +55,10 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
 def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
     """Compute models.sampler.token_logprobs, reading each row once."""
     logits = logits.contiguous()
-    packed = np.empty((len(logits), 2 + 2 * k if k <= MAX_LOGPROBS else 3))
+    packed = np.empty((len(logits), 2 + 2 * k))
     source = logits.data_ptr(), logits.dtype is torch.bfloat16, logits.shape[1]
     run(_logprobs_of_rows, (*source, tokens.numpy(), packed), len(logits), logits.numel())
-    result = torch.from_numpy(packed)
-    if k <= MAX_LOGPROBS:
-        return result
-    # A row that asks for few has the same bits beside one that asks for many.
-    values, ids = sampler.most_likely(logits.float(), k)
-    return torch.cat((result[:, :2], (values - result[:, 2:].float()).double(), ids), dim=1)
+    return torch.from_numpy(packed)
 
 
 @compiled()
@@ -247,10 +240,7 @@ def draw_rows(address, is_bf16, size, temperatures, seeds, positions, filters, t
 
 @compiled()
 def _logprobs_of_rows(address, is_bf16, size, tokens, packed, start, stop):
-    """Fill packed [R, 2 + 2k] as `token_logprobs` in models/sampler.py.
-
-    If it is [R, 3], the last column is the logarithm of the sum of e^logit.
-    """
+    """Fill packed [R, 2 + 2k] as `token_logprobs` in models/sampler.py."""
     k = (packed.shape[1] - 2) // 2
     values, weights = np.empty(size, f32), np.empty(size, f32)
     maxima = np.empty((size + CHUNK - 1) // CHUNK, f32)
@@ -262,8 +252,6 @@ def _logprobs_of_rows(address, is_bf16, size, tokens, packed, start, stop):
         for i in range(size):
             rank += np.int64(values[i] > logit)
         packed[row, 0], packed[row, 1] = logit - log_sum, rank
-        if packed.shape[1] == 3:
-            packed[row, 2] = log_sum
         for i in range(k):
             chunk = np.argmax(maxima)
             rest = values[chunk * CHUNK : (chunk + 1) * CHUNK]

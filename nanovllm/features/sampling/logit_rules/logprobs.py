@@ -14,11 +14,12 @@ from nanovllm.models.backend import Backend
 from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.sampler import filtered_logits, token_logprobs
 from nanovllm.models.transfers import start_copy, to_device
-from nanovllm.plan import FILTERS, StepOutput
+from nanovllm.plan import StepOutput
 from nanovllm.runner.chunk_results import unpack_logprobs
 
 if TYPE_CHECKING:
-    from nanovllm.features.sampling.logit_rules.row_rules import RowRules, RulesState
+    from nanovllm.features.sampling.logit_rules.row_rules import RulesState
+    from nanovllm.features.sampling.logit_rules.rules_of_row import RowRules
 
 
 class LogprobsBatch:
@@ -33,10 +34,6 @@ class LogprobsBatch:
         named = [(i, token) for i, tokens in enumerate(ids) for token in tokens]
         # [2, N]: an index in `rows`, and a token.
         self.named = to_device(np.array(named, np.int64).reshape(-1, 2).T.copy(), state.device)
-        used = [row.filters for _, row in rows]
-        self.filters = [
-            name for i, name in enumerate(FILTERS) if any(x[i] != FILTERS[name] for x in used)
-        ]
 
     def start(
         self, raw: Tensor, changed: Tensor, batch: SamplingBatch, tokens: Tensor, backend: Backend
@@ -52,9 +49,7 @@ class LogprobsBatch:
         if len(self.index) < len(tokens):
             logits, tokens = logits[self.index], tokens[self.index]
         if self.processed:
-            # `batch` lacks filters that are off in float32, such as top_p=0.99999999.
-            used = [name for name in self.filters if name in batch.filters]
-            filters = {name: batch.filters[name][self.index] for name in used}
+            filters = {name: values[self.index] for name, values in batch.filters.items()}
             batch = replace(batch, temperature=batch.temperature[self.index], filters=filters)
             logits = processed_logits(logits, batch, tokens)
         logprobs = start_copy(score(logits, tokens, self.most))

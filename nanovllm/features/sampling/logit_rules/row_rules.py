@@ -17,123 +17,24 @@ logprobs_mode="processed_logprobs", log-probabilities are computed after all thi
 
 from __future__ import annotations
 
-import copy
 import functools
-import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.engine.logit_rules import takes_prompt
 from nanovllm.features.sampling.logit_rules.logprobs import LogprobsBatch
 from nanovllm.features.sampling.logit_rules.penalties import Penalties, PenaltyState, has_penalties
-from nanovllm.features.sampling.logit_rules.thinking_of_row import ThinkingOfRow
-from nanovllm.features.sampling.structured import Matcher
+from nanovllm.features.sampling.logit_rules.rules_of_row import RowRules
 from nanovllm.models.backend import Backend
 from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.sampler import MASKED
 from nanovllm.models.transfers import start_copy, to_device
-from nanovllm.plan import COMPLETE, FILTERS, Chunk, LogitRules, NewRow, StepOutput
+from nanovllm.plan import COMPLETE, Chunk, LogitRules, NewRow, StepOutput
 from nanovllm.runner.model_runner import PendingOutput
 from nanovllm.utils.host import explain_out_of_memory
-
-NO_END = 2**62  # above every position
-
-
-class RowRules:
-    """The rules of one row, and the tokens of the row if the host needs them."""
-
-    def __init__(self, rules: LogitRules, new_row: NewRow) -> None:
-        # Weak, because a row is reused some time after its request has ended. Until then, this must
-        # not keep the logits processors in memory.
-        self.owner = weakref.ref(rules)
-        self.rules, self.row = replace(rules, logits_processors=()), new_row.row
-        sampling = new_row.sampling
-        self.filters = sampling.filters if sampling.temperature else tuple(FILTERS.values())
-        self.prompt, self.output = new_row.prompt, list(new_row.output)
-        self.phrases = [word for word in rules.bad_words if len(word) > 1]
-        self.take_prompt = [takes_prompt(processor) for processor in rules.logits_processors]
-        self.matcher = None if rules.grammar is None else Matcher(rules.grammar)
-        self.thinking = rules.thinking and ThinkingOfRow(rules.thinking, self.prompt)
-        # Whether `output` must be complete before the next token is sampled.
-        on_host = self.phrases, self.take_prompt, self.matcher, self.thinking
-        self.needs_output = any(map(bool, on_host))
-        self.drafts: list[int] = []  # of this step
-        # Of the rules at one of the positions of a row with drafts: the drafts before it.
-        self.drafts_before: list[int] | None = None
-        self.error: Exception | None = None  # raised when the row samples
-        # (function that returns a step's tokens, this row's index), if `output` lacks that token.
-        self.last: tuple[Callable[[], list[int]], int] | None = None
-        allowed = rules.allowed_token_ids  # an array, because there can be thousands
-        self.allowed = None if allowed is None else np.array(allowed, np.int64)
-        # (token, value added to its logit, first position at which nothing is added)
-        self.edits = [(word[0], MASKED, NO_END) for word in rules.bad_words if len(word) == 1]
-        min_length = len(new_row.prompt) + rules.min_tokens
-        self.edits += [(token, MASKED, min_length) for token in rules.stops]
-        self.edits += [(token, value, NO_END) for token, value in rules.logit_bias]
-
-    def at_each_position(self) -> list[RowRules]:
-        """Return the rules at the next position, and at the one after each draft."""
-        if not self.drafts:
-            return [self]
-        result = [copy.copy(self) for _ in range(1 + len(self.drafts))]
-        matcher = self.matcher and self.matcher.copy()  # it reads one draft after another
-        for i, rules in enumerate(result):
-            rules.matcher, rules.drafts_before = matcher, self.drafts[:i]
-            rules.output = self.output + rules.drafts_before
-        return result
-
-    def must_end(self) -> bool:
-        """Return whether the grammar is complete, and the other rules hide all its end tokens."""
-        if self.matcher is None or not self.matcher.is_complete:
-            return False
-        position = len(self.prompt) + len(self.output)
-        ends = set(self.matcher.grammar.end_tokens)
-        if self.allowed is not None:
-            ends.intersection_update(self.allowed.tolist())
-        hidden = {t for t, value, end in self.edits if value == MASKED and position < end}
-        return ends <= hidden
-
-    def mask(self) -> bytes | None:
-        """Return which tokens the grammar allows, as Matcher.mask. None: all tokens."""
-        if self.matcher is None:
-            return None
-        if self.thinking is None:
-            return self.matcher.mask(self.output)
-        return self.thinking.mask(self.matcher, self.output)
-
-    def apply(self, logits: Tensor) -> None:
-        """Apply the rules that need output tokens, in place, to the row's logits [V]."""
-        if self.error is not None:
-            raise self.error
-        for *start, last in self.phrases:
-            if self.output[-len(start) :] == start:
-                logits[last] = MASKED
-        owner = self.owner()
-        processors = owner.logits_processors if owner else ()  # None: the request has ended
-        for processor, with_prompt in zip(processors, self.take_prompt, strict=False):
-            token_ids = (self.prompt, self.output) if with_prompt else (self.output,)
-            changed = processor(*map(list, token_ids), logits)
-            if changed is None:
-                continue  # the processor has changed `logits` in place
-            changed = torch.as_tensor(changed)
-            if changed.shape != logits.shape:
-                raise ValueError(
-                    f"the logits processor {processor!r} returned the shape {list(changed.shape)}, "
-                    f"not {list(logits.shape)}; return the logits, or change them in place"
-                )
-            logits.copy_(changed)
-        if processors and not (logits < float("inf")).all():
-            # The softmax of infinity is NaN: keep only infinite logits. If any is NaN, mask all.
-            kept = logits.isposinf() & ~logits.isnan().any()
-            logits.copy_(torch.where(kept, 0.0, MASKED))
-        if self.thinking and (token := self.thinking.read(self.output)) is not None:
-            logits.fill_(MASKED)
-            logits[token] = 0
 
 
 class RulesState:
@@ -231,15 +132,13 @@ class RulesBatch:
         # 3. Penalties.
         penalized = [(i, row) for i, row in rows if has_penalties(row.rules)]
         known = [(i, row.row, row.rules) for i, row in penalized if row.drafts_before is None]
-        self.penalties = Penalties(known, state.penalties) if known else None
-        with_drafts = [(i, row) for i, row in penalized if row.drafts_before is not None]
-        self.penalties_with_drafts: Penalties | None = None
-        if with_drafts:
+        self.penalties = [Penalties(known, state.penalties)] if known else []
+        if with_drafts := [(i, row) for i, row in penalized if row.drafts_before is not None]:
             tokens = PenaltyState(len(with_drafts), state.sizes[1], device)
             for place, (_, row) in enumerate(with_drafts):
                 tokens.add_row(place, row.prompt, row.output)
             places = [(i, place, row.rules) for place, (i, row) in enumerate(with_drafts)]
-            self.penalties_with_drafts = Penalties(places, tokens)
+            self.penalties.append(Penalties(places, tokens))
         # 4. Log-probabilities.
         reported = [(i, row) for i, row in rows if row.rules.logprobs is not None]
         self.logprobs = LogprobsBatch(reported, state) if reported else None
@@ -266,9 +165,8 @@ class RulesBatch:
         if len(self.edited):
             active = positions[self.edited // vocab_size] < self.until
             flat.index_add_(0, self.edited, torch.where(active, self.added, 0.0))
-        for penalties in (self.penalties, self.penalties_with_drafts):
-            if penalties is not None:
-                penalties.apply(logits, positions, self.length)
+        for penalties in self.penalties:
+            penalties.apply(logits, positions, self.length)
         if self.host_rules:
             self._apply_on_host(logits)
         return logits
@@ -337,8 +235,8 @@ class RulesBatch:
         `token_ids` waits for the device and returns the tokens. Rules on the host call it in the
         next step.
         """
-        if self.penalties is not None:
-            self.penalties.append(tokens)
+        for penalties in self.penalties:
+            penalties.append(tokens)
         token_ids = functools.cache(token_ids)  # one list for all rows
         for i, row in self.host_rules:
             row.last = token_ids, i

@@ -11,9 +11,9 @@ from checkpoints import make_checkpoint, random_llm
 from nanovllm import LLM, SamplingParams
 from nanovllm.models import sampler
 from nanovllm.models.batch import SamplingBatch
-from nanovllm.models.layers import RotaryEmbedding, add_rms_norm, rms_norm, rotate, silu_and_mul
+from nanovllm.models.layers import add_rms_norm, rms_norm, rotate, silu_and_mul
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.models.rope import RopeConfig
+from nanovllm.models.rope import RopeConfig, RotaryEmbedding
 from nanovllm.models.sampler import uniform
 
 numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
@@ -127,8 +127,8 @@ def test_turn_and_store(
     torch.manual_seed(0)
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype)
     weights = [torch.randn(dim).to(dtype) if normed else None for _ in range(2)]
-    table = RotaryEmbedding(dim, 50, RopeConfig(100.0), like=torch.empty(0))
-    cos, sin = (x.to(dtype) for x in table.at(torch.tensor([3, 0, 7, 49, 8])))
+    table = RotaryEmbedding(dim, 50, [RopeConfig(100.0)], like=torch.empty(0))
+    cos, sin = (x.to(dtype) for x in table.at(torch.tensor([3, 0, 7, 49, 8]))[0])
     cache = torch.full((2, 6, kv_heads, size, dim), 7.0, dtype=dtype)
     slots = np.array([4, 9, 3, 17, 11])
     q, k, v = qkv.clone().view(rows, -1, dim).split((heads, kv_heads, kv_heads), dim=1)

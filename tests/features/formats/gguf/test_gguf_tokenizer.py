@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from nanovllm.features.formats.gguf.convert_gguf import GGUF
 from nanovllm.features.formats.gguf.gguf_tokenizer import read_tokenizer
-from nanovllm.features.formats.gguf.reader import GGUF
 
 gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.extra

@@ -91,16 +91,6 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert find_checkpoint(NAME) == converted
 
 
-def test_a_cache_that_cannot_be_made(
-    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(named, "gguf_file", lambda _: package / "model.gguf")
-    with pytest.raises(OSError, match="cannot be made .* set XDG_CACHE_HOME"):
-        find_checkpoint(NAME)
-
-
 def test_a_directory_of_this_name_is_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

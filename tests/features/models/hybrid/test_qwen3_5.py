@@ -11,8 +11,7 @@ from checkpoints import check_greedy, edited, prompts_of, random_llm
 from hybrid_checkpoints import make_hybrid_checkpoint
 from safetensors.torch import load_file, save_file
 
-from nanovllm import LLM, BeamSearchParams, SamplingParams
-from nanovllm.backends.cpu.kernels.delta_layers import HybridLayers
+from nanovllm import LLM, SamplingParams
 from nanovllm.cli.trace.trace import Trace
 from nanovllm.config import EngineConfig
 from nanovllm.loading import memory
@@ -117,39 +116,12 @@ def test_preemption_chunks_and_overlap(
         assert llm.stats()["preemptions"]
 
 
-def test_decodes_in_one_call(tmp_path: Path) -> None:
-    """With preemption, snapshots and several samples of a prompt, like layer by layer."""
-    model = make_hybrid_checkpoint(tmp_path, "LLFL", value_heads=32, intermediate_size=128)
-    options: dict[str, Any] = {"attention_backend": "numba", "num_kv_cache_blocks": 14}
-    llm = random_llm(tmp_path, **options, max_num_seqs=6)
-    assert isinstance(llm.engine.runner.fused_model, HybridLayers)
-    [shared, *tails] = [p["prompt_token_ids"] for p in prompts_of(40, 3, 9, 30)]
-    prompts = [{"prompt_token_ids": shared + tail} for tail in tails] + prompts_of(1, 17, 60)
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1, n=2)
-    for _ in range(2):
-        check_greedy(model, llm.generate(prompts, params, use_tqdm=False))
-    assert llm.stats()["preemptions"]
-    assert llm.stats()["state_hits"]
-
-
-def test_samples_and_beams(checkpoint: tuple[Path, torch.nn.Module]) -> None:
+def test_several_samples(checkpoint: tuple[Path, torch.nn.Module]) -> None:
     path, model = checkpoint
-    llm, plain = random_llm(path), random_llm(path, num_state_slots=0)
+    llm = random_llm(path)
     greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, n=3, logprobs=1)
     prompts = prompts_of(1, 2, 16, 17, 30)
     check_greedy(model, llm.generate(prompts, greedy, use_tqdm=False))
-    random = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True, n=4, seed=3)
-    samples = [
-        [sample.token_ids for o in engine.generate(prompts, random) for sample in o.outputs]
-        for engine in (llm, plain)
-    ]
-    assert samples[0] == samples[1]
-    beams = BeamSearchParams(beam_width=3, max_tokens=9)
-    results = [
-        [[(beam.tokens, round(beam.cum_logprob, 3)) for beam in o.sequences] for o in outputs]
-        for outputs in (engine.beam_search(prompts, beams) for engine in (llm, plain))
-    ]
-    assert results[0] == results[1]
 
 
 def test_a_common_prefix_is_computed_twice(checkpoint: tuple[Path, torch.nn.Module]) -> None:
@@ -249,26 +221,6 @@ def test_int4_is_the_same_on_all_backends(checkpoint: tuple[Path, torch.nn.Modul
         outputs = llm.generate(prompts_of(20, 90), GREEDY, use_tqdm=False)
         results.append([output.outputs[0].token_ids for output in outputs])
     assert results[0] == results[1]
-
-
-def test_embeddings_and_loglikelihood(checkpoint: tuple[Path, torch.nn.Module]) -> None:
-    path, model = checkpoint
-    llm = random_llm(path)
-    [prompt] = prompts_of(50)
-    ids = prompt["prompt_token_ids"]
-    with torch.no_grad():
-        result = model(torch.tensor([ids]), use_cache=False, output_hidden_states=True)
-    for _ in range(2):  # the second time with the prefix cache
-        [embedded] = llm.embed([prompt])
-        expected = torch.nn.functional.normalize(result.hidden_states[-1][0, -1], dim=0)
-        ours = torch.tensor(embedded.outputs.embedding)
-        torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
-    logprobs = result.logits[0].log_softmax(-1)[range(39, 49), ids[40:]]
-    for _ in range(2):
-        [scored] = llm.loglikelihood(
-            [{"prompt_token_ids": ids[:40]}], [{"prompt_token_ids": ids[40:]}]
-        )
-        assert abs(scored.logprob - float(logprobs.sum())) < 1e-3
 
 
 BAD_CONFIGS = {

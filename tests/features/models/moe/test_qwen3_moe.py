@@ -13,9 +13,7 @@ from quantized_files import quantize_checkpoint
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.features.models.moe.experts import Groups
 from nanovllm.loading import memory
-from nanovllm.loading.checkpoint import Checkpoint
 from tools.benchmarks.workloads import write_shape
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=1)
@@ -54,22 +52,6 @@ def test_parity_of_packed_experts(tmp_path: Path) -> None:
     check_greedy(model, llm.generate(prompts_of(1, 33, 70, 5), GREEDY, use_tqdm=False))
 
 
-@pytest.mark.parametrize("hybrid", [False, True])
-def test_bfloat16(hybrid: bool, tmp_path: Path) -> None:
-    """The kernels of the CPU are as close to float32 as the products of torch."""
-    make_moe_checkpoint(tmp_path, hybrid=hybrid, moe_intermediate_size=64, hidden_size=128)
-    params = replace(GREEDY, max_tokens=1, prompt_logprobs=0)
-    found = {}
-    for backend, dtype in (("sdpa", "float32"), ("sdpa", "bfloat16"), ("numba", "bfloat16")):
-        llm = random_llm(tmp_path, attention_backend=backend, dtype=dtype)
-        outputs = llm.generate(prompts_of(5, 33, 70), params, use_tqdm=False)
-        steps = [step for output in outputs for step in output.prompt_logprobs[1:]]
-        found[backend, dtype] = torch.tensor([next(iter(s.values())).logprob for s in steps])
-    exact = found.pop(("sdpa", "float32"))
-    torch_error, kernel_error = ((logprobs - exact).abs().mean() for logprobs in found.values())
-    assert kernel_error < 1.3 * torch_error
-
-
 def test_equal_scores_choose_the_experts_of_transformers(tmp_path: Path) -> None:
     model = make_moe_checkpoint(tmp_path)
     with torch.no_grad():
@@ -77,14 +59,6 @@ def test_equal_scores_choose_the_experts_of_transformers(tmp_path: Path) -> None
             layer.mlp.gate.weight[1:] = layer.mlp.gate.weight[0]
     model.save_pretrained(tmp_path)
     check_greedy(model, random_llm(tmp_path).generate(prompts_of(9, 30), GREEDY, use_tqdm=False))
-
-
-def test_groups() -> None:
-    """Experts without rows, and one that all tokens use."""
-    groups = Groups.of(torch.tensor([[3, 0], [1, 3], [0, 3]]), 5)
-    assert groups.tokens.tolist() == [0, 2, 1, 0, 1, 2]
-    assert groups.ends.tolist() == [2, 3, 3, 6, 6]
-    assert groups.tokens[groups.places].tolist() == [[0, 0], [1, 1], [2, 2]]
 
 
 @pytest.mark.parametrize("hybrid", [False, True])
@@ -128,22 +102,6 @@ def test_quantized_checkpoints(name: str, tmp_path: Path) -> None:
     for output, expected in zip(found, wanted, strict=True):
         assert output.outputs[0].token_ids == expected.outputs[0].token_ids
         assert output.outputs[0].cumulative_logprob == expected.outputs[0].cumulative_logprob
-
-
-@pytest.mark.parametrize(
-    ("shape", "total", "active"),
-    [("qwen3-30b-a3b", 30.53e9, 3.35e9), ("qwen3.5-35b-a3b", 34.66e9, 3.45e9)],
-)
-def test_the_sizes_of_a3b(shape: str, total: float, active: float, tmp_path: Path) -> None:
-    """The models of 30 and 35 billion parameters, of which a token uses 3 billion.
-
-    The embeddings, of which a token reads one row, are counted as used: 0.3 and 0.5 billion.
-    """
-    config: Any = Checkpoint(write_shape(shape, tmp_path)).model_config
-    num = memory.num_weights(config.model_class().on_meta(config))
-    assert num == pytest.approx(total, rel=2e-3)
-    unused = config.experts.unused_weights(config.hidden_size, 1)
-    assert num - unused == pytest.approx(active, rel=2e-2)
 
 
 @pytest.mark.parametrize(("quantization", "gib"), [(None, "56.87"), ("int8", "28.82")])

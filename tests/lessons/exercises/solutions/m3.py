@@ -1,74 +1,75 @@
-"""A solution of `python -m lessons build m3`."""
+"""A solution of `python -m lessons build m3`: what it adds to m2."""
 
 from functools import partial
 
+import m2
 import torch
-from cache import KVCache
-from slots import blocks_to_append, slots
 from step import plan_step
 from torch import Tensor
 
-from lessons.lesson02_model import Model
-from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
 
+Plan = list[tuple[Sequence, int]]
 
-class Engine:
-    def __init__(
-        self, model: Model, num_blocks: int, size: int, max_num_seqs: int, budget: int
-    ) -> None:
-        c = model.config
-        self.model, self.size, self.max_num_seqs, self.budget = model, size, max_num_seqs, budget
-        self.blocks = BlockManager(num_blocks, size)
-        total = (num_blocks + 1) * size
-        self.kv = torch.zeros(c.num_layers, 2, total, c.num_kv_heads, c.head_dim)
-        self.running: list[Sequence] = []
-        self.waiting: list[Sequence] = []
+
+class Engine(m2.Engine):
+    running: list[Sequence]
+    waiting: list[Sequence]
 
     def generate(
         self, prompts: list[list[int]], max_tokens: list[int], ends: set[int]
     ) -> list[list[int]]:
-        self.waiting = [
-            Sequence(str(i), i, list(ids), len(ids), len(ids) + n, frozenset(ends))
-            for i, (ids, n) in enumerate(zip(prompts, max_tokens, strict=True))
-        ]
-        every = list(self.waiting)
+        every = self.add(prompts, max_tokens, ends)
         while self.running or self.waiting:
             self.step()
         return [seq.output_ids for seq in every]
 
-    def step(self) -> None:
-        plan = plan_step(self.running, self.waiting, self.budget, self.max_num_seqs)
-        ids, positions, last = list[int](), list[int](), list[int]()
+    def add(
+        self, prompts: list[list[int]], max_tokens: list[int], ends: set[int]
+    ) -> list[Sequence]:
+        every = [
+            Sequence(str(i), i, list(ids), len(ids), len(ids) + n, frozenset(ends))
+            for i, (ids, n) in enumerate(zip(prompts, max_tokens, strict=True))
+        ]
+        self.running, self.waiting = [], list(every)
+        return every
+
+    def admit(self) -> Plan:
+        return plan_step(self.running, self.waiting, self.budget, self.max_num_seqs)
+
+    def plan(self) -> Plan:
+        plan = self.admit()
         for seq, count in plan:
+            self.take_blocks(seq, count)
+        return plan
+
+    def step(self) -> list[Sequence]:
+        """Returns the sequences that have sampled a token."""
+        ids, positions, last, sampled = list[int](), list[int](), list[int](), []
+        for seq, count in (plan := self.plan()):
             start, end = seq.num_computed, seq.num_computed + count
-            for _ in range(blocks_to_append(seq.block_table, self.size, start, count)):
-                self.blocks.append_block(seq)
             ids += seq.token_ids[start:end]
             positions += range(start, end)
             last.append(len(ids) - 1)
-            seq.num_computed = end
-        logits = self.model.logits(ids, positions, partial(self.attend, plan))
+            self.advance(seq, end)
+        logits = self.model.logits(ids, positions, partial(self.attend_all, plan))
         for (seq, _), token in zip(plan, logits[last].argmax(1).tolist(), strict=True):
             if seq.num_computed == len(seq.token_ids):
                 seq.token_ids.append(token)
+                sampled.append(seq)
                 if token in seq.stop_token_ids or len(seq.token_ids) == seq.max_length:
-                    self.running.remove(seq)
-                    self.blocks.release(seq)
+                    self.end(seq)
+        return sampled
 
-    def attend(
-        self, plan: list[tuple[Sequence, int]], layer: int, q: Tensor, k: Tensor, v: Tensor
-    ) -> Tensor:
+    def advance(self, seq: Sequence, end: int) -> None:
+        seq.num_computed = end
+
+    def end(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self.blocks.release(seq)
+
+    def attend_all(self, plan: Plan, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         results, counts = [], [count for _, count in plan]
         for (seq, _), *qkv in zip(plan, *(x.split(counts) for x in (q, k, v)), strict=True):
-            results.append(self.attend_one(seq, layer, *qkv))
+            results.append(self.attend(seq, layer, *qkv))
         return torch.cat(results)
-
-    def attend_one(self, seq: Sequence, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        where = slots(seq.block_table, self.size, 0, seq.num_computed)
-        old, new = where[: -len(q)], where[-len(q) :]
-        self.kv[layer, 0, new], self.kv[layer, 1, new] = k, v
-        cache = KVCache(*k.shape[1:])
-        if old:
-            cache.attend(q.new_zeros(len(old), *q.shape[1:]), *self.kv[layer][:, old])
-        return cache.attend(q, *self.kv[layer][:, new])

@@ -1,14 +1,8 @@
-"""A solution of `python -m lessons build m4`."""
+"""A solution of `python -m lessons build m4`: what it adds to m3."""
 
-from functools import partial
-
-import torch
-from cache import KVCache
+import m3
 from eviction import FewestHits
 from prefix import Matching
-from slots import blocks_to_append, slots
-from step import plan_step
-from torch import Tensor
 
 from lessons.lesson02_model import Model
 from nanovllm.engine.sequence import Sequence
@@ -18,68 +12,22 @@ class Blocks(Matching, FewestHits):
     pass
 
 
-class Engine:
+class Engine(m3.Engine):
     def __init__(
         self, model: Model, num_blocks: int, size: int, max_num_seqs: int, budget: int
     ) -> None:
-        c = model.config
-        self.model, self.size, self.max_num_seqs, self.budget = model, size, max_num_seqs, budget
+        super().__init__(model, num_blocks, size, max_num_seqs, budget)
         self.blocks = Blocks(num_blocks, size)
-        total = (num_blocks + 1) * size
-        self.kv = torch.zeros(c.num_layers, 2, total, c.num_kv_heads, c.head_dim)
-        self.running: list[Sequence] = []
-        self.waiting: list[Sequence] = []
 
-    def generate(
-        self, prompts: list[list[int]], max_tokens: list[int], ends: set[int]
-    ) -> list[list[int]]:
-        self.waiting = [
-            Sequence(str(i), i, list(ids), len(ids), len(ids) + n, frozenset(ends))
-            for i, (ids, n) in enumerate(zip(prompts, max_tokens, strict=True))
-        ]
-        every = list(self.waiting)
-        while self.running or self.waiting:
-            self.step()
-        return [seq.output_ids for seq in every]
-
-    def step(self) -> None:
+    def admit(self) -> m3.Plan:
         for seq in self.waiting[: self.max_num_seqs - len(self.running)]:
             seq.num_computed = self.size * len(self.blocks.match(seq))
         admitted = len(self.running)
-        plan = plan_step(self.running, self.waiting, self.budget, self.max_num_seqs)
+        plan = super().admit()
         for seq in self.running[admitted:]:
             self.blocks.attach_cached(seq, self.blocks.match(seq))
-        ids, positions, last = list[int](), list[int](), list[int]()
-        for seq, count in plan:
-            start, end = seq.num_computed, seq.num_computed + count
-            for _ in range(blocks_to_append(seq.block_table, self.size, start, count)):
-                self.blocks.append_block(seq)
-            ids += seq.token_ids[start:end]
-            positions += range(start, end)
-            last.append(len(ids) - 1)
-            seq.num_computed = end
-        logits = self.model.logits(ids, positions, partial(self.attend, plan))
-        for (seq, _), token in zip(plan, logits[last].argmax(1).tolist(), strict=True):
-            self.blocks.cache_full_blocks(seq)
-            if seq.num_computed == len(seq.token_ids):
-                seq.token_ids.append(token)
-                if token in seq.stop_token_ids or len(seq.token_ids) == seq.max_length:
-                    self.running.remove(seq)
-                    self.blocks.release(seq)
+        return plan
 
-    def attend(
-        self, plan: list[tuple[Sequence, int]], layer: int, q: Tensor, k: Tensor, v: Tensor
-    ) -> Tensor:
-        results, counts = [], [count for _, count in plan]
-        for (seq, _), *qkv in zip(plan, *(x.split(counts) for x in (q, k, v)), strict=True):
-            results.append(self.attend_one(seq, layer, *qkv))
-        return torch.cat(results)
-
-    def attend_one(self, seq: Sequence, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        where = slots(seq.block_table, self.size, 0, seq.num_computed)
-        old, new = where[: -len(q)], where[-len(q) :]
-        self.kv[layer, 0, new], self.kv[layer, 1, new] = k, v
-        cache = KVCache(*k.shape[1:])
-        if old:
-            cache.attend(q.new_zeros(len(old), *q.shape[1:]), *self.kv[layer][:, old])
-        return cache.attend(q, *self.kv[layer][:, new])
+    def advance(self, seq: Sequence, end: int) -> None:
+        super().advance(seq, end)
+        self.blocks.cache_full_blocks(seq)

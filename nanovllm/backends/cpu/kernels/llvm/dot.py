@@ -7,8 +7,6 @@ float32.
 Each sum is formed in one order, from the first word to the last, however many rows there are.
 """
 
-from itertools import product
-
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -36,6 +34,7 @@ HAS_AVX2, HAS_VNNI = has_feature("avx2"), has_feature("avx512vnni")
 HAS_AVX512, HAS_BF16 = has_feature("avx512f"), has_feature("avx512bf16")
 HAS_SDOT = has_sdot()
 WORDS = ir.VectorType(INT16, LANES)
+HEIGHTS = 6, 4, 2, 1  # rows that dot_rows computes at a time; for 16 columns at most 4
 AHEAD = 8192  # bytes between the weights in int4 that are used and those that are prefetched
 FUSED = ("contract",)  # a product may be fused with a sum
 
@@ -67,8 +66,22 @@ def add_dot(builder, total, w, x):
     return call(builder, "aarch64.neon.sdot.v4i32.v16i8", total.type, total, w, x)
 
 
+def for_rows(builder, rows, heights, emit):
+    """Emit a loop over rows, as many at a time as possible: emit(first row, one of `heights`).
+
+    The heights are descending, and the last one is 1.
+    """
+    first = cgutils.alloca_once_value(builder, INT(0))
+    for height in heights:
+        left = builder.sub(rows, builder.load(first))
+        with cgutils.for_range(builder, builder.udiv(left, INT(height))):
+            row = builder.load(first)
+            emit(row, height)
+            builder.store(builder.add(row, INT(height)), first)
+
+
 @intrinsic(prefer_literal=True)
-def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
+def dot_rows(typing, word, columns, x, w, steps, out, rows, ahead):
     """Compute out [rows, columns] += x [rows, steps] w [steps, columns], in words of 4 bytes.
 
     The type of `word` tells what the words are: float32 a number, uint16 and uint32 two numbers in
@@ -76,17 +89,17 @@ def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
     byte, in w. out is float32, or int32 for int8. The product of two words is the sum of the
     products of their numbers.
 
-    rows and columns (16, 32 or 64) are literals. x is (address, row stride, step stride), w
-    (address, step stride), and out (address, row stride), with all strides in bytes. `ahead` is
-    (address, stride, lines): step s prefetches `lines` cache lines from address + stride * s.
-
-    As many sums as possible stay in registers during all steps.
+    columns (16, 32 or 64) is a literal. x is (address, row stride, step stride), w (address, step
+    stride), and out (address, row stride), with all strides in bytes. Up to 6 rows are
+    computed at a time, with as many sums as possible in registers during all steps. `ahead` is
+    (address, stride, lines, rows): in step s, rows that are computed together prefetch `lines`
+    cache lines from address + stride * s, and the next ones go on there, up to so many rows.
 
     With SDOT and with AVX2 a vector of int8 has 4 outputs instead of 16. AVX2's instruction
     multiplies 16 numbers in int16 and adds each product to its neighbor. An output therefore has
     two sums until the end.
     """
-    num_rows, width = rows.literal_value, columns.literal_value
+    width = columns.literal_value
     is_int8, is_fp8 = word == types.int32, word == types.uint8
     is_float32 = word == types.float32 or is_fp8
     is_halves = not (is_float32 or is_int8 or HAS_BF16)
@@ -98,19 +111,34 @@ def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
     sums = ir.VectorType(INT32, 8) if is_pairs else result
     # Sums may take three quarters of the registers. `unit`: how many 16 outputs of a row take.
     registers, unit = (24, 1) if HAS_AVX512 and not is_pairs else (12, 4 if is_pairs else 2)
-    height = num_rows if num_rows * unit <= registers else min(num_rows, 2)
-    outputs = max(n for n in (16, 32, 64) if height * n // 16 * unit <= registers and n <= width)
-    num_vectors = outputs // lanes
     word_bytes = 1 if is_fp8 else 4  # of w
-    passes = [(r, c) for r in range(0, num_rows, height) for c in range(0, width, outputs)]
 
-    def emit(builder, _word, _rows, _width, x, w, steps, out, ahead):
+    def emit(builder, _word, _width, x, w, steps, out, rows, ahead):
+        ahead, ahead_step, lines, last = cgutils.unpack_tuple(builder, ahead)
+        place = cgutils.alloca_once_value(builder, ahead)
+
+        def add_rows(row, count):
+            ahead = builder.load(place)
+            number = builder.select(builder.icmp_signed("<", row, last), lines, INT(0))
+            if word == types.float32 and count == 1:  # the processor's own prefetching is faster
+                number = INT(0)
+            emit_rows(builder, row, count, x, w, steps, out, (ahead, ahead_step, number))
+            builder.store(builder.add(ahead, builder.mul(ahead_step, steps)), place)
+
+        for_rows(builder, rows, HEIGHTS if width == 64 else HEIGHTS[1:], add_rows)
+
+    def emit_rows(builder, first_row, num_rows, x, w, steps, out, ahead):
+        height = num_rows if num_rows * unit <= registers else min(num_rows, 2)
+        outputs = max(
+            n for n in (16, 32, 64) if height * n // 16 * unit <= registers and n <= width)
+        num_vectors = outputs // lanes
+        passes = [(r, c) for r in range(0, num_rows, height) for c in range(0, width, outputs)]
         x, x_row, x_step = cgutils.unpack_tuple(builder, x)
         w, w_step = cgutils.unpack_tuple(builder, w)
         out, out_row = cgutils.unpack_tuple(builder, out)
-        ahead, ahead_step, lines = cgutils.unpack_tuple(builder, ahead)
-        if word == types.float32 and num_rows == 1:  # the processor's own prefetching is faster
-            lines = INT(0)
+        x = builder.add(x, builder.mul(first_row, x_row))
+        out = builder.add(out, builder.mul(first_row, out_row))
+        ahead, ahead_step, lines = ahead
         # Each pass prefetches a part of the lines.
         count = INT(len(passes))
         ahead_step = builder.udiv(ahead_step, count)
@@ -198,22 +226,21 @@ def dot_rows(typing, word, rows, columns, x, w, steps, out, ahead):
             first_word = builder.add(w, INT(word_bytes * column))
             add_pass(row_of(x, row, x_row), first_word, place, later)
 
-    return types.void(word, rows, columns, x, w, steps, out, ahead), without_result(emit)
+    return types.void(word, columns, x, w, steps, out, rows, ahead), without_result(emit)
 
 
 @intrinsic(prefer_literal=True)
-def int4_rows(typing, rows, x, stride, weight, scale, groups, out):
+def int4_rows(typing, x, stride, weight, scale, groups, out, rows):
     """out [rows, 16] float32 = sum over groups of scale * (start + x values).
 
-    rows is a literal, all others are addresses or sizes: x has the rows of `quantize_rows`,
-    `stride` bytes apart, weight [groups, 4, 16] int32, scale [groups, 16] float16. The instruction
-    is vpdpbusd (VNNI), sdot (Arm), or vpmaddubsw (AVX2), whose sums of 16 bits hold the 16 products
-    of a group that belong to them: 16 * 15 * 127 < 2^15.
+    The arguments are addresses and sizes: x has the rows of `quantize_rows`, `stride` bytes apart,
+    weight [groups, 4, 16] int32, scale [groups, 16] float16. The instruction is vpdpbusd (VNNI),
+    sdot (Arm), or vpmaddubsw (AVX2), whose sums of 16 bits hold the 16 products of a group that
+    belong to them: 16 * 15 * 127 < 2^15.
     """
     has_dot = HAS_VNNI or HAS_SDOT
     lanes = 4 if HAS_SDOT else LANES if HAS_VNNI else LANES // 2
-    num_rows = rows.literal_value
-    height = num_rows if has_dot else min(num_rows, 2)
+    heights = (8, 4, 2, 1) if has_dot else (2, 1)
     numbers, floats, halves, bytes_kind = (
         ir.VectorType(kind, count)
         for kind, count in ((INT32, lanes), (FLOAT, lanes), (HALF, lanes), (BYTE, 4 * lanes)))
@@ -232,13 +259,21 @@ def int4_rows(typing, rows, x, stride, weight, scale, groups, out):
         ones = ir.Constant(words, [1] * 2 * lanes)
         return builder.add(start, add_neighbors(builder, ones, total, "wd"))
 
-    def emit(builder, _rows, x, stride, weight, scale, groups, out):
+    def emit(builder, x, stride, weight, scale, groups, out, rows):
+        def add_rows(row, count):
+            emit_rows(builder, row, count, x, stride, weight, scale, groups, out)
+
+        for_rows(builder, rows, heights, add_rows)
+
+    def emit_rows(builder, first_row, height, x, stride, weight, scale, groups, out):
+        x = builder.add(x, builder.mul(first_row, stride))
+        out = builder.add(out, builder.mul(first_row, INT(4 * LANES)))
         mask, four = (ir.Constant(numbers, [n] * lanes) for n in (0x0F0F0F0F, 4))
 
         def load(address, number, size, kind):
             return builder.load(element(builder, address, number, size, kind), align=size)
 
-        for first_row, offset in product(range(0, num_rows, height), range(0, LANES, lanes)):
+        for offset in range(0, LANES, lanes):
             totals = [
                 cgutils.alloca_once_value(builder, ir.Constant(floats, None))
                 for _ in range(height)]
@@ -255,7 +290,7 @@ def int4_rows(typing, rows, x, stride, weight, scale, groups, out):
                 high = [builder.and_(builder.lshr(vector, four), mask) for vector in both]
                 number = builder.add(builder.mul(group, INT(LANES)), INT(offset))
                 group_scale = builder.fpext(load(scale, number, 2, halves), floats)
-                for row, total in enumerate(totals, first_row):
+                for row, total in enumerate(totals):
                     values = builder.add(x, builder.mul(INT(row), stride))
                     # They follow the values, their scale and the start of all groups.
                     starts = builder.add(builder.mul(groups, INT(GROUP_SIZE)), INT(8))
@@ -269,8 +304,8 @@ def int4_rows(typing, rows, x, stride, weight, scale, groups, out):
                     scaled = builder.fmul(exact, group_scale, flags=FUSED)
                     added = builder.fadd(builder.load(total), scaled, flags=FUSED)
                     builder.store(added, total)
-            for row, total in enumerate(totals, first_row):
+            for row, total in enumerate(totals):
                 place = element(builder, out, INT(row * LANES + offset), 4, floats)
                 builder.store(builder.load(total), place, align=4)
 
-    return types.void(rows, x, stride, weight, scale, groups, out), without_result(emit)
+    return types.void(x, stride, weight, scale, groups, out, rows), without_result(emit)

@@ -1,0 +1,77 @@
+"""Random checkpoints of the families that differ from Qwen3 by names, factors and rotation."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoints import randomize
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=199,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    eos_token_id=0,
+    bos_token_id=None,
+    pad_token_id=None,
+)
+LONG = {  # 18 of 24 numbers of a head are rotated
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1 + i / 8 for i in range(9)],
+    "long_factor": [2.0 + i for i in range(9)],
+}
+YARN = dict(
+    rope_type="yarn", type="yarn", rope_theta=1e6, factor=2.0, beta_fast=32.0, beta_slow=1.0
+)
+YARN |= dict(mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=256)
+FACTORS = dict(embedding_multiplier=0.6, logits_scaling=0.7, residual_multiplier=0.5)
+MROPE = dict(rope_type="default", rope_theta=5e6, mrope_section=[4, 4, 4], mrope_interleaved=True)
+VISION = dict(hidden_size=32, intermediate_size=32)
+# The class of transformers without "ForCausalLM" or "ForConditionalGeneration", and fields.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3vl": ("Qwen3VL", dict(head_dim=24, rope_parameters=MROPE)),
+    "phi4": ("Phi3", dict(original_max_position_embeddings=512)),
+    "phi4mini": (
+        "Phi3",
+        dict(hidden_size=96, tie_word_embeddings=True, partial_rotary_factor=0.75)
+        | dict(rope_parameters=LONG, original_max_position_embeddings=160),
+    ),
+    "smollm3": ("SmolLM3", dict(no_rope_layers=[1, 0, 1])),
+    "ministral3": (
+        "Mistral3",
+        dict(head_dim=24, rope_parameters=YARN | {"llama_4_scaling_beta": 0.1}),
+    ),
+    "granite": ("Granite", dict(tie_word_embeddings=True, attention_multiplier=0.1, **FACTORS)),
+    "granite untied": ("Granite", dict(attention_multiplier=0.4, attention_bias=True, **FACTORS)),
+}
+
+
+def make_family_checkpoint(
+    path: Path, family: str, seed: int = 0, **fields: Any
+) -> torch.nn.Module:
+    """Save a random checkpoint and return transformers' model of it, in float32."""
+    import transformers
+
+    torch.manual_seed(seed)
+    name, changes = FAMILIES[family]
+    settings = SIZES | changes | fields
+    if name == "Qwen3VL":
+        sizes = dict(depth=1, num_heads=2, out_hidden_size=64, num_position_embeddings=16)
+        vision = VISION | sizes | {"deepstack_visual_indexes": [0]}
+        config = transformers.Qwen3VLConfig(text_config=settings, vision_config=vision)
+    elif name == "Mistral3":
+        text = transformers.Ministral3Config(**settings)
+        sizes = dict(model_type="pixtral", num_hidden_layers=1, num_attention_heads=2, head_dim=16)
+        vision = VISION | sizes | dict(image_size=28, patch_size=14)
+        config = transformers.Mistral3Config(text_config=text, vision_config=vision)
+    else:
+        config = getattr(transformers, f"{name}Config")(**settings)
+    ending = "ForConditionalGeneration" if hasattr(config, "vision_config") else "ForCausalLM"
+    model = getattr(transformers, name + ending)(config).float().eval()
+    randomize(model, scale=1.5)
+    model.save_pretrained(path)
+    return model
