@@ -43,7 +43,6 @@ GROUPS = {
     "real model": r"/test_real_model\.py::",
     "ranks": r"/test_parallel\.py::",
     "grades": r"::test_(grades|accuracy_in_bf16)",
-    "options": r"::test_options_change",
 }
 
 

@@ -72,20 +72,10 @@ def functions(tree: ast.Module) -> Iterator[tuple[str, list[ast.AST]]]:
             yield node.name, [*ast.walk(node)]
 
 
-def modules(package: Path = PACKAGE) -> list[tuple[str, Path]]:
-    files = [path for path in sorted(package.rglob("*.py")) if not path.name.startswith("__")]
-    named = [(path.relative_to(package.parent).with_suffix("").parts, path) for path in files]
+def modules() -> list[tuple[str, Path]]:
+    files = [path for path in sorted(PACKAGE.rglob("*.py")) if not path.name.startswith("__")]
+    named = [(path.relative_to(PACKAGE.parent).with_suffix("").parts, path) for path in files]
     return [(".".join(parts), path) for parts, path in named]
-
-
-def test_a_clone_may_be_anywhere(tmp_path: Path) -> None:
-    package = tmp_path / "tools" / "lessons" / "nanovllm"
-    for name in ("engine/core.py", "engine/tools.py", "llm.py", "backends/cpu/__init__.py"):
-        (package / name).parent.mkdir(parents=True, exist_ok=True)
-        (package / name).touch()
-    found = [name.removeprefix("nanovllm.") for name, _ in modules(package)]
-    assert found == ["engine.core", "engine.tools", "llm"]
-    assert len(modules()) > 50
 
 
 @pytest.mark.parametrize(
@@ -148,7 +138,7 @@ def test_control_plane_loads_no_torch() -> None:
 def test_histories_run_without_torch() -> None:
     run(
         "import sys; from lessons.oracle.oracle import run_history\n"
-        "for seed in range(100): run_history(seed)\n"
+        "for seed in range(5): run_history(seed)\n"
         "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     )
 

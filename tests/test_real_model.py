@@ -197,27 +197,3 @@ def test_structured_outputs(real: LLM) -> None:
         jsonschema.validate(found, schema)
         right += found == dict(zip(kinds, values, strict=True))
     assert right >= 8
-
-
-def test_stop_strings(real: LLM) -> None:
-    chat = [{"role": "user", "content": "Count from one to ten in words."}]
-    whole = real.chat(chat, GREEDY, use_tqdm=False)[0].outputs[0].text
-    word = whole.split()[5]
-    for stop in (word, whole[20:26]):
-        params = SamplingParams(temperature=0, max_tokens=128, stop=stop)
-        output = real.chat(chat, params, use_tqdm=False)[0].outputs[0]
-        assert output.finish_reason == "stop"
-        assert output.stop_reason == stop
-        assert output.text == whole[: whole.index(stop)]
-
-
-def test_a_stream_of_characters_of_several_tokens(real: LLM) -> None:
-    prompt = "你好,世界 🙂 Größe\n" * 4
-    params = SamplingParams(temperature=0, max_tokens=48)
-    whole = real.generate(prompt, params, use_tqdm=False)[0].outputs[0]
-    parts = [new.text for new in real.stream(prompt, params)]
-    assert "".join(parts) == whole.text
-    assert "�" not in "".join(parts)
-    wide = [c for c in whole.text if ord(c) > 0x2E80]
-    assert len(wide) > 3, whole.text
-    assert len(whole.token_ids) > len([part for part in parts if part])

@@ -104,9 +104,13 @@ class LLMEngine:
         first.request_id = request.request_id = request_id
         request.metrics.arrival_time = time.monotonic()
         request.task.start(request)
-        self.scheduler.add(first)
-        self.requests[request_id] = request
         self.num_requests += 1
+        try:
+            self.requests[request_id] = request
+            self.scheduler.add(first)
+        except BaseException:  # as of a policy
+            self.requests.pop(request_id, None)
+            raise
 
     def _is_known(self, request_id: str) -> bool:
         return request_id in self.requests or request_id in self.finished

@@ -82,8 +82,8 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence. Its forks are queued when its first token is committed."""
-        self.queue(seq, self.policy_key(seq, self.block_manager))
         self.num_unfinished += 1 + len(seq.forks)
+        self.queue(seq, self.policy_key(seq, self.block_manager))
 
     def queue(self, seq: Sequence, key: int = FIRST) -> None:
         """Insert a sequence into the queue by its key. By default, it becomes the head."""

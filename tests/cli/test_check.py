@@ -1,7 +1,6 @@
 """The command `nanovllm check`."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -168,17 +167,6 @@ def test_all_kernels_of_the_cpu_are_right(rows: Callable[[bool], dict[str, Any]]
         assert message["result"] == "right", (name, message)
         assert message["rate"] > 0
         json.dumps(message)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")
-def test_kernels_in_the_interpreter_are_right(rows: Callable[[bool], dict[str, Any]]) -> None:
-    """Those that take seconds there. test_kernels.py compares all."""
-    names = ("add_rms_norm", "silu_and_mul", "norm_rope_store", "linear")
-    chosen = {name: row for name, row in rows(True).items() if name.startswith(names)}
-    found = results(chosen)
-    assert len(found) == 5
-    assert {message["result"] for message in found.values()} == {"right"}, found
 
 
 @pytest.mark.parametrize(

@@ -70,16 +70,6 @@ def test_tokens_that_the_model_does_not_have(larger_tokenizer: Path, backend: st
     assert not llm.engine.has_unfinished_requests()
 
 
-def test_more_tokens_than_the_model_has(path: Path) -> None:
-    """An output ends with the model's length, as in vLLM."""
-    llm = random_llm(path, max_model_len=20)
-    for max_tokens in (17, 18, None):
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        outputs = llm.generate([[1, 2, 3], [1] * 19], params, use_tqdm=False)
-        assert [len(output["token_ids"]) for output in outputs] == [17, 1]
-        assert all(output.outputs[0].finish_reason == "length" for output in outputs)
-
-
 def test_text_that_makes_no_tokens(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     for call in (
         lambda: embedded.generate("\ud800", use_tqdm=False),

@@ -238,20 +238,6 @@ def test_samples_do_not_depend_on_the_engine(thinker: LLM) -> None:
             assert other.stats()["preemptions"] > 0
 
 
-def test_streams_equal_outputs(thinker: LLM) -> None:
-    fields = dict(stop=["7", "</th"], n=3, temperature=1.3, seed=1, max_tokens=20, ignore_eos=True)
-    params = SamplingParams(thinking_token_budget=4, **fields)
-    wanted = thinker.generate(PROMPTS, params, use_tqdm=False)
-    got: dict[tuple[int, int], list[str]] = {}
-    for new in thinker.stream(PROMPTS, params):
-        parts = got.setdefault((new.request_index, new.index), ["", ""])
-        parts[0] += new.reasoning
-        parts[1] += new.text
-    for i, output in enumerate(wanted):
-        for sample in output.outputs:
-            assert got[i, sample.index] == [sample.reasoning or "", sample.text]
-
-
 def test_markers_of_several_tokens(spelled: LLM) -> None:
     """Also if a token has a part of a marker and more, such as '>' with the newline after it."""
     encode = spelled.get_tokenizer().encode
@@ -268,14 +254,6 @@ def test_markers_of_several_tokens(spelled: LLM) -> None:
     forced = encode(END)
     assert sample.token_ids == [*said[:first], *forced, *said[first + len(forced) :]]
     assert spelled.get_tokenizer().decode(said[len(encode(START)) : first]) == sample.reasoning
-
-
-def test_thinking_that_does_not_end(thinker: LLM) -> None:
-    sample = thinker.generate(OPEN, SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)[
-        0
-    ].outputs[0]
-    assert (sample.finish_reason, sample.text) == ("length", "")
-    assert sample.reasoning == thinker.get_tokenizer().decode(sample.token_ids)
 
 
 def test_no_text_no_thinking(thinker: LLM) -> None:

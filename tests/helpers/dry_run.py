@@ -315,6 +315,8 @@ class Gpu(TorchDispatchMode):
         x, y, z = grid  # limits: CUDA C++ Programming Guide, of every compute capability
         if not (0 < x < 2**31 and 0 < y < 2**16 and 0 < z < 2**16):
             raise RuntimeError(f"{kernel.__name__} cannot have the grid {grid} at {site()}")
+        # Triton 3.9 warns without this option, and 3.10 changes its default.
+        assert kwargs["enable_fp_fusion"], kernel.__name__
         variant = compile_kernels.Variant(kernel, TARGET, args, kwargs)
         if variant.key not in self.variants:
             self.variants[variant.key] = variant.text

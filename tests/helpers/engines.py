@@ -1,6 +1,7 @@
 """What the tests of whole engines share."""
 
 import threading
+import time
 from collections.abc import Callable
 
 from nanovllm import LLM, SamplingParams
@@ -37,6 +38,13 @@ def run_in_threads(functions: list[Callable[[], None]]) -> None:
         assert not thread.is_alive(), "a thread hangs"
     if errors:
         raise errors[0]
+
+
+def until(condition: Callable[[], bool], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
 
 
 def still_serves(llm: LLM) -> None:

@@ -121,7 +121,7 @@ def test_shorter_histories_fail_too() -> None:
         (["99"], "there is no lesson 99"),
         (["3", "4"], "3 takes no 4"),
         (["3", "--check", "slots.py"], "3 takes no --check"),
-        (["build", "none"], "unknown task 'none'; the tasks are cache, m1, slots"),
+        (["build", "none"], "unknown task 'none'; the tasks are attention, cache, m1"),
         (["ladder", "2"], "lesson 2 has no rung of the ladder; these have: 3, 5, 6, 8, 10, 11, 12"),
         (["puzzle", "6"], "a number from 1 to 5, not '6'"),
     ],

@@ -64,11 +64,3 @@ def test_logprobs(checkpoint, options: dict) -> None:
         if position >= len(prompt):
             total += entry.logprob
     assert out.outputs[0].cumulative_logprob == pytest.approx(total)
-
-
-def test_logprobs_of_the_whole_vocabulary(checkpoint) -> None:
-    params = SamplingParams(max_tokens=2, ignore_eos=True, logprobs=-1, prompt_logprobs=-1)
-    out = random_llm(checkpoint[0], max_logprobs=-1).generate([[1, 2]], params, use_tqdm=False)[0]
-    for entry in (*out.outputs[0].logprobs, out.prompt_logprobs[1]):
-        assert sorted(entry) == list(range(VOCAB))
-        assert sum(math.exp(e.logprob) for e in entry.values()) == pytest.approx(1)

@@ -198,7 +198,6 @@ FAULTS = {
     ),
     "a.jsonl:1: the output has 0 tokens": JSON_LINE.replace("5", "0"),
     "a.jsonl:1: 'hash_ids' is missing": JSON_LINE.replace("hash_ids", "hashes"),
-    "a.jsonl:1: Expecting": "[",
     "a.jsonl: no requests": "\n",
     "a.csv:2: the input has 0 tokens": "arrival,prompt,output\n1.5,0,3\n",
     "a.jsonl:1: a line must be an object": "[1, 2]",
@@ -248,7 +247,6 @@ def test_a_csv_file() -> None:
         ("policy_key raised ZeroDivision", [], "def policy_key(seq, blocks): return 1 / 0"),
         ("policy_key returned None, which is not a n", [], "def policy_key(seq, blocks): pass"),
         ("choose_victim returned 0, which is not ev", [], "def choose_victim(blocks): return 0"),
-        ("No such file", ["--policy", "missing.py"], ""),
     ],
 )
 def test_faults_of_a_command(message: str, arguments: list[str], policy: str, capsys: Any) -> None:

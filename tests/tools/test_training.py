@@ -30,42 +30,6 @@ def test_accuracy_in_bf16(wrong_in_bf16: dict) -> None:
         assert len(failed) <= (1 - floor_of(task)) * total, (task, failed[:3])
 
 
-VARIANTS = [
-    {"max_num_seqs": 1},
-    {"max_num_batched_tokens": 16},
-    {"block_size": 256},
-    {"enable_prefix_caching": False},
-    {"scheduling_policy": "sjf"},
-    {"async_scheduling": True},
-]
-
-
-@pytest.fixture(scope="session")
-def answered(embedded: LLM) -> dict[data.Sample, list[int]]:
-    """Six questions of each task, with the tokens of the answers in float32."""
-    samples = [s for task in data.ALL_TASKS for s in data.graded_samples(task, 6)[:6]]
-    outputs = embedded.chat([as_chat(s) for s in samples], use_tqdm=False)
-    return {s: output["token_ids"] for s, output in zip(samples, outputs, strict=True)}
-
-
-def as_chat(sample: data.Sample) -> list[dict[str, str]]:
-    return [{"role": "user", "content": sample.question}]
-
-
-def same_answers(llm: LLM, answered: dict[data.Sample, list[int]]) -> None:
-    outputs = llm.chat([as_chat(s) for s in answered], use_tqdm=False)
-    assert [o["token_ids"] for o in outputs] == list(answered.values())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", VARIANTS, ids=str)
-def test_options_change_no_token(answered: dict, options: dict) -> None:
-    """In float32 the answers are the same, token by token."""
-    if options == {"max_num_seqs": 1}:  # a quarter: one after another they take the longest
-        answered = dict(list(answered.items())[::4])
-    same_answers(LLM(dtype="float32", device="cpu", **options), answered)
-
-
 def test_second_turn_finds_the_first(embedded: LLM) -> None:
     """A conversation goes on; its earlier turns are in the prefix cache, answer included."""
     first = [{"role": "user", "content": "Count from 10 to 40"}]

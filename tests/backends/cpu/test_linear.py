@@ -87,9 +87,8 @@ def test_engine_packs(tmp_path: Path, tie: bool, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_are_freed_without_the_garbage_collector(tmp_path: Path, dtype: str) -> None:
-    make_checkpoint(tmp_path)
-    llm = random_llm(tmp_path, dtype=dtype)
+def test_weights_are_freed_without_the_garbage_collector(path: Path, dtype: str) -> None:
+    llm = random_llm(path, dtype=dtype)
     llm.generate([[5, 6]], SamplingParams(max_tokens=2), use_tqdm=False)
     module = weakref.ref(llm.engine.runner.model.layers[0].mlp.down_proj)
     gc.disable()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint, random_llm
+from checkpoints import random_llm
 
 from nanovllm import SamplingParams
 from nanovllm.backends.cpu import thread_limit
@@ -127,20 +127,12 @@ def test_neighbours_during_a_call(who: str, monkeypatch: pytest.MonkeyPatch) -> 
     limited = cores.limit()
     assert set(cores.steps(limited, 1)) == {2}
     cores.who = who
-    used = cores.steps(limited, 5)[3:]
-    assert used.count(best(who)) >= 0.9 * len(used)
+    used = cores.steps(limited, 60)[3:]
+    # A trial of one more thread takes few steps, and there are few trials.
+    assert used[:80].count(best(who)) >= 0.9 * 80
+    assert used.count(best(who)) > 0.95 * len(used)
     cores.who = "none"
     assert set(cores.steps(limited, 5)[5:]) == {2}, "from 0.3 s on"
-
-
-@pytest.mark.parametrize("who", NEIGHBOURS)
-def test_most_steps_beside_neighbours(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trial of one more thread takes few steps, and there are few trials."""
-    cores = Cores(monkeypatch)
-    limited = cores.limit()
-    cores.who = who
-    used = cores.steps(limited, 60)
-    assert used.count(best(who)) > 0.95 * len(used)
 
 
 def test_a_limit_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,12 +203,11 @@ def test_the_environment_does_not_make_threads_wait(
     assert cores.steps(limited, 5)[-1] == 1
 
 
-def test_steps_of_an_engine_follow_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_an_engine_follow_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layer by layer, in torch and in Numba, whose teams are as before after the steps."""
     numba = pytest.importorskip("numba")
     if numba.config.NUMBA_NUM_THREADS < 2:
         pytest.skip("Numba has one core")
-    make_checkpoint(tmp_path)
     torch.set_num_threads(2)
     numba.set_num_threads(2)
 
@@ -226,7 +217,7 @@ def test_steps_of_an_engine_follow_it(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(ThreadLimit, "adjust", adjust)
     options: dict[str, Any] = dict(max_num_batched_tokens=70)  # too many for one call of all layers
-    llm = random_llm(tmp_path, attention_backend="numba", **options)
+    llm = random_llm(path, attention_backend="numba", **options)
     seen, compute = [], fused_layers.compute_layers
 
     def watched(code: Any, step: Any, *args: object) -> None:
@@ -240,9 +231,8 @@ def test_steps_of_an_engine_follow_it(tmp_path: Path, monkeypatch: pytest.Monkey
     assert torch.get_num_threads() == numba.get_num_threads() == 2
 
 
-def test_loading_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_is_limited(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight in int4 has many small operations, and each would wait for a busy core."""
-    make_checkpoint(tmp_path)
     torch.set_num_threads(2)
     running, used = [], []
     load = CheckpointTensor.load
@@ -257,7 +247,7 @@ def test_loading_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(ThreadLimit, "adjust", adjust)
     monkeypatch.setattr(CheckpointTensor, "load", watched)
-    random_llm(tmp_path, quantization="int4")
+    random_llm(path, quantization="int4")
     assert set(used) == {1}
     assert running.count(True) > len(used)
     assert torch.get_num_threads() == 2

@@ -21,7 +21,6 @@ from nanovllm.models import sampler
 from nanovllm.models.backend import Backend
 from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.fp8 import FP8
-from nanovllm.models.layers import add_rms_norm, silu_and_mul
 
 pytestmark = MARKS
 
@@ -86,37 +85,6 @@ def test_attention(shape: tuple[int, int, int], size: int, dtype: torch.dtype, f
                     q, k, v, lens.argsort(), lens, tables, narrow, splits, found, *scales
                 )
                 assert error(found, wanted) < TOLERANCE[dtype], splits
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_pointwise_and_store(dtype: torch.dtype) -> None:
-    from nanovllm.backends.gpu.kernels import pointwise, store
-
-    torch.manual_seed(0)
-    x, residual = (torch.randn(300, 4096, device=DEVICE).to(dtype) for _ in range(2))
-    weight = torch.rand(4096, device=DEVICE).to(dtype)
-    for given in (None, residual):
-        found = pointwise.add_rms_norm(x, given, weight, 1e-6)
-        wanted = add_rms_norm(x, given, weight, 1e-6)
-        assert error(found[0], wanted[0]) < TOLERANCE[dtype]
-        assert torch.equal(found[1], wanted[1])
-    assert error(pointwise.silu_and_mul(x), silu_and_mul(x)) < TOLERANCE[dtype]
-
-    heads, kv_heads, dim = 16, 8, 128
-    qkv = torch.randn(300, (heads + 2 * kv_heads) * dim, device=DEVICE).to(dtype)
-    q_weight, k_weight = (torch.rand(dim, device=DEVICE).to(dtype) for _ in range(2))
-    angle = torch.rand(300, 1, dim // 2, device=DEVICE) * 6
-    cos = torch.cat((angle.cos(), angle.cos()), dim=-1).to(dtype)
-    sin = torch.cat((-angle.sin(), angle.sin()), dim=-1).to(dtype)
-    slots = torch.randperm(40 * 16, device=DEVICE)[:300]
-    caches = [torch.zeros(40, kv_heads, 16, dim, dtype=dtype, device=DEVICE) for _ in range(4)]
-    q = store.norm_rope_store(qkv, q_weight, k_weight, 1e-6, cos, sin, slots, *caches[:2])
-    wanted_q = references.norm_rope_store(
-        qkv, q_weight, k_weight, 1e-6, cos, sin, slots, *caches[2:]
-    )
-    assert error(q, wanted_q) < TOLERANCE[dtype]
-    assert error(caches[0], caches[2]) < TOLERANCE[dtype]
-    assert torch.equal(caches[1], caches[3])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -41,7 +41,6 @@ from nanovllm.backends.gpu.kernels import (  # noqa: E402
     attention,
     conversions,
     linear,
-    pointwise,
     sampler,
     store,
 )
@@ -53,7 +52,6 @@ from nanovllm.models import sampler as plain_sampler  # noqa: E402
 from nanovllm.models.backend import Backend  # noqa: E402
 from nanovllm.models.batch import SamplingBatch  # noqa: E402
 from nanovllm.models.fp8 import FP8  # noqa: E402
-from nanovllm.models.layers import add_rms_norm, silu_and_mul  # noqa: E402
 from nanovllm.models.rope import RopeConfig, RotaryEmbedding  # noqa: E402
 
 NAN = float("nan")
@@ -252,29 +250,6 @@ def test_norm_rope_store(
             torch.testing.assert_close(found[kept], wanted[kept], atol=2**-9, rtol=1 / 8)
         else:
             close(found.to(dtype), wanted.to(dtype))
-
-
-@BRIEF
-@given(
-    seed=SEEDS, rows=st.integers(1, 4), size=st.integers(2, 300), add=st.booleans(), dtype=DTYPES
-)
-def test_add_rms_norm(seed: int, rows: int, size: int, add: bool, dtype: torch.dtype) -> None:
-    torch.manual_seed(seed)
-    x, residual = torch.randn(rows, size).to(dtype), torch.randn(rows, size).to(dtype)
-    weight = torch.rand(size).to(dtype)
-    given_residual = residual if add else None
-    actual = pointwise.add_rms_norm(x, given_residual, weight, 1e-6)
-    expected = add_rms_norm(x, given_residual, weight, 1e-6)
-    close(actual[0], expected[0])
-    assert torch.equal(actual[1], expected[1])
-
-
-@BRIEF
-@given(seed=SEEDS, rows=st.integers(1, 3), size=st.integers(1, 2100), dtype=DTYPES)
-def test_silu_and_mul(seed: int, rows: int, size: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(seed)
-    x = (3 * torch.randn(rows, 2 * size)).to(dtype)
-    close(pointwise.silu_and_mul(x), silu_and_mul(x))
 
 
 @pytest.mark.slow
@@ -593,26 +568,3 @@ def test_slices_do_not_compile_kernels_again(launches: Callable[..., dict[str, t
         found.append(launches(sampler, "sample", torch.zeros(9, 300), batch))
     assert len(found[0]) == 6
     assert found[0] == found[1]
-
-
-def test_launches_set_fp_fusion(launches: Callable[..., dict[str, tuple]]) -> None:
-    """Triton 3.9 warns without this option, and 3.10 changes its default."""
-    x, ids = torch.zeros(2, 64), torch.zeros(2, dtype=torch.int64)
-    cache, cos, tables = torch.zeros(2, 1, 16, 32), torch.zeros(2, 1, 32), ids[:, None].int()
-    q, tile = torch.zeros(2, 1, 32), Tile(16, 16, 4, 1)
-    launches(pointwise, "add_rms_norm", x, x, x[0], 1e-6)
-    launches(pointwise, "silu_and_mul", x)
-    weight = Int8Weight.empty(torch.empty, 32, 64)
-    launches(linear, "linear", x, SimpleNamespace(weight=weight, bias=None))
-    weight = Int4Weight.empty(torch.empty, 32, 64)
-    launches(linear, "linear", x, SimpleNamespace(weight=weight, bias=None))
-    launches(
-        store, "norm_rope_store", torch.zeros(2, 96), None, None, 0.0, cos, cos, ids, cache, cache
-    )
-    launches(attention, "attend", q, cache, cache, tables, ids, ids, tables, tile, q)
-    launches(attention, "attend_decode", q, cache, cache, ids, ids, tables, tile, 2, q)
-    found = launches(sampler, "sample", x, SamplingBatch(x[0, :2], ids, ids, {}))
-    module: Any = SimpleNamespace(weight=torch.zeros(64, 64))
-    found = launches(linear, "expert_linear", x, module, torch.tensor([1, 2]))
-    assert len(found) == 9
-    assert {options["enable_fp_fusion"] for _, options in found.values()} == {True}

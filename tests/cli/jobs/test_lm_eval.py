@@ -168,23 +168,9 @@ def test_lm_eval_gives_the_figures_of_its_own_model(tmp_path: Path) -> None:
 def test_lm_evals_command_knows_the_model(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     write_tasks(tmp_path, 8)
-    command = [
-        sys.executable,
-        "-m",
-        "nanovllm",
-        "lm-eval",
-        "run",
-        "--model",
-        "nanovllm",
-        "--model_args",
-        "model=qwen3-nano,attention_backend=sdpa",
-        "--device",
-        "cpu",
-        "--include_path",
-        str(tmp_path),
-        "--tasks",
-        "demo_choice",
-    ]
+    options = "--model nanovllm --model_args model=qwen3-nano,attention_backend=sdpa --device cpu"
+    command = [sys.executable, "-m", "nanovllm", "lm-eval", "run", *options.split()]
+    command += ["--include_path", str(tmp_path), "--tasks", "demo_choice"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "demo_choice" in done.stdout

@@ -4,8 +4,6 @@ import base64
 import json
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -13,6 +11,7 @@ from unittest.mock import Mock
 import fresh
 import numpy as np
 import pytest
+from engines import until
 
 from nanovllm import LLM, PoolingParams, SamplingParams, StructuredOutputsParams
 from nanovllm.cli.jobs.openai_format import CHAT, COMPLETIONS, EMBEDDINGS, parse
@@ -224,32 +223,23 @@ WRONG: list[tuple[Any, str]] = [
     ({**line("x", CHAT), "body": "Hi"}, "body must be an object, not 'Hi'"),
     (line("x", CHAT, model="gpt", **ask("Hi")), "model 'gpt' does not exist"),
     (line("x", CHAT), "messages must be a list"),
-    (line("x", CHAT, messages=[]), "the conversation is empty"),
-    (line("x", CHAT, messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "image_url"),
-    (line("x", CHAT, **ask("Hi \ud800")), "UTF-8"),
     (line("x", CHAT, **ask("Hi " * 20_000)), "max_model_len"),
     (line("x", CHAT, **ask("Hi", tempratur=1)), "did you mean 'temperature'"),
-    (line("x", CHAT, **ask("Hi", temperature="hot")), "temperature must be a number"),
     (line("x", CHAT, **ask("Hi", stream=True)), "stream=True is not supported"),
     (line("x", CHAT, **ask("Hi", guided_json={})), f"unknown field of {CHAT} 'guided_json'"),
-    (line("x", CHAT, **ask("Hi", message=[])), "did you mean 'messages'"),
     (line("x", CHAT, **ask("Hi", detokenize=False)), f"unknown field of {CHAT} 'detokenize'"),
     (line("x", COMPLETIONS, prompt="Hi", logits_processors=[]), "'logits_processors'; known: all"),
     (line("x", CHAT, **ask("Hi", logprobs=True, top_logprobs=21)), "more than max_logprobs=20"),
-    (line("x", COMPLETIONS, prompt="Hi", logprobs=21), "logprobs=21 is more than max_logprobs=20"),
     (line("x", CHAT, **ask("Hi", tools=[{"type": "function"}])), "tools[0] must have the form"),
     (line("x", CHAT, **ask("Hi", logprobs=3)), "logprobs must be True or False"),
     (line("x", CHAT, **ask("Hi", top_logprobs=3)), "needs logprobs=true"),
     (line("x", CHAT, **ask("Hi", logit_bias={"five": 1})), "a token id of logit_bias must be an"),
-    (line("x", CHAT, **ask("Hi", logit_bias={"999999": 1})), "logit_bias has token id 999999"),
     (line("x", CHAT, **ask("Hi", response_format="json")), "response_format must be an object"),
     (line("x", CHAT, **ask("Hi", response_format={"type": "json_schema"})), "json_schema.schema"),
     (line("x", CHAT, **ask("Hi", chat_template_kwargs=[1])), "chat_template_kwargs must be an obj"),
     (line("x", CHAT, **ask("Hi", chat_template_kwargs={"tokenize": True})), "TypeError"),
     (line("x", COMPLETIONS), "prompt must be a string"),
-    (line("x", COMPLETIONS, prompt=""), "the prompt is empty"),
     (line("x", COMPLETIONS, prompt=["good", ""]), "the prompt is empty"),
-    (line("x", COMPLETIONS, prompt=[10**6]), "the prompt has token id 1000000"),
     (line("x", COMPLETIONS, prompt="Hi", echo=True), "echo=True is not supported"),
     (
         line("x", COMPLETIONS, prompt="Hi", messages=[]),
@@ -342,13 +332,6 @@ def test_a_kill_after_every_byte(tmp_path: Path) -> None:
         target.write_bytes(whole[:size])
         assert finish(source, target) == whole[:size].count(b"\n")
         assert target.read_bytes() == whole
-
-
-def until(condition: Callable[[], bool], seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 @pytest.mark.slow

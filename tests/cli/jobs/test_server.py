@@ -2,13 +2,13 @@
 
 import re
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engines import until
 
 from nanovllm import LLM
 
@@ -24,13 +24,6 @@ QUESTIONS = [f"What is {n} + 30?" for n in range(10, 18)]
 def ask(question: str, **more: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": question}]
     return {"model": "qwen3-nano", "messages": messages, **more}
-
-
-def until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")

@@ -361,20 +361,6 @@ def test_nothing_to_save_or_load(path: Path, tmp_path: Path) -> None:
 # ---- at any time ----
 
 
-def test_while_requests_run(path: Path, saved: tuple[Path, Any], tmp_path: Path) -> None:
-    llm = random_llm(path)
-    calls = [lambda: llm.save_prefix_cache(tmp_path), lambda: llm.load_prefix_cache(saved[0])]
-    llm.engine.add_request(PROMPTS[0], GREEDY)
-    for _ in range(3):
-        for call in calls:
-            with pytest.raises(RuntimeError, match="wait for their end, or abort them"):
-                call()
-        llm.engine.step()
-    while llm.engine.has_unfinished_requests():
-        llm.engine.step()
-    assert all(call() > 0 for call in calls)
-
-
 def test_while_a_step_runs_without_requests(path: Path, saved: tuple[Path, Any]) -> None:
     """The step still writes to blocks that are free, because another thread aborts its request."""
     llm = random_llm(path)
@@ -442,21 +428,6 @@ def test_a_fault_at_any_line(
         assert tokens(run(llm)) == saved[1]
         assert random_llm(path).load_prefix_cache(tmp_path) > 0 or call == "load_prefix_cache"
     assert num_raised > 20
-
-
-def test_a_full_disk(path: Path, saved: tuple[Path, Any], tmp_path: Path) -> None:
-    resource = pytest.importorskip("resource")
-    llm, file = random_llm(path), tmp_path / disk_cache.NAME
-    llm.load_prefix_cache(saved[0])
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    try:
-        with pytest.raises(OSError, match=f"{file} cannot be written: "):
-            llm.save_prefix_cache(tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert list(tmp_path.iterdir()) == []
-    still_serves(llm)
 
 
 def test_two_processes(path: Path, saved: tuple[Path, Any], tmp_path: Path) -> None:

@@ -23,8 +23,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
     return functools.cache(lambda kind: pair(kind, tmp_path_factory.mktemp("pair")))
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("kind", MODELS)
+# In bfloat16, and in torch, weights of all kinds are stored as in float32.
+CASES = [
+    (kind, options)
+    for kind in MODELS
+    for options in OPTIONS
+    if kind == "qwen3" or options not in ("bfloat16", "torch")
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES)
 def test_new_weights_are_a_new_engine(
     kind: str, options: str, models: Callable[[str], Pair]
 ) -> None:

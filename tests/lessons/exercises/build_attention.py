@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from build_check import attention as by_torch
-from build_check import compare_heads, expect, load, random_heads, same
+from build_check import expect, load, same
+from build_heads import attention as by_torch
+from build_heads import compare_heads, random_heads
 
 from lessons import lesson02_model as lesson
 from lessons.lesson import make_llm

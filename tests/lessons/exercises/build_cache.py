@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from build_check import attention, compare_heads, expect, load, random_heads, same
+from build_check import expect, load, same
+from build_heads import attention, compare_heads, random_heads
 from torch import Tensor
 
 from lessons.lesson import decode_plan, make_llm, prompt_plan, runner_of

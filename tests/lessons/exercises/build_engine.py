@@ -182,7 +182,8 @@ def start(blocks: int = 64, rows: int = 4, budget: int = 64, shuffled: bool = Fa
     if LAST >= 2:
         expect(hasattr(model.engine, "blocks"), "The engine has no self.blocks: see m2.")
         if shuffled:
-            random.Random(0).shuffle(model.engine.blocks.free)
+            # With this seed, neither an ascending nor a descending table has the same blocks last.
+            random.Random(2).shuffle(model.engine.blocks.free)
     return model.engine
 
 
@@ -300,7 +301,7 @@ def check_case(case: Case, milestone: int) -> Any:
     same(given, prompts, f"{case.what}: the prompts, which are the caller's,")
     if milestone >= 2:
         left = engine.blocks.num_available
-        same(left, case.blocks, f"{case.what} have ended. The blocks that are available again")
+        same(left, case.blocks, f"{case.what}: all have ended. The blocks that are available again")
     return engine
 
 
@@ -388,6 +389,13 @@ def test_m3(case: Case) -> None:
         f"{case.what} take {len(steps)} steps, as many as one after the other. A step should "
         "compute tokens of several requests.",
     )
+
+
+@since(3)
+def test_m3_blocks_are_taken_chunk_by_chunk() -> None:
+    start(rows=1, budget=BLOCK).generate([[7] * 40], [1], set())
+    what = f"A prompt of 40 tokens in chunks of {BLOCK}: the blocks of {BLOCK} slots that each step"
+    same([step.blocks for step in shared()[1].steps], [1, 2, 3], f"{what} owns")
 
 
 @since(4)
@@ -484,7 +492,8 @@ def test_m5_the_last_one_admitted_waits() -> None:
     )
     what += "The second was preempted after the third, so it waits at the head. A block of its "
     what += "first 16 tokens is cached. "
-    same(steps[12].positions[0], 16, f"{what}The first position that step 13 computes")
+    first = steps[12].positions[0] if len(steps) > 12 else None
+    same(first, 16, f"{what}The first position that step 13 computes")
     same(engine.blocks.num_available, 3, f"{what}When all have ended, the available blocks")
 
 

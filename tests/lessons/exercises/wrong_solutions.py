@@ -8,7 +8,7 @@ attention
 ? 5 tokens, 2 query heads, 2 KV heads: the attention of the tokens [0, 1, 2, 3] differs from torch's.
 - h // group
 + h % k.shape[1]
-? 5 tokens, 6 query heads, 2 KV heads: the attention of the tokens [0, 1, 2, 3, 4] differs from torch's.
+? 1 tokens, 6 query heads, 2 KV heads: the attention of the tokens [0] differs from torch's.
 -  / q.shape[2] ** 0.5
 +
 ? 5 tokens, 2 query heads, 2 KV heads: the attention of the tokens [1, 2, 3, 4] differs from torch's.
@@ -328,7 +328,7 @@ eviction
 +         done = super().reset_prefix_cache()
 +         self.hits = [0] * len(self.blocks) if done else self.hits
 +         return done
-? are lost by revert(). Blocks 4 and 5 are computed, with 0 hits. Then 5 gets one. The order of eviction should be [4, 5]
+? are lost by revert(). Blocks 5 and 4 are computed, with 0 hits. Then 5 gets one. The order of eviction should be [4, 5]
 - def choose_victim
 + def copy_on_write(self, seq):
 +         shared, copy = self._shared_block(seq), super().copy_on_write(seq)
@@ -435,6 +435,9 @@ policy
 +     return
 ? The key must change nothing. The fields that it changed should be [], but with your code it is ['num_candidates'].
 softmax
+- torch.exp(scores - torch.where(m == -torch.inf, 0.0, m))
++ torch.exp2(1.442695 * (scores - torch.where(m == -torch.inf, 0.0, m)))
+? 50 scores in float64, in tiles of 7: acc / l should be [
 - weights.sum()
 + weights.sum() + 1e-9
 ? 50 scores in float64, in tiles of 7: acc / l should be [
@@ -639,7 +642,7 @@ m2
 ? self.kv is erased before step 2, which should change its logits, and does not.
 - slots(seq.block_table, self.size, 0
 + slots(sorted(seq.block_table), self.size, 0
-? The same in one block is right: look at the slots of positions after the first 16.
+? The slots of self.kv that are written, for all tokens but the last, should be
 -         if ended:
 +         if seq.token_ids[-1] in seq.stop_token_ids:
 ? have ended. The blocks that are available again should be 64, but with your code it is
@@ -656,6 +659,9 @@ m2
 + self.take_blocks(seq, seq.max_length - start)
 ? the blocks of 16 slots that each step owns should be [1, 1, 2, 2, 2, 2], but with your code it is [2, 2, 2, 2, 2, 2].
 m3
+- self.take_blocks(seq, count)
++ self.take_blocks(seq, len(seq.token_ids) - seq.num_computed)
+? in chunks of 16: the blocks of 16 slots that each step owns should be [1, 2, 3], but with your code it is [3, 3, 3].
 - logits[last]
 + logits[-len(plan) :]
 ? All logits before are right: look at what is planned and sampled.
@@ -670,7 +676,10 @@ m3
 ? steps of all should be 10, but with your code it is
 m4
 -         self.blocks.cache_full_blocks(seq)
-+         if end == len(seq.token_ids) == seq.max_length - 1: self.blocks.cache_full_blocks(seq)
++ 
++     def end(self, seq):
++         self.blocks.cache_full_blocks(seq)
++         super().end(seq)
 ? The second is admitted in step 2, while the first runs. The tokens that both compute should be
 - self.blocks.cache_full_blocks(seq)
 + pass

@@ -1,6 +1,5 @@
 """The kernels that Numba compiles, compared with torch's functions on the same input."""
 
-import platform
 
 import fresh
 import numpy as np
@@ -11,10 +10,8 @@ from checkpoints import make_checkpoint, random_llm
 from nanovllm import LLM, SamplingParams
 from nanovllm.models import sampler
 from nanovllm.models.batch import SamplingBatch
-from nanovllm.models.layers import add_rms_norm, rms_norm, rotate, silu_and_mul
+from nanovllm.models.layers import add_rms_norm, silu_and_mul
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.models.rope import RopeConfig, RotaryEmbedding
-from nanovllm.models.sampler import uniform
 
 numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
 
@@ -115,72 +112,14 @@ def test_between_the_products(
     torch.testing.assert_close(cpu.add_rms_norm(alone.clone(), None, weight, 1e-3), wanted)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("few", [0, 1 << 30])
-@pytest.mark.parametrize("normed", [False, True])
-def test_turn_and_store(
-    dtype: torch.dtype, few: int, normed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In place, and to the slots that were named and no others, on one thread and on all."""
-    monkeypatch.setattr(parallel, "SERIAL_ELEMENTS", few)
-    heads, kv_heads, dim, size, rows, eps = 4, 2, 6, 3, 5, 0.01
-    torch.manual_seed(0)
-    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype)
-    weights = [torch.randn(dim).to(dtype) if normed else None for _ in range(2)]
-    table = RotaryEmbedding(dim, 50, [RopeConfig(100.0)], like=torch.empty(0))
-    cos, sin = (x.to(dtype) for x in table.at(torch.tensor([3, 0, 7, 49, 8]))[0])
-    cache = torch.full((2, 6, kv_heads, size, dim), 7.0, dtype=dtype)
-    slots = np.array([4, 9, 3, 17, 11])
-    q, k, v = qkv.clone().view(rows, -1, dim).split((heads, kv_heads, kv_heads), dim=1)
-    if normed:
-        q, k = rms_norm(q, weights[0], eps), rms_norm(k, weights[1], eps)
-    q, k = rotate(q, (cos, sin)), rotate(k, (cos, sin))
-    arguments = (
-        qkv.data_ptr(),
-        *(0 if w is None else w.data_ptr() for w in weights),
-        cos.data_ptr(),
-        sin.data_ptr(),
-        cache[0].data_ptr(),
-        cache[1].data_ptr(),
-        slots,
-        *cache.shape[1:],
-        heads,
-        heads + 2 * kv_heads,
-        eps,
-        *[primitives.DTYPE_EXAMPLE[dtype]] * 3,
-        1.0,
-        1.0,
-    )
-    parallel.run(cpu.norm_rope_store_rows, arguments, rows, qkv.numel())
-    # torch rounds each product to bfloat16, the kernel the sum alone
-    near = (
-        {"atol": 0.01, "rtol": 0.016} if dtype is torch.bfloat16 else {"atol": 1e-5, "rtol": 1e-5}
-    )
-    torch.testing.assert_close(qkv, torch.cat((q, k, v), dim=1).flatten(1), **near)
-    flat = cache.transpose(2, 3).reshape(2, -1, kv_heads, dim)
-    for stored, given, exactly in ((flat[0], k, False), (flat[1], v, True)):
-        torch.testing.assert_close(stored[slots], given, **near)
-        assert not exactly or torch.equal(stored[slots], given)
-        others = np.setdiff1d(np.arange(18), slots)
-        assert (stored[others] == 7).all()
 
 
 def sampling(rows: int, temperature: torch.Tensor) -> SamplingBatch:
     return SamplingBatch(temperature, torch.arange(rows) - 3, torch.arange(rows) * 7, {})
 
 
-@numba.njit
-def uniforms(seeds, positions):
-    out = np.empty(len(seeds))
-    for i in range(len(seeds)):
-        out[i] = cpu_sampler._uniform(seeds[i], positions[i])
-    return out
 
 
-def test_uniform() -> None:
-    seeds, positions = torch.randint(-(1 << 63), (1 << 63) - 1, (2, 1000))
-    found = uniforms(seeds.numpy(), positions.numpy())
-    np.testing.assert_array_equal(found, uniform(seeds, positions).numpy())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -200,38 +139,8 @@ def test_sample(dtype: torch.dtype, size: int) -> None:
         assert (logits.gather(1, found[:, None]) > -torch.inf).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scale", [0.01, 3.0, 20.0])
-@pytest.mark.parametrize("size", [3, 2000, 40_000])
-def test_sample_with_filters(dtype: torch.dtype, scale: float, size: int) -> None:
-    """Flat and steep rows; top-k below and above the number of groups; few tokens, and ties."""
-    torch.manual_seed(0)
-    logits = (torch.randn(60, size) * scale).to(dtype)
-    logits[::7, 2:] = -torch.inf
-    rows = torch.arange(60)
-    batch = sampling(60, torch.tensor([0.0, 0.3, 1.0, 1.0]).repeat(15))
-    batch.filters = {
-        "top_k": torch.tensor([0, 1, 0, 5, 50, 400, 100_000])[rows % 7],
-        "top_p": torch.tensor([1.0, 0.5, 0.9, 0.999, 1.0])[rows % 5],
-        "min_p": torch.tensor([0.0, 0.02, 0.0])[rows % 3],
-    }
-    found, wanted = cpu_sampler.sample(logits, batch), sampler.sample(logits, batch)
-    assert (found != wanted).sum() <= 2
-    assert torch.equal(found[::4], logits.float().argmax(dim=-1)[::4])
 
 
-def test_the_smallest_weight_that_is_kept() -> None:
-    """By a search over all floats of weights, compared with a sort."""
-    rng = np.random.default_rng(0)
-    weights, addends = rng.integers(0, 9, (2, 500)).astype(np.float32)  # whose sums are exact
-    weights /= 8
-    weights[:9] = rng.random(9) * 1e-20
-    order = np.argsort(-weights)
-    sums = addends[order].cumsum()
-    for target in (1, 17, 900, sums[-1]):
-        found = cpu_sampler._smallest_kept(weights, addends, np.float32(target))
-        assert found == weights[order][np.searchsorted(sums, target)]
-    assert cpu_sampler._smallest_kept(weights, addends, np.float32(sums[-1] + 1)) == 0
 
 
 def test_a_filter_that_the_kernel_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,10 +248,9 @@ def test_fused_layers_are_the_models(tmp_path, family: str, tie: bool, dtype: to
     assert max(sizes) > 300
 
 
-def test_models_of_the_same_layers_are_fused(tmp_path) -> None:
+def test_models_of_the_same_layers_are_fused(path) -> None:
     """Whatever their classes are called, unless they compute something else."""
-    make_checkpoint(tmp_path)
-    runner = random_llm(tmp_path, dtype="float32").engine.runner
+    runner = random_llm(path, dtype="float32").engine.runner
     model, mlp = runner.model, runner.model.layers[1].mlp
     model.__class__ = type("Other", (type(model),), {})
     mlp.__class__ = type("OtherMLP", (type(mlp),), {})
@@ -354,37 +262,6 @@ def test_models_of_the_same_layers_are_fused(tmp_path) -> None:
     assert model.backend.fuse_layers(model, runner.attention) is None
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="names a processor of another kind")
-def test_without_amx(tmp_path) -> None:
-    """The AMX kernels are not compiled on a processor without AMX, where LLVM would fail.
-
-    What is compiled is not optimized. torch samples, because the kernels of the sampler are the
-    same, and nothing is in int8.
-    """
-    code = (
-        "from nanovllm import LLM\n"
-        "from nanovllm.backends.cpu import backend, compile\n"
-        "from nanovllm.backends.cpu.kernels import amx, attention, int4, int8, simd\n"
-        "from nanovllm.backends.cpu.kernels import product, sampler\n"
-        "from nanovllm.models import sampler as plain\n"
-        "same = [sampler.draw_rows, sampler._logprobs_of_rows]\n"
-        "same += [product.quantize_rows, int8.product_blocks, int4.int4_blocks]\n"
-        "every = compile.kernels_in_parts\n"
-        "def other(*a): return [kernel for kernel in every(*a) if kernel not in same]\n"
-        "compile.kernels_in_parts = other\n"
-        "backend.CpuBackend.sample = lambda _, logits, batch: plain.sample(logits, batch)\n"
-        "llm = LLM(dtype='bfloat16', device='cpu', attention_backend='numba')\n"
-        "question = [{'role': 'user', 'content': 'What is 34 + 58?'}]\n"
-        "print(llm.chat(question, use_tqdm=False)[0].outputs[0].text)\n"
-        "assert not amx.linear_blocks.signatures and simd.linear_blocks.signatures\n"
-        "assert attention.attend_groups.signatures\n"
-    )
-    variables = dict(NUMBA_CPU_NAME="x86-64-v3", NUMBA_CACHE_DIR=str(tmp_path), NUMBA_OPT="0")
-    done = fresh.run(code, **variables)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "34 + 58 = 92\n"
-    assert "compiling the CPU kernels" in done.stderr
 
 
 @pytest.mark.slow

@@ -214,15 +214,6 @@ def test_other_dtypes_are_near(
         assert error < (0.5 if options.get("quantization") else 0.2), error
 
 
-def test_int4_is_the_same_on_all_backends(checkpoint: tuple[Path, torch.nn.Module]) -> None:
-    results = []
-    for backend in ("sdpa", "numba"):
-        llm = random_llm(checkpoint[0], quantization="int4", attention_backend=backend)
-        outputs = llm.generate(prompts_of(20, 90), GREEDY, use_tqdm=False)
-        results.append([output.outputs[0].token_ids for output in outputs])
-    assert results[0] == results[1]
-
-
 BAD_CONFIGS = {
     "layer_types must have 4 .* with 'mamba'": {"layer_types": ["mamba"] * 4},
     "layer_types must have 4 .* has 2": {"layer_types": ["linear_attention"] * 2},

@@ -17,7 +17,6 @@ from nanovllm.loading import memory
 from tools.benchmarks.workloads import write_shape
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=1)
-CPU = torch.device("cpu")
 
 
 HYBRID = dict(layer_types="LFL")
@@ -43,15 +42,6 @@ def test_parity(shape: dict[str, Any], backend: str, tmp_path: Path) -> None:
     assert llm.stats()["preemptions"] > 0
 
 
-def test_parity_of_packed_experts(tmp_path: Path) -> None:
-    """Experts whose sizes are multiples of 64 have the CPU's own kernel in float32."""
-    model = make_moe_checkpoint(tmp_path, moe_intermediate_size=64, hidden_size=128)
-    llm = random_llm(tmp_path, attention_backend="numba", max_num_batched_tokens=24)
-    layers = llm.engine.runner.model.layers
-    assert all(hasattr(layer.mlp.down_proj.weight, "product") for layer in layers)
-    check_greedy(model, llm.generate(prompts_of(1, 33, 70, 5), GREEDY, use_tqdm=False))
-
-
 def test_equal_scores_choose_the_experts_of_transformers(tmp_path: Path) -> None:
     model = make_moe_checkpoint(tmp_path)
     with torch.no_grad():
@@ -71,19 +61,6 @@ def test_stacked_tensors(hybrid: bool, tmp_path: Path) -> None:
     )
     assert any("experts.gate_up_proj" in name for name in load_file(tmp_path / "model.safetensors"))
     check_greedy(model, random_llm(tmp_path).generate(prompts_of(9, 30), GREEDY, use_tqdm=False))
-
-
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-@pytest.mark.parametrize("hybrid", [False, True])
-def test_quantization(quantization: str, hybrid: bool, tmp_path: Path) -> None:
-    """The kernels give the tokens of the products in plain torch."""
-    make_moe_checkpoint(tmp_path, hybrid=hybrid, moe_intermediate_size=64)
-    found = []
-    for backend in ("sdpa", "numba"):
-        llm = random_llm(tmp_path, attention_backend=backend, quantization=quantization)
-        outputs = llm.generate(prompts_of(9, 30), GREEDY, use_tqdm=False)
-        found.append([output.outputs[0].token_ids for output in outputs])
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "awq"])
