@@ -74,11 +74,23 @@ def main(start: int, only: list[str]) -> None:
 def about(device: torch.device) -> str:
     if device.type == "cpu":
         place = "Triton's interpreter on " * IN_INTERPRETER
-        return f"Kernels of {place}{system(device)}, {torch.get_num_threads()} threads"
+        return f"Kernels of {place}{system(device)}, {threads()}"
     free, total = (size / 2**30 for size in torch.cuda.mem_get_info(device))
     driver = Path("/proc/driver/nvidia/version")
     version = driver.read_text().partition("\n")[0] if driver.exists() else "unknown driver"
     return f"Kernels of {system(device)}, {free:.1f} of {total:.1f} GiB free; {version}"
+
+
+def threads() -> str:
+    """Return the number of threads of a CPU, and which ones they are."""
+    number = f"{torch.get_num_threads()} threads"
+    if IN_INTERPRETER:
+        return number
+    try:
+        from nanovllm.backends.cpu.jit import threading_layer
+    except ImportError:  # without Numba, each row fails with the reason
+        return number
+    return f"{number} ({threading_layer()})"
 
 
 def result(row: Callable[[], Row], dtype: torch.dtype, device: torch.device) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import fresh
 import psutil
 import pytest
 import torch
@@ -88,6 +89,25 @@ def test_the_c_compiler_of_triton(
     """It does not search for another one if CC is set."""
     monkeypatch.setenv("CC", compiler)
     assert check.about()[-1].endswith(f"C compiler {compiler}{shown}")
+
+
+LAYER = """
+import torch
+from nanovllm.backends.cpu import jit
+from nanovllm.cli import check_cases
+from nanovllm.utils.log import show_log
+
+show_log()
+assert jit.kernel_lock() is jit.kernel_lock() is jit.LOCK
+print(check_cases.about(torch.device("cpu")))
+"""
+
+
+def test_the_threads_of_the_kernels_are_named() -> None:
+    """Where Numba does not find OpenMP, its own threads run the kernels, which are slower."""
+    done = fresh.run(LAYER, NUMBA_THREADING_LAYER="workqueue", TRITON_INTERPRET="0")
+    assert done.stdout.rstrip().endswith(" threads (workqueue)"), done.stderr
+    assert done.stderr.count("its own threads (workqueue)") == 1
 
 
 def test_a_process_that_does_not_start(capsys: pytest.CaptureFixture[str]) -> None:

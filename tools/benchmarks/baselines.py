@@ -28,6 +28,8 @@ BASELINES = {
     "llama.cpp": "llama-cpp-python of --peer-python, on the GGUF file of chat-real or of a --shape",
 }
 
+# `quantization` -> the type to which llama.cpp's quantizer converts the weights of a shape.
+LLAMA_CPP_KINDS = {"int8": "Q8_0", "int4": "Q4_0"}
 
 # Where Linux distributions have shared libraries.
 SYSTEM = [Path("/usr/lib"), Path("/usr/lib64"), Path("/usr/local/lib")]
@@ -210,11 +212,17 @@ def vllm_job(options: dict[str, Any], work: Workload) -> dict[str, Any]:
 
 
 def llama_cpp(
-    model: str, work: Workload, parallel: int, python: str | None, path: Path | None = None
+    model: str,
+    work: Workload,
+    parallel: int,
+    python: str | None,
+    path: Path | None = None,
+    quantization: str | None = None,
 ) -> tuple[list[str], dict[str, Any], str]:
     """Return the command and the job of llama_cpp_peer.py, and a note. Raises ValueError.
 
     path: the GGUF file of a shape, which is written later. Without it the model needs one.
+    quantization: as in LLM(). llama.cpp converts the file of a shape to as many bits.
     """
     import torch
 
@@ -227,10 +235,11 @@ def llama_cpp(
         raise ValueError(f"--baseline llama.cpp needs --peer-python: {remedy}")
     code = "import llama_cpp; print(llama_cpp.__version__)"
     version = run_peer([python, "-c", code], remedy)
+    kind = LLAMA_CPP_KINDS.get(quantization or "") if path else None
     path = path or gguf_file()
-    options = {"model": str(path), "parallel": parallel, "longest": max(work.lengths)}
-    options["threads"] = torch.get_num_threads()
+    options: dict[str, Any] = {"model": str(path), "kind": kind, "parallel": parallel}
+    options |= {"longest": max(work.lengths), "threads": torch.get_num_threads()}
     rounds = [([work.prompts[i] for i in r], [work.outputs[i] for i in r]) for r in work.rounds]
-    note = f"llama-cpp-python {version}, {path.stem}, {parallel} sequences at a time"
+    note = f"llama-cpp-python {version}, {kind or path.stem}, {parallel} sequences at a time"
     command = [python, str(Path(__file__).with_name("llama_cpp_peer.py"))]
     return command, {"options": options, "rounds": rounds}, note

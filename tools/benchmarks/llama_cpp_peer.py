@@ -17,11 +17,20 @@ BATCH = 512  # tokens of a call, llama.cpp's default
 class Engine:
     """A model of llama.cpp with room for `parallel` sequences."""
 
-    def __init__(self, model: str, parallel: int, longest: int, threads: int) -> None:
+    def __init__(
+        self, model: str, parallel: int, longest: int, threads: int, kind: str | None = None
+    ) -> None:
+        """`kind` is a type to which llama.cpp's quantizer converts the file first, as "Q4_0"."""
         import llama_cpp
 
         self.api: Any = llama_cpp
         self.parallel = parallel
+        if kind:
+            model, source = f"{model}.{kind}", model
+            how = self.api.llama_model_quantize_default_params()
+            how.ftype = getattr(self.api, f"LLAMA_FTYPE_MOSTLY_{kind}")
+            if self.api.llama_model_quantize(source.encode(), model.encode(), how) != 0:
+                raise RuntimeError("llama_model_quantize failed")
         loaded = self.api.llama_model_load_from_file(
             model.encode(), self.api.llama_model_default_params()
         )

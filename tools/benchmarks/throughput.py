@@ -214,7 +214,9 @@ def prepare(args: argparse.Namespace, options: Result, temporary: Path) -> Setup
         elif name == "llama.cpp":
             size = min(args.batch_size, len(work.rounds[0]))
             path = gguf_weights.gguf_path(directory) if shape else None
-            command, peer_job, note = baselines.llama_cpp(model, work, size, args.peer_python, path)
+            command, peer_job, note = baselines.llama_cpp(
+                model, work, size, args.peer_python, path, config.quantization
+            )
             engines.append(Engine(name, work, command, peer_job, note))
         else:
             part, note = baselines.hf_part(name, work, args.sample, args.batch_size)

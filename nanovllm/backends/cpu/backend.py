@@ -63,6 +63,13 @@ class CpuBackend(Backend):
     sample = staticmethod(sampler.sample)
     token_logprobs = staticmethod(sampler.token_logprobs)
 
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(device, dtype)
+        self.memory = WeightMemory()
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return self.memory.empty(shape, dtype or self.dtype)
+
     def checked_marker(self) -> Path:
         """Return the path of an empty file that says that these kernels are right."""
         return marker(self.dtype).with_suffix(f".{type(self).__name__}")
@@ -105,13 +112,6 @@ class CpuInt8Backend(CpuBackend):
 
     weight_class: type[PackedWeight] = int8.PackedInt8
     head_class = int8.PackedInt8
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(device, dtype)
-        self.memory = WeightMemory()
-
-    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return self.memory.empty(shape, dtype or self.dtype)
 
 
 class CpuInt4Backend(CpuInt8Backend):

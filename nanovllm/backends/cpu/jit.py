@@ -18,6 +18,7 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache
 
 from nanovllm.backends.cpu import kernel_files
 from nanovllm.utils.host import has_cpu_flag
+from nanovllm.utils.log import logger
 
 # A function that Numba compiles. Numba has no type for it.
 Kernel: TypeAlias = Any
@@ -60,16 +61,24 @@ def has_amx(feature: str = "amx-bf16") -> bool:
 
 
 @functools.cache
-def kernel_lock() -> AbstractContextManager[object]:
-    """Return LOCK if concurrent calls of kernels are unsafe, otherwise a context without effect.
-
-    Without OpenMP and TBB, Numba uses "workqueue", which is not safe for several threads.
-    """
+def threading_layer() -> str:
+    """Return which threads run kernels: "omp", "tbb", or "workqueue", which are Numba's own."""
     # This uses another thread, because starting Numba changes the caller's number of threads.
     with ThreadPoolExecutor(1) as pool:
         pool.submit(get_num_threads).result()
-    layer = numba.threading_layer()  # type: ignore[attr-defined]
-    return LOCK if layer == "workqueue" else nullcontext()
+    return str(numba.threading_layer())  # type: ignore[attr-defined]
+
+
+@functools.cache
+def kernel_lock() -> AbstractContextManager[object]:
+    """Return LOCK if concurrent calls of kernels are unsafe, otherwise a context without effect."""
+    if threading_layer() != "workqueue":
+        return nullcontext()
+    logger.info(
+        "Numba runs kernels on its own threads (workqueue), which is slower than OpenMP; "
+        "if it does not find OpenMP on Linux, install the package libgomp1"
+    )
+    return LOCK  # these threads are not safe for several callers
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Memory on huge pages, for the KV cache and for quantized weights."""
+"""Memory on huge pages, for the KV cache and for packed weights."""
 
 import math
 

@@ -79,7 +79,10 @@ def test_more_threads_than_blocks(threads: int) -> None:
 def test_engine_packs(tmp_path: Path, tie: bool, dtype: str) -> None:
     make_checkpoint(tmp_path, tie=tie)
     model = random_llm(tmp_path, dtype=dtype).engine.runner.model
-    assert all(isinstance(module.weight, PackedFloats) for module in model.linears())
+    weights = [module.weight for module in model.linears()]
+    assert all(isinstance(weight, PackedFloats) for weight in weights)
+    # Small weights share memory, so that they are on huge pages as well.
+    assert len({weight.values.untyped_storage().data_ptr() for weight in weights}) == 1
     assert (model.embed_tokens is model.lm_head.weight) == tie
 
 
