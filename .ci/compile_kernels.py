@@ -145,10 +145,14 @@ class Variant:
 
     @property
     def flags(self) -> list[str]:
-        """The constants that are no sizes: booleans, and numbers that Triton found to be 1."""
+        """The constants that are no sizes: booleans, and numbers that Triton found to be 1.
+
+        "WINDOW" if attention has one, whose size does not matter.
+        """
         params, (_, _, constants, _) = self.kernel.params, self.packed
         named = [(params[at], value) for (at, *_), value in constants.items()]
-        return [f"{p.name}={x}" for p, x in named if isinstance(x, bool) or not p.is_constexpr]
+        flags = [f"{p.name}={x}" for p, x in named if isinstance(x, bool) or not p.is_constexpr]
+        return flags + [p.name for p, x in named if p.name == "WINDOW" and x]
 
     @property
     def group(self) -> int:
@@ -214,6 +218,7 @@ def variants(
             pointwise.add_rms_norm(x, x, x[0], 1e-6)
             pointwise.add_rms_norm(x, None, x[0], 1e-6)
             pointwise.silu_and_mul(x)
+            pointwise.gelu_and_mul(x)
             every = name == "sm_90" and dtype == half
             launch_delta_rule(dtype, *DELTA_HEADS, only_decode=name == "sm_75")
             launch_quantized(dtype, all_tiles=dtype == torch.bfloat16, odd=every or exact)
@@ -251,10 +256,12 @@ def launch_layer(
         lens = torch.ones(num, dtype=torch.int64)
         starts = torch.arange(num + 1, dtype=torch.int32)
         tiles = torch.zeros((num, 2), dtype=torch.int32)
-        attention.attend(q, cache, cache, tiles, starts, lens, tables, wide, q)
-        if dtype == cache_dtype == torch.bfloat16:  # batch_invariant=True
-            attention.attend(q, cache, cache, tiles, starts, lens, tables, wide, q, loops=1)
-        attention.attend_decode(q, cache, cache, lens, lens, tables, narrow, 8, q)
+        for window in (0, 512):
+            options = q, 1.0, 1.0, window
+            attention.attend(q, cache, cache, tiles, starts, lens, tables, wide, *options)
+            if dtype == cache_dtype == torch.bfloat16:  # batch_invariant=True
+                attention.attend(q, cache, cache, tiles, starts, lens, tables, wide, *options, 1)
+            attention.attend_decode(q, cache, cache, lens, lens, tables, narrow, 8, *options)
         qkv = torch.empty((num, (heads + 2 * kv_heads) * head_dim), dtype=dtype)
         cos = torch.empty((num, 1, head_dim), dtype=dtype)
         for norm in (weight, None):

@@ -43,6 +43,7 @@ ELECTIVES = [
     "structured_outputs",
     "drafts",
     "order",
+    "window",
     "errors",
 ]
 # The name of each lesson, such as "6b" or "beams", in the order of the list, and its module.

@@ -38,6 +38,11 @@ MODELS: dict[str, Make] = {
     ),
     "no rotation": lambda path: make_family_checkpoint(path, "smollm3"),
     "factors": lambda path: make_family_checkpoint(path, "granite"),
+    # A window that ends in the shared prefix, and in most requests before it.
+    "window": lambda path: make_checkpoint(
+        path, "qwen2", use_sliding_window=True, sliding_window=150, max_window_layers=1
+    ),
+    "gemma3": lambda path: make_family_checkpoint(path, "gemma3"),
     "moe": make_moe_checkpoint,
     "hybrid": make_hybrid_checkpoint,
 }
@@ -186,7 +191,7 @@ def maker(path: Path, model: str, setting: str) -> Callable[..., LLM]:
     ("model", "setting"),
     [
         *(("nano", "bfloat16"), ("nano", "float32"), ("odd", "bfloat16"), ("moe", "bfloat16")),
-        *(("hybrid", "bfloat16"), ("qwen3", "int8")),
+        *(("hybrid", "bfloat16"), ("qwen3", "int8"), ("window", "bfloat16"), ("gemma3", "float32")),
     ],
 )
 def test_kinds_of_requests(tmp_path: Path, model: str, setting: str) -> None:

@@ -197,16 +197,11 @@ def task_maker(
 def longest_request(config: EngineConfig, checkpoint: Checkpoint) -> int:
     """Return the length of the longest request that the model and max_model_len allow."""
     model_config = checkpoint.model_config
-    longest, window = model_config.max_position_embeddings, model_config.sliding_window
+    longest = model_config.max_position_embeddings
     max_model_len = config.max_model_len or model_config.usual_length or longest
     if max_model_len > longest:
         raise ValueError(
             f"max_model_len={max_model_len} is more than the {longest} positions of the model; use "
             f"at most {longest}"
-        )
-    if window is not None and max_model_len > window:
-        raise ValueError(
-            f"{checkpoint.directory.name} attends over a sliding window of {window} tokens, which "
-            f"is not supported; set max_model_len={window} or less to run it within one window"
         )
     return max_model_len

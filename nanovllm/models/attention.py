@@ -7,7 +7,9 @@ anything, including NaN, and never affects a result. models/fp8.py describes the
 number of tokens of the step, and H the number of query heads.
 """
 
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +42,7 @@ class PlainAttention:
         """
         heads, dim = config.num_kv_heads, config.head_dim
         num_layers = len(config.kv_layers)
+        self.windows = [config.windows[i] for i in config.kv_layers]
         shape = (num_layers, 2, num_blocks, heads, block_size, dim)
         self.cache = self.allocate(shape, FP8 if fp8_scales else dtype, device)
         self.block_size, self.dtype, self.eps = block_size, dtype, config.rms_norm_eps
@@ -52,22 +55,28 @@ class PlainAttention:
         return torch.empty(shape, dtype=dtype, device=device)
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Set the data that all layers share. The runner calls this once per step.
+        """Set the data that layers with the same window share. The runner calls this once per step.
 
-        It has for each sequence the place of its Q tokens in the step, the blocks of its L tokens
-        of context, L, and a mask [Q, L], true if a query attends to a key. None means that query i
-        attends to keys 0 to i.
+        It has for each sequence the place of its Q tokens in the step, the blocks from that of the
+        first key that a query attends to, the number L of tokens in them, and a mask [Q, L], true
+        if a query attends to a key. None means that query i attends to keys 0 to i.
         """
         starts = batch.query_start_loc.tolist()
-        batch.attention_metadata = []
-        for i, length in enumerate(batch.context_lens.tolist()):
-            tokens = slice(*starts[i : i + 2])
+        plans: dict[int, list[Any]] = {window: [] for window in self.windows}
+        for window, (i, length) in itertools.product(plans, enumerate(batch.context_lens.tolist())):
+            past = length - int(batch.query_lens[i])  # the queries are the last tokens
+            first = max(0, past + 1 - window) // self.block_size if window else 0
+            blocks = batch.block_tables[i, first : -(-length // self.block_size)]
+            first *= self.block_size
             mask = None
-            blocks = batch.block_tables[i, : -(-length // self.block_size)]
-            if batch.query_lens[i] < length:  # the queries are the last tokens of the context
-                keys = torch.arange(length, device=blocks.device)
-                mask = keys <= keys[-batch.query_lens[i] :, None]
-            batch.attention_metadata.append((tokens, blocks, length, mask))
+            if past or 0 < window < length:
+                keys = torch.arange(first, length, device=blocks.device)
+                queries = keys[past - first :, None]
+                mask = keys <= queries
+                if window:
+                    mask &= keys > queries - window
+            plans[window].append((slice(*starts[i : i + 2]), blocks, length - first, mask))
+        batch.attention_metadata = plans
 
     def read_blocks(self, layer: int, blocks: Tensor) -> Tensor:
         """Copy K and V of `blocks` [n], without the fp8 scales. Returns [2, K, n * B, D]."""
@@ -101,11 +110,14 @@ class PlainAttention:
         k_cache[block, :, offset], v_cache[block, :, offset] = k, v
 
     def attend(self, layer: int, q: Tensor, batch: ForwardBatch) -> Tensor:
-        """Return causal attention [T, H * D] of q [T, H, D] over each sequence's context."""
+        """Return causal attention [T, H * D] of q [T, H, D] over each sequence's context.
+
+        In a layer with a window of W tokens a query attends to the last W of them, itself included.
+        """
         k_scale, v_scale = self.scales[layer]
         q = q * k_scale
         out = torch.empty_like(q)
-        for tokens, blocks, length, mask in batch.attention_metadata:
+        for tokens, blocks, length, mask in batch.attention_metadata[self.windows[layer]]:
             # The slots after the context may hold NaN, which would spread.
             kv = self.read_blocks(layer, blocks)[:, :, :length]
             k, v = kv.unsqueeze(1)  # [1, K, L, D] each

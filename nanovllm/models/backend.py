@@ -102,6 +102,7 @@ class Backend:
     linear = staticmethod(layers.linear)
     add_rms_norm = staticmethod(layers.add_rms_norm)
     silu_and_mul = staticmethod(layers.silu_and_mul)
+    gelu_and_mul = staticmethod(layers.gelu_and_mul)
     multiply_by_sigmoid = staticmethod(layers.multiply_by_sigmoid)
     # x [T, I] times a small weight [O, I] that is not in a Linear, such as a router's.
     small_linear: Callable[[Tensor, Tensor], Tensor] = staticmethod(F.linear)

@@ -15,6 +15,7 @@ from nanovllm.utils.json_files import Fields, check_fields, named, unusual
 if TYPE_CHECKING:
     from nanovllm.models.qwen3 import Qwen3
 
+SLIDING, FULL = "sliding_attention", "full_attention"  # layer_types
 ANY: tuple[Any, ...] = ()
 SIZE, LENGTH = (1, 2**31 - 1), (1, 10_000_000)
 STORED = tuple(prefix + name for prefix in ("", "torch.") for name in (*DTYPES[1:], "float64"))
@@ -81,6 +82,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Phi3": {"original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0},
     "SmolLM3": {"num_key_value_heads": 4, "tie_word_embeddings": True},
     "Granite": {},
+    "Gemma3": {
+        **{"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "head_dim": 256},
+        **{"num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4},
+        **{"max_position_embeddings": 131_072, "rope_theta": 1e6, "sliding_window": 4096},
+        "tie_word_embeddings": True,
+    },
     "Qwen3Moe": {"sliding_window": 4096},
     "Qwen3_5": {"head_dim": 256, "partial_rotary_factor": 0.25},
     "Qwen3_5Moe": {"head_dim": 256, "partial_rotary_factor": 0.25},
@@ -107,7 +114,7 @@ class ModelConfig:
     attention_bias: bool  # whether the query, key and value projections have a bias
     output_bias: bool  # whether the output projection of attention has a bias
     qk_norm: bool
-    sliding_window: int | None  # the number of tokens that a layer attends to; None: all
+    windows: tuple[int, ...]  # of each layer: the number of tokens that it attends to; 0: all
     dtype: str | None  # the stored dtype of the weights, if config.json names it
     usual_length: int | None = None  # the default of max_model_len; None: all positions
     ropes: tuple[RopeConfig, ...] = ()  # of each layer, if they are not all `rope`
@@ -137,6 +144,7 @@ class ModelConfig:
         is_limited = rope.rope_type == "longrope" or rope.llama_4_scaling_beta > 0
         is_yarn = rope.rope_type == "yarn"  # which extends the context
         extended = int(rope.factor * rope.original_max_position_embeddings) if is_yarn else 0
+        longest = max(raw["max_position_embeddings"], extended)
         dtype = (raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch.")
         heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
         head_dim = raw.get("head_dim") or hidden // heads
@@ -159,12 +167,12 @@ class ModelConfig:
             head_dim=head_dim,
             rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
             rope=rope,
-            max_position_embeddings=max(raw["max_position_embeddings"], extended),
+            max_position_embeddings=longest,
             tie_word_embeddings=raw.get("tie_word_embeddings", False),
             attention_bias=family == "Qwen2" or (has_bias and family not in NO_BIAS),
             output_bias=has_bias and family not in ("Qwen2", *NO_BIAS),
-            qk_norm=family.startswith("Qwen3"),
-            sliding_window=_sliding_window(raw, family),
+            qk_norm=family.startswith(("Qwen3", "Gemma3")),
+            windows=_windows(raw, family, longest, path),
             dtype=dtype if dtype in DTYPES else None,
             usual_length=rope.original_max_position_embeddings if is_limited else None,
         )
@@ -267,13 +275,18 @@ def _rope(raw: dict[str, Any], family: str, path: Path) -> RopeConfig:
     return RopeConfig(**params)
 
 
-def _sliding_window(raw: dict[str, Any], family: str) -> int | None:
-    """Return the window in tokens, if any. The defaults are the same as in transformers."""
-    layers = raw.get("layer_types")
-    if layers is None:
-        slides = raw.get("max_window_layers", 28) < raw["num_hidden_layers"]
-    else:
-        slides = "sliding_attention" in layers
-    slides = slides or family == "Qwen3Moe"  # all of its layers do, or none
-    is_used = family in NO_BIAS or (slides and raw.get("use_sliding_window"))
-    return raw.get("sliding_window") if is_used else None
+def _windows(raw: dict[str, Any], family: str, longest: int, path: Path) -> tuple[int, ...]:
+    """Return the window of each layer, which is 0 if it is not below `longest`, the context.
+
+    The defaults are the same as in transformers. Raises ValueError for wrong layer_types.
+    """
+    num = raw["num_hidden_layers"]
+    first = 0 if family in ("Qwen3Moe", *NO_BIAS) else raw.get("max_window_layers", 28)
+    types = raw.get("layer_types", [SLIDING if i >= first else FULL for i in range(num)])
+    if len(types) != num or any(kind not in (SLIDING, FULL) for kind in types):
+        raise ValueError(
+            f"{path}: layer_types must have {num} entries {SLIDING!r} or {FULL!r}, and is {types}"
+        )
+    is_used = family in NO_BIAS or raw.get("use_sliding_window")
+    window = raw.get("sliding_window", 0) if is_used else 0
+    return tuple(window * (kind == SLIDING and window < longest) for kind in types)

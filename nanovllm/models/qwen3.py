@@ -14,7 +14,7 @@ D head size, F feed-forward size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -64,13 +64,16 @@ class SelfAttention:
 
 
 class MLP:
+    activation = "silu_and_mul"  # a method of the backend
+
     def __init__(self, hidden_size: int, size: int, backend: Backend) -> None:
         self.backend = backend
         self.gate_up_proj = Linear(hidden_size, {"gate_proj": size, "up_proj": size}, backend)
         self.down_proj = Linear(size, {"down_proj": hidden_size}, backend)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.backend.silu_and_mul(self.gate_up_proj(x)))
+        activate: Callable[[Tensor], Tensor] = getattr(self.backend, self.activation)
+        return self.down_proj(activate(self.gate_up_proj(x)))
 
     def linears(self) -> tuple[Linear, ...]:
         return self.gate_up_proj, self.down_proj
@@ -85,6 +88,9 @@ class MLP:
 
 
 class DecoderLayer:
+    # The weights of norms after attention and after the MLP, which few models have.
+    output_norms: tuple[Tensor, Tensor] | tuple[()] = ()
+
     def __init__(
         self, config: ModelConfig, attn: SelfAttention, mlp: MLP, backend: Backend
     ) -> None:
@@ -100,7 +106,8 @@ class DecoderLayer:
     def other_tensors(self) -> tuple[Tensor, ...]:
         """Return the weights that are not in a Linear."""
         norms = self.input_layernorm, self.post_attention_layernorm
-        return *norms, *self.self_attn.other_tensors(), *self.mlp.other_tensors()
+        others = *self.self_attn.other_tensors(), *self.mlp.other_tensors()
+        return *norms, *self.output_norms, *others
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         yield from self.self_attn.checkpoint_tensors(prefix + self.self_attn.name)
@@ -122,16 +129,22 @@ class DecoderLayer:
         """
         x, residual = self.backend.add_rms_norm(x, residual, self.input_layernorm, self.eps)
         x = self.self_attn(x, rope, batch, attention)
+        for norm in self.output_norms[:1]:
+            x, _ = self.backend.add_rms_norm(x, None, norm, self.eps)
         x, residual = self.backend.add_rms_norm(
             x, residual, self.post_attention_layernorm, self.eps
         )
-        return self.mlp(x), residual
+        x = self.mlp(x)
+        for norm in self.output_norms[1:]:
+            x, _ = self.backend.add_rms_norm(x, None, norm, self.eps)
+        return x, residual
 
 
 class Qwen3:
     """A model of one of these families. Its weights are uninitialized until they are loaded."""
 
     attention_class = SelfAttention
+    embedding_factor = 1.0  # multiplies the embeddings
 
     def __init__(self, config: ModelConfig, max_model_len: int, backend: Backend) -> None:
         self.config, self.backend = config, backend
@@ -167,13 +180,18 @@ class Qwen3:
 
     def forward(self, batch: ForwardBatch, attention: PlainAttention) -> Tensor:
         """Return the hidden states [T, E] of the step's tokens, after the last norm."""
-        x = self.embed_tokens[batch.input_ids]
+        x = self.embed(batch.input_ids)
         ropes = self.rotary.at(batch.positions)
         residual: Tensor | None = None
         for layer, rope in zip(self.layers, self.rope_of_layer, strict=True):
             self.backend.before_layer()
             x, residual = layer(x, residual, ropes[rope], batch, attention)
         return self.backend.add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)[0]
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Return the embeddings [T, E] of token ids [T]."""
+        x: Tensor = self.embed_tokens[token_ids]
+        return x if self.embedding_factor == 1 else x * self.embedding_factor
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Map hidden [R, E] to logits [R, V]."""

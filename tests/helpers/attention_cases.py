@@ -1,5 +1,6 @@
 """Ragged batches for the attention of a CPU."""
 
+from dataclasses import replace
 from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from references import plain_attention
 
 from nanovllm.backends.cpu.attention import NumbaAttention
+from nanovllm.backends.cpu.kernels.attention import KEYS
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.fp8 import Scales, to_fp8
@@ -29,9 +31,10 @@ def make(
     dtype: torch.dtype = torch.float32,
     dim: int = 16,
     scales: Scales | None = None,
+    window: int = 0,
 ) -> PlainAttention | NumbaAttention:
     sizes = dict(zip(("num_attention_heads", "num_key_value_heads"), heads, strict=True))
-    config = model_config("llama", **sizes, head_dim=dim)
+    config = replace(model_config("llama", **sizes, head_dim=dim), windows=(window,))
     arguments = config, num_blocks, block_size, dtype, torch.device("cpu")
     return make_backend(*arguments, scales and [scales])
 
@@ -58,6 +61,7 @@ def compare(
     dtype: torch.dtype = torch.float32,
     dim: int = 16,
     scales: Scales | None = None,
+    window: int = 0,
 ) -> Any:
     """Any mix of (query length, tokens before it) against the reference, and what was prepared.
 
@@ -69,7 +73,7 @@ def compare(
     num_heads, kv_heads = heads
     contexts = [query + past for query, past in lengths]
     needed = [-(-c // block_size) for c in contexts]
-    backend = make(make_backend, heads, sum(needed) + 4, block_size, dtype, dim, scales)
+    backend = make(make_backend, heads, sum(needed) + 4, block_size, dtype, dim, scales, window)
     k_scale, v_scale = scales or (1.0, 1.0)
     backend.cache.fill_(NAN)
     blocks = (torch.randperm(sum(needed) + 3) + 1).tolist()  # any physical order; never block 0
@@ -87,7 +91,11 @@ def compare(
                 ks[i][:common], vs[i][:common] = ks[first][:common], vs[first][:common]
         tables[i, :n] = torch.tensor(own)
         slot = torch.tensor(own)[at // block_size] * block_size + at % block_size
-        store(backend, ks[-1][:past], vs[-1][:past], slot[:past], num_heads)
+        # NaN before the block or segment of the first key that a query sees: it is never read.
+        size = KEYS if make_backend is NumbaAttention else block_size
+        first = max(0, past + 1 - window) // size * size if window and not shared else 0
+        k, v = (torch.cat((x[:first] * NAN, x[first:past])) for x in (ks[-1], vs[-1]))
+        store(backend, k, v, slot[:past], num_heads)
         slots.append(slot[past:])
         positions.append(at[past:])
     queries = torch.tensor([query for query, _ in lengths])
@@ -117,7 +125,7 @@ def compare(
     for (query, _), k, v in zip(lengths, ks, vs, strict=True):
         if scales is not None:
             k, v = k_scale * to_fp8(k, k_scale).float(), v_scale * to_fp8(v, v_scale).float()
-        want = plain_attention(q[start : start + query].float(), k.float(), v.float())
+        want = plain_attention(q[start : start + query].float(), k.float(), v.float(), window)
         torch.testing.assert_close(got[start : start + query], want.to(dtype), **tolerance)
         start += query
     return batch.attention_metadata

@@ -385,7 +385,7 @@ GPU = Gpu()
 def attend(a: Any, starts: Tensor) -> None:
     cache = a.k_cache, a.v_cache, starts, a.context_lens, a.block_tables
     k_scale = a.scale * a.q.shape[2] ** 0.5 / attention.LOG2E
-    a.out.copy_(references.attend(a.q, *cache, k_scale, a.v_scale))
+    a.out.copy_(references.attend(a.q, *cache, k_scale, a.v_scale, a.WINDOW))
 
 
 def attend_chunks(a: Any) -> None:
@@ -474,7 +474,9 @@ REFERENCES: dict[str, Callable[[Any], Any]] = {
     "_merge_splits": lambda a: None,  # the reference of _attend_decode does not split
     "_norm_rope_store": norm_rope_store,
     "_add_rms_norm": add_rms_norm,
-    "_silu_and_mul": lambda a: a.out.copy_(layers.silu_and_mul(a.x)),
+    "_silu_and_mul": lambda a: a.out.copy_(
+        (layers.gelu_and_mul if a.GELU else layers.silu_and_mul)(a.x)
+    ),
     "_weigh_chunks": lambda a: None,  # the reference of _draw reads all logits
     "_draw": draw,
 }

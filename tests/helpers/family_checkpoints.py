@@ -30,6 +30,7 @@ YARN = dict(
 YARN |= dict(mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=256)
 FACTORS = dict(embedding_multiplier=0.6, logits_scaling=0.7, residual_multiplier=0.5)
 MROPE = dict(rope_type="default", rope_theta=5e6, mrope_section=[4, 4, 4], mrope_interleaved=True)
+SCALED = {"rope_type": "linear", "factor": 8.0}
 VISION = dict(hidden_size=32, intermediate_size=32)
 # The class of transformers without "ForCausalLM" or "ForConditionalGeneration", and fields.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -46,6 +47,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         dict(head_dim=24, rope_parameters=YARN | {"llama_4_scaling_beta": 0.1}),
     ),
     "granite": ("Granite", dict(tie_word_embeddings=True, attention_multiplier=0.1, **FACTORS)),
+    # Windows that are smaller than a block, no multiple of it, in some layers, and with other ropes.
+    "mistral window": ("Mistral", dict(sliding_window=5)),
+    "qwen2 window": (
+        "Qwen2",
+        dict(use_sliding_window=True, sliding_window=40, max_window_layers=1),
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        dict(head_dim=24, sliding_window=20, sliding_window_pattern=2, query_pre_attn_scalar=40),
+    ),
+    "gemma3 images": (
+        "Gemma3",
+        dict(head_dim=16, sliding_window=33, layer_types=["sliding_attention", "full_attention"])
+        | dict(num_hidden_layers=2, rope_scaling=SCALED),
+    ),
     "granite untied": ("Granite", dict(attention_multiplier=0.4, attention_bias=True, **FACTORS)),
 }
 
@@ -68,10 +84,15 @@ def make_family_checkpoint(
         sizes = dict(model_type="pixtral", num_hidden_layers=1, num_attention_heads=2, head_dim=16)
         vision = VISION | sizes | dict(image_size=28, patch_size=14)
         config = transformers.Mistral3Config(text_config=text, vision_config=vision)
+    elif name == "Gemma3":
+        sizes = dict(num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
+        vision = VISION | sizes
+        config = transformers.Gemma3Config(text_config=settings, vision_config=vision)
     else:
         config = getattr(transformers, f"{name}Config")(**settings)
     ending = "ForConditionalGeneration" if hasattr(config, "vision_config") else "ForCausalLM"
-    model = getattr(transformers, name + ending)(config).float().eval()
+    model_class = getattr(transformers, name.removesuffix("Text") + ending)
+    model = model_class(config).float().eval()
     randomize(model, scale=1.5)
     model.save_pretrained(path)
     return model

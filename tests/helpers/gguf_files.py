@@ -9,7 +9,7 @@ import pytest
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import nanovllm
-from nanovllm.features.formats.gguf.convert_gguf import FIELDS
+from nanovllm.features.formats.gguf.convert_gguf import FIELDS, GEMMA3
 
 gguf = pytest.importorskip("gguf")
 NANO = Path(nanovllm.__file__).parent / "loading" / "qwen3-nano"
@@ -38,7 +38,7 @@ def write_gguf(
     config = json.loads((checkpoint / "config.json").read_text())
     config |= config.get("rope_parameters") or {}
     writer = gguf.GGUFWriter(path, kind)
-    for ours, theirs in FIELDS.items():
+    for ours, theirs in (FIELDS | (GEMMA3 if kind == "gemma3" else {})).items():
         if (value := config.get(ours)) is not None:
             add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
             add = writer.add_array if isinstance(value, list) else add
@@ -65,6 +65,8 @@ def write_gguf(
     names = gguf.get_tensor_name_map(arch, 100)
     for name, tensor in weights.items():
         values = tensor.float().numpy()
+        if kind == "gemma3" and "norm" in name:  # it is stored as 1 + w
+            values = values + 1
         theirs = names.get_name(name, (".weight", ".bias"))
         module = theirs.split(".")[-2]
         heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(module)

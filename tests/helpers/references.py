@@ -14,12 +14,18 @@ from nanovllm.models.fp8 import FP8, Scales, to_fp8
 from nanovllm.models.layers import rms_norm, rotate
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of q [Q, H, D] at the end of the context k, v [L, K, D], written out."""
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
+    """Attention of q [Q, H, D] at the end of the context k, v [L, K, D], written out.
+
+    With a window, a query attends to so many tokens up to itself.
+    """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,lhd->hql", q, k) / q.shape[2] ** 0.5
-    ahead = torch.ones_like(scores[0], dtype=torch.bool).triu(len(k) - len(q) + 1)
+    past = len(k) - len(q)
+    ahead = torch.ones_like(scores[0], dtype=torch.bool).triu(past + 1)
+    if window:
+        ahead |= torch.ones_like(ahead).tril(past - window)
     return torch.einsum("hql,lhd->qhd", scores.masked_fill(ahead, -torch.inf).softmax(-1), v)
 
 
@@ -32,6 +38,7 @@ def attend(
     block_tables: Tensor,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    window: int = 0,
 ) -> Tensor:
     """Compute the same as `attend` and `attend_decode`, one sequence at a time, in float32."""
     out = torch.empty_like(q)
@@ -44,7 +51,7 @@ def attend(
             scale * cache[block, :, position % block_size].float()
             for cache, scale in ((k_cache, k_scale), (v_cache, v_scale))
         )
-        out[tokens] = plain_attention(q[tokens].float(), k, v).to(q.dtype)
+        out[tokens] = plain_attention(q[tokens].float(), k, v, window).to(q.dtype)
     return out
 
 

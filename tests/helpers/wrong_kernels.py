@@ -11,7 +11,7 @@ WRONG = [
     ("pointwise", "_add_rms_norm", "tl.program_id(0)", SECOND_ROW),
     ("pointwise", "_add_rms_norm", "+ addend.to(tl.float32)", ""),
     ("pointwise", "_silu_and_mul", "mask = column < F", "mask = column < F - 1"),
-    ("pointwise", "_silu_and_mul", "tl.exp(-gate)", "tl.exp(-1.05 * gate)"),
+    ("pointwise", "_silu_and_mul", "tl.exp(-y)", "tl.exp(-1.05 * y)"),
     ("pointwise", "_silu_and_mul", "tl.program_id(0)", SECOND_ROW),
     (
         "store",

@@ -91,6 +91,13 @@ def test_order() -> None:
         torch.testing.assert_close(torch.from_numpy(out), expected)
 
 
+def test_window() -> None:
+    printed = run_lesson("window")
+    assert row(printed, "8,000") == ["8,001", "513", "501", "468"]
+    assert row(printed, "all layers") == ["7", "yes"]
+    assert row(printed, "all but the last one") == ["7", "no"]
+
+
 def test_errors() -> None:
     """A row that fails costs the other one nothing, and a step that fails costs no known token."""
     printed = run_lesson("errors")

@@ -11,10 +11,9 @@ from wrong_values import GENERATION, WRONG
 from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.models.model_config import FIELDS, ModelConfig
 
-SLIDING_MOE = {
+MOE = {
     "architectures": ["Qwen3MoeForCausalLM"],
     **{"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8},
-    **{"use_sliding_window": True, "sliding_window": 64, "layer_types": None},
 }
 CONFIGS = [
     ({"architectures": ["GemmaForCausalLM"]}, "Qwen3ForCausalLM, Qwen2ForCausalLM, Llama"),
@@ -27,15 +26,10 @@ CONFIGS = [
     ({"head_dim": 33}, "odd"),
     ({"num_key_value_heads": 3}, "do not divide"),
     ({"quantization_config": {"quant_method": "aqlm"}}, "quant_method='aqlm' is not supported"),
-    (
-        {
-            "use_sliding_window": True,
-            "sliding_window": 64,
-            "layer_types": None,
-            "max_window_layers": 0,
-        },
-        "sliding window of 64",
-    ),
+    ({"layer_types": ["full_attention"]}, r"layer_types must have 2 entries .*, and is \['full_a"),
+    ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types must have 2 entries"),
+    ({"layer_types": ["full_attention", []]}, "layer_types must have 2 entries"),
+    ({"sliding_window": 0}, "sliding_window must be between 1 and"),
     ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
     ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "both"),
     ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' needs 'factor'"),
@@ -45,13 +39,11 @@ CONFIGS = [
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
     ({"is_causal": False}, "is_causal=False is not supported"),
     ({"logit_cap": 30, "x": 1}, r"logit_cap=30, x=1 is not.*\{'logit_cap': None, 'x': None\}"),
-    (SLIDING_MOE, "sliding window of 64"),
     ({"mlp_bias": True}, "mlp_bias is not supported"),
-    ({"architectures": ["MistralForCausalLM"], "sliding_window": 64}, "sliding window of 64"),
     ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
     ({"intermediate_size": 100}, "misshapen: .*gate_proj"),
-    ({"num_hidden_layers": 3}, "missing: .*layers.2"),
-    ({"num_hidden_layers": 1}, "unexpected: .*layers.1"),
+    ({"num_hidden_layers": 3, "layer_types": None}, "missing: .*layers.2"),
+    ({"num_hidden_layers": 1, "layer_types": None}, "unexpected: .*layers.1"),
 ]
 
 
@@ -126,9 +118,23 @@ def test_stored_dtypes_that_are_none(path: Path, tmp_path: Path, field: str, dty
         random_llm(edited(path, tmp_path, **names))
 
 
-def test_harmless_sliding_window(path: Path, tmp_path: Path) -> None:
-    slides = {"use_sliding_window": True, "layer_types": None, "max_window_layers": 1}
-    random_llm(edited(path, tmp_path, **slides, sliding_window=512))
-    random_llm(edited(path, tmp_path, **slides, sliding_window=64), max_model_len=64)
-    nowhere = {**slides, "max_window_layers": 2}  # of two layers, none slides
-    random_llm(edited(path, tmp_path, **nowhere, sliding_window=64))
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"max_window_layers": 1}, (0, 64)),
+        ({"max_window_layers": 2}, (0, 0)),
+        ({"max_window_layers": None}, (0, 0)),  # 28
+        ({"layer_types": ["sliding_attention", "full_attention"]}, (64, 0)),
+        ({"max_window_layers": 0, "sliding_window": 512}, (0, 0)),  # all positions are in one
+        ({"max_window_layers": 0, "sliding_window": 511}, (511, 511)),
+        ({"max_window_layers": 0, "use_sliding_window": False}, (0, 0)),
+        (MOE, (64, 64)),
+        ({"architectures": ["MistralForCausalLM"], "use_sliding_window": None}, (64, 64)),
+        ({"architectures": ["LlamaForCausalLM"], "use_sliding_window": None}, (0, 0)),
+    ],
+    ids=str,
+)
+def test_windows(path: Path, tmp_path: Path, changes: dict, windows: tuple[int, ...]) -> None:
+    """As in transformers: which layers have a window, and when there is none."""
+    slides = {"use_sliding_window": True, "layer_types": None, "sliding_window": 64}
+    assert Checkpoint(edited(path, tmp_path, **slides | changes)).model_config.windows == windows

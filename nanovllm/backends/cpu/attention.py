@@ -117,7 +117,8 @@ class NumbaAttention(PlainAttention):
         prefixes = self.prefix_groups(seqs, groups, shared)
         rest = self.groups_of_rest(seqs, shared)
         shape = (starts[-1], self.heads, self.dim + 2) if groups else (0, 0, 0)
-        work = AttentionWork(prefixes, rest, np.empty(shape, np.float32))
+        partial = np.empty(shape, np.float32)
+        work = AttentionWork(batch.positions.numpy(), prefixes, rest, partial)
         batch.attention_metadata = AttentionPlan(batch.slot_mapping.numpy(), work)
 
     def shared_prefixes(
@@ -213,9 +214,9 @@ class NumbaAttention(PlainAttention):
         out = qkv.new_empty(len(qkv), self.heads, self.dim)
         tensors = (qkv.data_ptr(), *qkv.shape[:2], out.data_ptr(), self.heads)
         cache = *self.kv_addresses[layer], self.shape
-        v_scale = self.scales[layer][1]
-        work = (batch.attention_metadata.work, v_scale, *self.examples, self.attend_groups)
-        attend(*tensors, *cache, *work, numba.get_num_threads())
+        work = batch.attention_metadata.work, self.windows[layer], self.scales[layer][1]
+        kernel = *self.examples, self.attend_groups
+        attend(*tensors, *cache, *work, *kernel, numba.get_num_threads())
         return out.flatten(1)
 
 

@@ -57,6 +57,7 @@ class CpuBackend(Backend):
     linear = staticmethod(linear.linear)
     add_rms_norm = staticmethod(pointwise.add_rms_norm)
     silu_and_mul = staticmethod(pointwise.silu_and_mul)
+    gelu_and_mul = staticmethod(pointwise.gelu_and_mul)
     multiply_by_sigmoid = staticmethod(pointwise.multiply_by_sigmoid)
     small_linear = staticmethod(pointwise.small_linear)
     sample = staticmethod(sampler.sample)

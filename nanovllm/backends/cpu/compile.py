@@ -34,6 +34,7 @@ def kernels_in_parts(dtype: torch.dtype) -> list[Kernel]:
         kernel_for(dtype)[0],
         pointwise.add_rms_norm_rows,
         pointwise.silu_and_mul_rows,
+        pointwise.gelu_and_mul_rows,
         pointwise.norm_rope_store_rows,
         sampler.draw_rows,
         sampler._logprobs_of_rows,
@@ -57,7 +58,7 @@ def calls(dtype: torch.dtype, cache_dtype: torch.dtype) -> list[tuple[Kernel, Ty
     none = product.Product(0, 0)
     callers = [
         *((parallel.in_parts, (0, arguments, 1, 1)) for _, arguments in in_parts),
-        (attend, (*[0] * 7, step.shape, step.attention, 1.0, example, cached, 0, 1)),
+        (attend, (*[0] * 7, step.shape, step.attention, 0, 1.0, example, cached, 0, 1)),
         (product.compute, (none, *[0] * 9, example, 1)),
     ]
     if dtype is cache_dtype:

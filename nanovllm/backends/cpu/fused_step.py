@@ -47,6 +47,7 @@ class FusedStep:
             embeddings=(table.values if is_packed else table).data_ptr(),
             scale=table.scale.data_ptr() if is_packed else 0,
             table_width=table.product.width if is_packed else 1,
+            factor=model.embedding_factor,
             rotary=rotary.data_ptr(),
             ropes=rotary.shape[1],
             max_len=rotary.shape[2],
@@ -104,7 +105,7 @@ class FusedStep:
         queries, context_lens = np.empty((2, len(groups), size), np.int64)
         first, tables = self.first[: len(groups)], self.tables[: len(groups)]
         rest = QueryGroups(queries, context_lens, first, tables)
-        work = AttentionWork(self.no_groups, rest, self.partial)
+        work = AttentionWork(np.empty(count, np.int64), self.no_groups, rest, self.partial)
         inputs = tuple(tensor[:count] for tensor in self.inputs)
         step = self.layers.make_step(inputs, self.slots[:count], work)
         layers = self.layers.kernels, step, self.layers.layers, NO_STATES

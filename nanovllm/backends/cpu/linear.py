@@ -30,7 +30,7 @@ class PackedFloats(PackedWeight):
     @classmethod
     def layout(cls, dtype: torch.dtype, inputs: int) -> tuple[Product, int, int, torch.dtype]:
         words = padded_bytes(inputs, dtype.itemsize) // 4
-        return float_product(dtype, inputs), words, 0, dtype
+        return float_product(dtype, inputs), words, 0, torch.int32
 
     def copy_(self, source: Tensor) -> None:
         """Store `source` [O, I], of any floating dtype."""

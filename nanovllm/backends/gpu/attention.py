@@ -108,7 +108,7 @@ class TritonAttention(PlainAttention):
         """
         step: StepLaunches = batch.attention_metadata
         for attend, queries, *args in step.launches:
-            attend(queries, *self.layers[layer], *args, *self.scales[layer])
+            attend(queries, *self.layers[layer], *args, *self.scales[layer], self.windows[layer])
         return step.out.flatten(1)
 
 

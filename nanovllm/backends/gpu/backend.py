@@ -46,6 +46,7 @@ class GpuBackend(Backend):
     attention_class = TritonAttention
     add_rms_norm = staticmethod(pointwise.add_rms_norm)
     silu_and_mul = staticmethod(pointwise.silu_and_mul)
+    gelu_and_mul = staticmethod(pointwise.gelu_and_mul)
     sample = staticmethod(sampler.sample)
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:

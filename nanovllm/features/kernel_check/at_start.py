@@ -156,16 +156,18 @@ def checks(
             heads = config.num_heads, config.num_kv_heads, config.head_dim
             sizes = heads, None if norms is None else dtype_of(norms[0]), block_size, is_fp8
             add(compare.norm_rope_store, *sizes)
-            add(compare.attend, *sizes)
+            add(compare.attend, *sizes, config.windows[config.kv_layers[attn.layer]])
         else:
             add(compare.delta_rule, attn.sizes)
+    is_gelu = model.layers[0].mlp.activation == "gelu_and_mul"
     for module in model.linears():
         outputs, inputs = module.weight.shape
         names = [*module.projections]
         num = num_experts(names)
         is_up = names[-1].endswith("up_proj")
         if is_up:
-            add(compare.silu_and_mul, outputs // max(1, num) // 2)
+            activation = compare.gelu_and_mul if is_gelu else compare.silu_and_mul
+            add(activation, outputs // max(1, num) // 2)
         if num and is_up:
             size = outputs // num // 2
             add(compare.expert_mlp, num, fit(size, 64) if is_cpu else size, fit(inputs, 64))

@@ -91,6 +91,12 @@ def silu_and_mul(backends: Backends, size: int) -> Comparisons:
     yield Comparison("3 rows", found, wanted)
 
 
+def gelu_and_mul(backends: Backends, size: int) -> Comparisons:
+    x = normal_numbers(backends[0])(3, 2 * size)
+    found, wanted = (backend.gelu_and_mul(x.clone()) for backend in backends)
+    yield Comparison("3 rows", found, wanted)
+
+
 def sample(backends: Backends, vocab_size: int) -> Comparisons:
     """Compare tokens of greedy rows, of rows without a filter, and of rows with each filter.
 
@@ -218,6 +224,7 @@ def attention_step(
     norm_dtype: torch.dtype | None,
     block_size: int,
     is_fp8: bool,
+    window: int = 0,
     *,
     empty: float,
     contexts: Sequence[int] = CONTEXTS,
@@ -227,7 +234,8 @@ def attention_step(
 
     Sequences with one new token decode, and are last. Slots of no token contain the number `empty`.
     heads: numbers of query heads and KV heads, and their size. norm_dtype:
-    dtype of the weights of the norms of q and k, or None for no norms.
+    dtype of the weights of the norms of q and k, or None for no norms. A window is at most 450, so
+    that a part of the largest context is outside it.
     """
     num_heads, kv_heads, dim = heads
     kernels, _ = backends
@@ -259,7 +267,7 @@ def attention_step(
     rope = torch.cat((cos, cos), dim=2), torch.cat((-sin, sin), dim=2)
     config: Any = SimpleNamespace(
         **dict(num_heads=num_heads, num_kv_heads=kv_heads, head_dim=dim),
-        **dict(kv_layers=[0], rms_norm_eps=1e-6),
+        **dict(kv_layers=[0], rms_norm_eps=1e-6, windows=[min(window, 450)]),
     )
     sizes = config, sum(counts) + 1, block_size, kernels.dtype, device
     for backend in backends:
@@ -294,6 +302,7 @@ def attend(backends: Backends, *sizes: Any) -> Comparisons:
         attention.attend(0, q, batch)
         for attention, q, batch in attention_step(backends, *sizes, empty=float("nan"))
     )
-    factor = 2 if sizes[-1] else 1
+    is_fp8 = sizes[3]
+    factor = 2 if is_fp8 else 1
     yield Comparison("a chunk", found[:CHUNK], wanted[:CHUNK], factor)
     yield Comparison("decodes", found[CHUNK:], wanted[CHUNK:], factor)

@@ -3,7 +3,7 @@
 Phi-3, Phi-4   q, k and v are one tensor of a checkpoint, and gate and up are another one. In
                Phi-4-mini only a part of each head is rotated, with the rope type longrope.
 SmolLM3        Some layers are not rotated.
-Granite 3      Four factors become part of the weights, of rotation and of eps; see GraniteConfig.
+Granite 3      There are four factors; see GraniteConfig.
 """
 
 from __future__ import annotations
@@ -16,15 +16,23 @@ from typing import Any
 
 import torch
 
+from nanovllm.features.models.gemma3 import Gemma3Config
 from nanovllm.features.models.hybrid.hybrid_config import HybridConfig
 from nanovllm.features.models.moe.moe_config import MoeConfig
 from nanovllm.features.models.text_config import TextConfig
 from nanovllm.models.backend import Backend
 from nanovllm.models.layers import Linear
-from nanovllm.models.model_config import FAMILIES, FIELDS, ModelConfig, unknown_fields
+from nanovllm.models.model_config import (
+    FAMILIES,
+    FIELDS,
+    FULL,
+    SLIDING,
+    ModelConfig,
+    unknown_fields,
+)
 from nanovllm.models.qwen3 import MLP, Qwen3, SelfAttention
 from nanovllm.models.rope import RopeConfig
-from nanovllm.models.weights import EMBEDDINGS, LM_HEAD, CheckpointTensor
+from nanovllm.models.weights import CheckpointTensor
 from nanovllm.utils.json_files import check_field, check_fields, named
 
 
@@ -115,6 +123,9 @@ class SmolLM3Config(ModelConfig):
             raise ValueError(
                 f"{path}: {NO_ROPE[0]} must have {number} entries 0 or 1, not {layers}"
             )
+        if raw.get("layer_types") is None:  # if there is a window, then where nothing is rotated
+            fields = raw | {"layer_types": [FULL if x else SLIDING for x in layers]}
+            base = super().from_json(fields | dict.fromkeys(NO_ROPE), path)
         ropes = RopeConfig(partial_rotary_factor=0.0), base.rope
         return replace(base, ropes=tuple(ropes[x] for x in layers))
 
@@ -131,12 +142,11 @@ class GraniteConfig(ModelConfig):
     attention_multiplier is the scale of attention. residual_multiplier, r, multiplies what a layer
     adds to the hidden state. A norm cancels a factor of the hidden state, except for eps, so that
     the embeddings are divided by r instead, and eps by r * r. embedding_multiplier multiplies the
-    embeddings, and logits_scaling divides the logits. A tied head has the factor of the embeddings,
-    m, and an untied one is given it too. The last norm is divided by m and logits_scaling.
+    embeddings. logits_scaling divides the logits, and here the weight of the last norm.
     """
 
-    embedding_factor: float = 1.0  # m
-    hidden_factor: float = 1.0  # of transformers' hidden states: m * logits_scaling
+    embedding_factor: float = 1.0  # embedding_multiplier / r
+    hidden_factor: float = 1.0  # logits_scaling, by which the hidden states are too small
 
     @classmethod
     def from_json(cls, raw: dict[str, Any], path: Path) -> GraniteConfig:
@@ -152,7 +162,7 @@ class GraniteConfig(ModelConfig):
             rms_norm_eps=base.rms_norm_eps / residual**2,
             attention_scale=attention * base.head_dim**0.5,
             embedding_factor=embedding / residual,
-            hidden_factor=embedding / residual * logits,
+            hidden_factor=logits,
         )
 
     def model_class(self) -> type[Granite]:
@@ -160,17 +170,18 @@ class GraniteConfig(ModelConfig):
 
 
 class Granite(Qwen3):
-    config: GraniteConfig
+    def __init__(self, config: GraniteConfig, max_model_len: int, backend: Backend) -> None:
+        super().__init__(config, max_model_len, backend)
+        self.embedding_factor, self.hidden_factor = config.embedding_factor, config.hidden_factor
 
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
-        factors = dict.fromkeys((EMBEDDINGS[0], LM_HEAD), self.config.embedding_factor)
-        factors["model.norm.weight"] = 1 / self.config.hidden_factor
         for tensor in super().checkpoint_tensors():
-            yield multiplied(tensor, factors[tensor.name]) if tensor.name in factors else tensor
-
-
-def multiplied(tensor: CheckpointTensor, factor: float) -> CheckpointTensor:
-    return replace(tensor, store=lambda weight: tensor.store(weight.float() * factor))
+            if tensor.name == "model.norm.weight":
+                yield replace(
+                    tensor, store=lambda w: self.norm.copy_(w.float() / self.hidden_factor)
+                )
+            else:
+                yield tensor
 
 
 CONFIGS: dict[str, type[ModelConfig]] = {
@@ -180,6 +191,7 @@ CONFIGS: dict[str, type[ModelConfig]] = {
     "Phi3": Phi3Config,
     "SmolLM3": SmolLM3Config,
     "Granite": GraniteConfig,
+    "Gemma3": Gemma3Config,
     "Qwen3Moe": MoeConfig,
     "Qwen3_5": HybridConfig,
     "Qwen3_5Moe": HybridConfig,

@@ -27,6 +27,7 @@ from nanovllm.backends.cpu.kernels.attention import KEYS  # noqa: E402
     block_size=st.sampled_from([1, 2, 16, 48]),
     heads=heads_strategy,
     seed=st.integers(0, 1000),
+    window=st.sampled_from([0, 0, 1, 7, 16, 40]),
 )
 def test_ragged_batch(
     backend: Any,
@@ -35,9 +36,11 @@ def test_ragged_batch(
     block_size: int,
     heads: tuple[int, int],
     seed: int,
+    window: int,
 ) -> None:
     """Chunks, and after them decodes."""
-    compare(backend, lengths + [(1, past) for past in pasts], block_size, heads, seed)
+    lengths = lengths + [(1, past) for past in pasts]
+    compare(backend, lengths, block_size, heads, seed, window=window)
 
 
 @settings(max_examples=100, deadline=None)
@@ -63,9 +66,12 @@ def test_prompts_and_chunks_in_bfloat16(block_size: int, heads: tuple[int, int])
     compare(NumbaAttention, lengths, block_size, heads, 4, dtype=torch.bfloat16, dim=64)
 
 
+@pytest.mark.parametrize("window", [0, 1, 50, 130, 300])
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (8, 1)])
 @pytest.mark.parametrize(("dim", "block_size"), [(8, 16), (32, 1), (96, 3), (160, 16)])
-def test_short_chunks_in_bfloat16(heads: tuple[int, int], dim: int, block_size: int) -> None:
+def test_short_chunks_in_bfloat16(
+    heads: tuple[int, int], dim: int, block_size: int, window: int
+) -> None:
     """Queries of a group see different numbers of tokens."""
     lengths = [(20, 320), (33, 325), (1, 330), (60, 320), (7, 333), (1, 5)]
     step = compare(
@@ -77,9 +83,19 @@ def test_short_chunks_in_bfloat16(heads: tuple[int, int], dim: int, block_size: 
         {320 // block_size: [0, 1, 2, 3, 4]},
         torch.bfloat16,
         dim,
+        window=window,
     )
     shared = whole(320 // block_size * block_size)
     assert prefixes(step) == dict.fromkeys(range(20 + 33 + 1 + 60 + 7), shared)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("window", [1, 16, 200])
+def test_nothing_before_a_window_is_read(backend: Any, window: int) -> None:
+    """`compare` stores NaN there."""
+    compare(
+        backend, [(40, 300), (1, 127), (3, 500), (1, 600), (1, 5)], 16, (4, 2), 6, window=window
+    )
 
 
 def test_a_prefix_and_the_rest_in_bfloat16() -> None:
@@ -111,14 +127,17 @@ def prefixes(step: Any) -> dict[int, int]:
 
 @pytest.mark.parametrize("heads", [(4, 2), (8, 1), (3, 3)])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_shared_prefixes_are_read_once(block_size: int, heads: tuple[int, int]) -> None:
+@pytest.mark.parametrize("window", [0, 5, 129, 270])
+def test_shared_prefixes_are_read_once(
+    block_size: int, heads: tuple[int, int], window: int
+) -> None:
     """Two families of a common prefix, two that share too little, and others, some not decoding."""
     long, short = 384 // block_size, 256 // block_size
     pasts = [385, 450, 430, 500, 264, 256 + 1, 274, 310, 17, 40, 20, 0]
     lengths = [(7, 500), (3, 0)] + [(1, past) for past in pasts]
     few = -(-16 // block_size)
     shared = {long: [0, 2, 3, 5], short: [6, 7, 9], few: [10, 11]}
-    step = compare(NumbaAttention, lengths, block_size, heads, 5, shared)
+    step = compare(NumbaAttention, lengths, block_size, heads, 5, shared, window=window)
     wanted = dict.fromkeys((10, 11, 13), whole(384)) | dict.fromkeys((14, 15, 17), whole(256))
     assert prefixes(step) == wanted
 

@@ -90,6 +90,7 @@ def cases(draw: st.DrawFn, decode: bool) -> dict[str, object]:
         dtype=draw(DTYPES),
         # Of an fp8 cache; None: the cache has the dtype of q.
         scales=draw(st.sampled_from([None, None, (1.0, 1.0), (0.3, 1.7)])),
+        window=draw(st.sampled_from([0, 0, 1, 15, 16, 17, 40, 300])),
     )
 
 
@@ -106,6 +107,18 @@ def query_tiles(query_lens: list[int], queries_per_tile: int) -> Tensor:
     return torch.from_numpy(attention.query_tiles(np.array(query_lens), queries_per_tile))
 
 
+def spoil_earlier_tiles(kv: Paged, case: dict) -> None:
+    """Store NaN before the tile of 16 keys with the first one in the window of the first query.
+
+    A program that read one of these tiles would compute NaN.
+    """
+    for table, length, num in zip(kv.tables, case["contexts"], case["queries"], strict=True):
+        first = max(0, length - num + 1 - case["window"]) // 16 * 16 if case["window"] else 0
+        position = torch.arange(first)
+        block, slot = table[position // case["size"]].long(), position % case["size"]
+        kv.k[block, :, slot] = kv.v[block, :, slot] = torch.full((), NAN).to(kv.k.dtype)
+
+
 @pytest.mark.slow
 @BRIEF
 @given(case=cases(decode=False), rows=st.sampled_from([16, 32]))
@@ -113,11 +126,12 @@ def test_attend(case: dict, rows: int) -> None:
     kv, q, starts = attention_inputs(case)
     tiles = query_tiles(case["queries"], rows // case["group"])
     actual = torch.full_like(q, NAN)
-    scales = case["scales"] or ()
-    attention.attend(
-        q, kv.k, kv.v, tiles, starts, kv.contexts, kv.tables, Tile(rows, 16, 4, 1), actual, *scales
-    )
-    close(actual, references.attend(q, kv.k, kv.v, starts, kv.contexts, kv.tables, *scales))
+    scales = *(case["scales"] or (1.0, 1.0)), case["window"]
+    tile = Tile(rows, 16, 4, 1)
+    expected = references.attend(q, kv.k, kv.v, starts, kv.contexts, kv.tables, *scales)
+    spoil_earlier_tiles(kv, case)
+    attention.attend(q, kv.k, kv.v, tiles, starts, kv.contexts, kv.tables, tile, actual, *scales)
+    close(actual, expected)
 
 
 @pytest.mark.slow
@@ -126,7 +140,9 @@ def test_attend(case: dict, rows: int) -> None:
 def test_attend_decode(case: dict, splits: int) -> None:
     """Splits have at least 32 positions here, so that short contexts are split and merged too."""
     kv, q, starts = attention_inputs(case)
-    scales = case["scales"] or ()
+    scales = *(case["scales"] or (1.0, 1.0)), case["window"]
+    expected = references.attend(q, kv.k, kv.v, starts, kv.contexts, kv.tables, *scales)
+    spoil_earlier_tiles(kv, case)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "MIN_SPLIT_SIZE", 32)
         actual = torch.full_like(q, NAN)
@@ -142,7 +158,7 @@ def test_attend_decode(case: dict, splits: int) -> None:
             actual,
             *scales,
         )
-    close(actual, references.attend(q, kv.k, kv.v, starts, kv.contexts, kv.tables, *scales))
+    close(actual, expected)
 
 
 @pytest.mark.slow
@@ -315,19 +331,20 @@ def test_a_row_and_a_query_have_the_same_bits_in_any_part(
     k, v, tables, _ = paged([150], 2, 32, 16, torch.float16, device="cpu")
     q, tile = torch.randn(150, 4, 32).half(), Tile(32, 32, 4, 2)
 
-    def attend(start: int, end: int) -> Tensor:
+    def attend(start: int, end: int, window: int) -> Tensor:
         tiles = torch.from_numpy(attention.query_tiles(np.array([end - start]), 16))
         starts, out = torch.tensor([0, end - start], dtype=torch.int32), q[start:end] * NAN
         sizes = tiles, starts, torch.tensor([end]), tables, tile
-        attention.attend(q[start:end], k, v, *sizes, out, loops=1)
+        attention.attend(q[start:end], k, v, *sizes, out, window=window, loops=1)
         return out
 
-    attended, lens = attend(0, 150), torch.tensor([150])
-    starts = torch.tensor([0, 150], dtype=torch.int32)
-    close(attended, references.attend(q, k, v, starts, lens, tables))
-    for start, end in ((0, 37), (37, 149), (149, 150), (64, 65)):
-        assert torch.equal(attend(start, end), attended[start:end])
-        assert torch.equal(linear.invariant_linear(x[start:end], module), whole[start:end])
+    starts, lens = torch.tensor([0, 150], dtype=torch.int32), torch.tensor([150])
+    for window in (0, 1, 40):
+        attended = attend(0, 150, window)
+        close(attended, references.attend(q, k, v, starts, lens, tables, window=window))
+        for start, end in ((0, 37), (37, 149), (149, 150), (64, 65)):
+            assert torch.equal(attend(start, end, window), attended[start:end])
+            assert torch.equal(linear.invariant_linear(x[start:end], module), whole[start:end])
 
 
 def run_ptx(code: str, x: Tensor) -> list[Tensor]:

@@ -13,6 +13,7 @@ from checkpoints import check_greedy, edited, prompts_of, random_llm
 from family_checkpoints import FAMILIES, LONG, make_family_checkpoint
 from quantized_files import quantize_checkpoint
 from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from nanovllm import LLM, PoolingParams, SamplingParams
 from nanovllm.loading.checkpoint import Checkpoint
@@ -239,6 +240,18 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         "GraniteMoeHybridForCausalLM.* is not supported.*nearest is GraniteForCausalLM, and this model differs by mamba_d_conv=4",
     ),
     ("granite", {"residual_multiplier": 0}, "residual_multiplier must be"),
+    (
+        "gemma3",
+        {"architectures": ["Gemma3nForConditionalGeneration"], "altup_num_inputs": 4},
+        "Gemma3nForConditionalGeneration.* is not supported.*nearest is Gemma3ForC.*altup_num_inputs=4",
+    ),
+    ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not"),
+    ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
+    ("gemma3", {"hidden_activation": "gelu"}, "hidden_activation must be one of gelu_pytorch_tanh"),
+    ("gemma3", {"layer_types": ["full_attention"]}, "layer_types must have 3 entries"),
+    ("gemma3", {"layer_types": ["full_attention", "x", "x"]}, "layer_types must have 3 entries"),
+    ("gemma3", {"sliding_window": 0}, "sliding_window must be between 1"),
+    ("gemma3", {"rope_parameters": {"rope_type": "linear", "factor": 2}}, "has 'factor'; rope_sc"),
 ]
 
 
@@ -255,4 +268,60 @@ def test_the_form_of_phi4_mini(tmp_path: Path) -> None:
     (tmp_path / "form").mkdir()
     make_family_checkpoint(tmp_path, "phi4mini")
     found = Checkpoint(edited(tmp_path, tmp_path / "form", **PHI4_MINI)).model_config
-    assert replace(found, sliding_window=None) == Checkpoint(tmp_path).model_config
+    assert found == Checkpoint(tmp_path).model_config
+
+
+GEMMA3 = {  # without rope_parameters and layer_types, as it was released
+    **{"rope_parameters": None, "rope_theta": 1_000_000, "rope_local_base_freq": 10_000},
+    **{"layer_types": None, "sliding_window_pattern": 2, "cache_implementation": "hybrid"},
+    **{"attn_logit_softcapping": None, "final_logit_softcapping": None, "rope_scaling": None},
+}
+
+
+def test_the_form_of_gemma_3(tmp_path: Path) -> None:
+    (tmp_path / "form").mkdir()
+    make_family_checkpoint(tmp_path, "gemma3")
+    found = Checkpoint(edited(tmp_path, tmp_path / "form", **GEMMA3)).model_config
+    assert found == Checkpoint(tmp_path).model_config
+    assert found.windows == (20, 0, 20)
+    text = {"hidden_size": 5376, "num_hidden_layers": 62, "num_attention_heads": 32}
+    text |= {"head_dim": 128, "num_key_value_heads": 16, "query_pre_attn_scalar": 168}
+    text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+    whole |= {"text_config": text, "vision_config": {"hidden_size": 4}, "mm_tokens_per_image": 256}
+    (tmp_path / "form" / "config.json").write_text(json.dumps(whole))
+    found = Checkpoint(tmp_path / "form").model_config
+    assert found.windows == ((1024,) * 5 + (0,)) * 10 + (1024,) * 2
+    assert [found.ropes[i].factor for i in (4, 5)] == [1.0, 8.0]
+    assert found.attention_scale == (128 / 168) ** 0.5
+    assert found.tie_word_embeddings
+
+
+def test_a_chat_of_gemma_3(tmp_path: Path) -> None:
+    """The template writes <bos>, as the tokenizer does before a text. Two tokens end an answer."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
+    letters = [chr(c) for c in (10, *range(97, 123))] + ["▁"]
+    vocab = {token: i for i, token in enumerate([*special, *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Replace("▁", " ")
+    tokenizer.add_special_tokens([AddedToken(x, special=True, normalized=False) for x in special])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 2)]
+    )
+    make_family_checkpoint(tmp_path, "gemma3", eos_token_id=[1, 5], bos_token_id=2)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    names = {"bos_token": "<bos>", "eos_token": "<eos>", "tokenizer_class": "GemmaTokenizerFast"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + m.role + '\n' + (m.content if "
+        "m.content is string else m.content[0].text) | trim + '<end_of_turn>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+    )
+    llm = random_llm(tmp_path, skip_tokenizer_init=False)
+    [chat] = llm.chat([{"role": "user", "content": "say it "}], GREEDY, use_tqdm=False)
+    ids = [vocab.get(x, 3) for x in "user\nsay▁it"]
+    model = [vocab[x] for x in "model\n"]
+    assert chat.prompt_token_ids == [2, 4, *ids, 5, vocab["\n"], 4, *model]
+    assert llm.generate("it", GREEDY, use_tqdm=False)[0].prompt_token_ids[0] == 2
+    assert llm.engine.input_processor.eos_token_ids == {1, 5}

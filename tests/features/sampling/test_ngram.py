@@ -208,7 +208,8 @@ def one_layer() -> str:
     weights = load_file(source / "model.safetensors")
     kept = {n: w for n, w in weights.items() if ".layers." not in n or ".layers.0." in n}
     save_file(kept, target / "model.safetensors")
-    config = json.loads((source / "config.json").read_text()) | {"num_hidden_layers": 1}
+    config = json.loads((source / "config.json").read_text())
+    config |= {"num_hidden_layers": 1, "layer_types": None}
     (target / "config.json").write_text(json.dumps(config))
     return str(target)
 

@@ -36,7 +36,8 @@ class QueryGroups(NamedTuple):
         query 21      | x   x   x   x | x   x   x   x | x             |        9
         query 22      | x   x   x   x | x   x   x   x | x   x         |       10
 
-    The group begins with the token `first`, up to which another pass has computed its queries.
+    The group begins with the token `first`, up to which another pass has computed its queries, or
+    later: in a layer with a window, with the segment of the first key that one of them sees.
     """
 
     # [P, M] int64, indices of the step's tokens, padded with -1. M * G <= MAX_ROWS, or M = 1.
@@ -49,6 +50,7 @@ class QueryGroups(NamedTuple):
 class AttentionWork(NamedTuple):
     """Two passes: prefixes that several sequences share, then the rest of their contexts."""
 
+    positions: np.ndarray  # [T] int64, of the step's tokens in their contexts
     prefixes: QueryGroups
     rest: QueryGroups
     # [T, H, D + 2] float32, or empty without prefixes: the weighted sum of values, the maximum of
@@ -131,9 +133,12 @@ def add_values(word, sums_ptr, sums_stride, weights_ptr, weights_stride, v_ptr, 
 
 
 @compiled()
-def attend_groups(qkv, out, partial, k_cache, v_cache, queries, context_lens, first_tokens,
-                  block_tables, is_prefix, v_scale, start, stop):
+def attend_groups(qkv, out, partial, k_cache, v_cache, positions, queries, context_lens,
+                  first_tokens, block_tables, is_prefix, window, v_scale, start, stop):
     """Compute attention for items [start, stop) of the P * K pairs of a group and a KV head.
+
+    A query sees the last `window` tokens up to itself, or all if it is 0. A segment that a row does
+    not see changes nothing in it: its maximum remains minus infinity, and its sums 0.
 
     qkv [T, H + 2K, D] and out [T, H, D] may have more rows. The prefix pass writes `partial`, and
     the other pass goes on from there and writes `out`. For R rows, the queries of a group times the
@@ -161,7 +166,7 @@ def attend_groups(qkv, out, partial, k_cache, v_cache, queries, context_lens, fi
     query = operands((max_height, dim), example)
     weights, scores = operands((max_height, KEYS), example), np.empty((max_height, KEYS), f32)
     sums = np.empty((max_height, wide), f32)
-    visible = np.empty(max_height, np.int64)
+    oldest, visible = np.empty((2, max_height), np.int64)
     row_max, row_sum, factors = np.empty((3, max_height), f32)
     keys, values = operands((words, KEYS, n), example), operands((KEYS // n, wide, n), example)
     word = keys[0, 0, 0]
@@ -174,7 +179,7 @@ def attend_groups(qkv, out, partial, k_cache, v_cache, queries, context_lens, fi
         count = np.sum(queries[p] >= 0)
         rows = count * q_per_kv
         context_len = context_lens[p, count - 1]
-        begin = first_tokens[p]
+        goes_on = first_tokens[p] > 0
         is_few = tiled and rows <= FEW_ROWS
         heads = min(num_kv_heads - first_head, stop - item) if is_few else 1
         item += heads
@@ -192,13 +197,15 @@ def attend_groups(qkv, out, partial, k_cache, v_cache, queries, context_lens, fi
             for d in range(dim):
                 query[r, d] = operand(qkv[token, h, d], example)
             visible[r] = context_lens[p, r % rows // q_per_kv]
+            oldest[r] = max(0, positions[token] + 1 - window) if window > 0 else 0
             row_max[r], row_sum[r] = -np.inf, 0
             sums[r] = 0
-            if begin > 0:
+            if goes_on:
                 row_max[r], row_sum[r] = partial[token, h, dim], partial[token, h, dim + 1]
                 for d in range(dim):
                     sums[r, d] = partial[token, h, d]
 
+        begin = max(first_tokens[p], np.min(oldest[:height]) // KEYS * KEYS)
         for first in range(begin, context_len, KEYS):
             tokens = min(KEYS, context_len - first)
             first_tile, stop_tile = first // TILE, (first + tokens - 1) // TILE + 1
@@ -218,9 +225,10 @@ def attend_groups(qkv, out, partial, k_cache, v_cache, queries, context_lens, fi
                     add_product(word, scores_ptr + 4 * c, 4 * KEYS, query_ptr, 4 * words,
                                 np.int64(keys[:, c:].ctypes.data), 4 * KEYS, words, rows, 0)
 
-            weigh_rows(height, scores_ptr, weights_ptr, np.int64(visible.ctypes.data), first,
-                       np.int64(row_max.ctypes.data), np.int64(row_sum.ctypes.data),
-                       np.int64(factors.ctypes.data), log2_scale, word)
+            weigh_rows(height, scores_ptr, weights_ptr, np.int64(oldest.ctypes.data),
+                       np.int64(visible.ctypes.data), first, np.int64(row_max.ctypes.data),
+                       np.int64(row_sum.ctypes.data), np.int64(factors.ctypes.data), log2_scale,
+                       word)
             for r in range(height):
                 if factors[r] != 1:
                     for d in range(wide):
@@ -263,8 +271,8 @@ def attend_groups(qkv, out, partial, k_cache, v_cache, queries, context_lens, fi
 
 
 @compiled()
-def attend(qkv_ptr, rows, row_heads, out_ptr, num_heads, k_ptr, v_ptr, shape, work, v_scale,
-           example, cache_example, attend_groups_at, parts):
+def attend(qkv_ptr, rows, row_heads, out_ptr, num_heads, k_ptr, v_ptr, shape, work, window,
+           v_scale, example, cache_example, attend_groups_at, parts):
     """Compute the AttentionWork `work`: qkv [rows, row_heads, D] -> out [rows, H, D].
 
     attend_groups_at is the address of attend_groups.
@@ -276,6 +284,6 @@ def attend(qkv_ptr, rows, row_heads, out_ptr, num_heads, k_ptr, v_ptr, shape, wo
     for is_prefix in (True, False):
         queries, context_lens, first, block_tables = work.prefixes if is_prefix else work.rest
         if len(queries) > 0:
-            arguments = (qkv, out, work.partial, k_cache, v_cache, queries, context_lens, first,
-                         block_tables, is_prefix, v_scale)
+            arguments = (qkv, out, work.partial, k_cache, v_cache, work.positions, queries,
+                         context_lens, first, block_tables, is_prefix, window, v_scale)
             in_parts(attend_groups_at, arguments, num_kv_heads * len(queries), parts)

@@ -12,7 +12,7 @@ import numpy as np
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.kernels.fused_layers import compute_layers, norm
 from nanovllm.backends.cpu.kernels.parallel import in_parts
-from nanovllm.backends.cpu.kernels.primitives import array, bytes_of, f32, from_float32
+from nanovllm.backends.cpu.kernels.primitives import array, bytes_of, f32, from_float32, to_float32
 from nanovllm.backends.cpu.kernels.product import Product, compute, padded_bytes, padded_inputs
 
 
@@ -27,6 +27,7 @@ class Host(NamedTuple):
     embeddings: int  # the address of [V, E], or of the `values` of a PackedWeight
     scale: int  # the address of its `scale` in int8, or 0
     table_width: int  # outputs of its blocks, or 1
+    factor: float  # multiplies the embeddings
     rotary: int  # the address of [2, ropes, max_len, D]
     ropes: int
     max_len: int
@@ -37,7 +38,8 @@ def example_host() -> Host:
     """Return a Host with the types of every Host."""
     numbers = np.empty(0, np.int64)
     tables = np.empty((0, 0), np.int32)
-    return Host(numbers, tables, numbers, tables.astype(np.float32), numbers, *[0] * 7)
+    arrays = numbers, tables, numbers, tables.astype(np.float32), numbers
+    return Host(*arrays, 0, 0, 0, 1.0, 0, 0, 0, 0)
 
 
 class OutputLayer(NamedTuple):
@@ -77,6 +79,9 @@ def embed(host, token, x, example):
         for c in range(size):
             value = f32(np.int32(unsigned[c // 4, output, c % 4]) - np.int32(128))
             x[c] = from_float32(value * scale, example)
+    if host.factor != 1:
+        for c in range(size):
+            x[c] = from_float32(to_float32(x[c]) * f32(host.factor), example)
 
 
 @compiled()
@@ -103,6 +108,7 @@ def look_up(host, step, rows, places, positions, tokens):
             for c in range(dim):
                 cos[rope, t, c] = rotary[0, rope, position, c]
                 sin[rope, t, c] = rotary[1, rope, position, c]
+        step.attention.positions[t] = position
         block = np.int64(host.block_tables[row, position // block_size])
         step.slot_mapping[t] = block * block_size + position % block_size
         if t == 0 or row != rows[t - 1] or query == rest.queries.shape[1]:
@@ -153,7 +159,7 @@ def sample_tokens(kernels, step, layers, states, host, head, rows, places, token
             positions[t] = positions[t + 1] - 1
     look_up(host, step, rows, places, positions, tokens)
     compute_layers(kernels, step, layers, states)
-    norm(kernels, step, head.norm)
+    norm(kernels, step, head.norm, step.residual)
     compute(head.product, step.x, head.weight, head.scale, head.bias, head.logits, step.rows,
             step.size, head.size, step.work, step.example, step.parts)
     params = np.empty((len(host.params), step.rows), f32)

@@ -20,6 +20,7 @@ from nanovllm.backends.cpu.kernels.attention import AttentionWork, attend
 from nanovllm.backends.cpu.kernels.layer_tables import (
     LAYER,
     NO_STATES,
+    OUTPUT_NORMS,
     PRODUCTS,
     LayerKernels,
     States,
@@ -45,8 +46,8 @@ def project(kernels, step, weight, x_ptr, out_ptr, inputs, outputs):
 
 
 @compiled()
-def norm(kernels, step, weight_ptr):
-    arguments = (step.x, step.residual, weight_ptr, step.rows, step.size, step.eps, step.example,
+def norm(kernels, step, weight_ptr, residual_ptr):
+    arguments = (step.x, residual_ptr, weight_ptr, step.rows, step.size, step.eps, step.example,
                  step.weight_example)
     in_parts(kernels.norm, arguments, step.rows, parts_for(step.rows * step.size, step.parts))
 
@@ -78,7 +79,7 @@ def attention(kernels, step, layer, states):
              step.weight_example, step.cache_example, layer.k_scale, layer.v_scale)
     in_parts(kernels.store, store, step.rows, parts_for(step.rows * width, step.parts))
     attend(step.projected, step.rows, step.row_heads, step.mixed, step.num_heads, layer.k_cache,
-           layer.v_cache, step.shape, step.attention, layer.v_scale, step.example,
+           layer.v_cache, step.shape, step.attention, layer.window, layer.v_scale, step.example,
            step.cache_example, kernels.attend_groups, step.parts)
     if states.gate != 0:
         size = step.num_heads * dim
@@ -91,11 +92,13 @@ def attention(kernels, step, layer, states):
 def feed_forward(kernels, step, layer):
     """Compute the second half of a layer."""
     size, wide = step.size, step.intermediate_size
-    norm(kernels, step, layer.post_attention_norm)
+    norm(kernels, step, layer.post_attention_norm, step.residual)
     project(kernels, step, layer.gate_up, step.x, step.gate_up, size, 2 * wide)
     activation = (step.gate_up, step.activated, step.rows, wide, step.example)
     in_parts(kernels.activation, activation, step.rows, parts_for(step.rows * wide, step.parts))
     project(kernels, step, layer.down, step.activated, step.x, wide, size)
+    if layer.mlp_output_norm != 0:
+        norm(kernels, step, layer.mlp_output_norm, 0)
 
 
 @compiled()
@@ -107,7 +110,7 @@ def compute_layers(kernels, step, layers, states):
     """
     for i in range(len(layers)):
         layer = layers[i]
-        norm(kernels, step, layer.input_norm)
+        norm(kernels, step, layer.input_norm, step.residual)
         if layer.conv1d != 0:
             mixed_size = states.value_heads * states.value_dim
             linear_attention(kernels, step, layer, states)
@@ -115,6 +118,8 @@ def compute_layers(kernels, step, layers, states):
             mixed_size = step.num_heads * step.shape[3]
             attention(kernels, step, layer, states)
         project(kernels, step, layer.output, step.mixed, step.x, mixed_size, step.size)
+        if layer.attention_output_norm != 0:
+            norm(kernels, step, layer.attention_output_norm, 0)
         feed_forward(kernels, step, layer)
 
 
@@ -128,13 +133,14 @@ class FusedLayers:
         dtype, cache_dtype = model.backend.dtype, attention.cache.dtype
         self.shape = attention.shape
         self.examples = [DTYPE_EXAMPLE[d] for d in (dtype, model.norm.dtype, cache_dtype)]
+        activation = getattr(pointwise, f"{model.layers[0].mlp.activation}_rows")
         self.kernels = LayerKernels(
             norm=address_for(pointwise.add_rms_norm_rows, dtype, dtype, model.norm.dtype),
             store=address_for(
                 pointwise.norm_rope_store_rows, dtype, cache_dtype, model.norm.dtype
             ),
             attend_groups=attention.attend_groups,
-            activation=address_for(pointwise.silu_and_mul_rows, dtype, dtype),
+            activation=address_for(activation, dtype, dtype),
             product=max(products, key=lambda product: product.prepare),
         )
         self.layers = np.zeros(len(model.layers), LAYER)
@@ -155,6 +161,8 @@ class FusedLayers:
         """Set the LAYER of a layer, which is zeros."""
         record["input_norm"] = layer.input_layernorm.data_ptr()
         record["post_attention_norm"] = layer.post_attention_layernorm.data_ptr()
+        for name, weight in zip(OUTPUT_NORMS, layer.output_norms, strict=False):
+            record[name] = weight.data_ptr()
         for name, module in zip(PRODUCTS, layer.linears(), strict=True):
             record[name] = pointers(module)
         self.describe_attention(layer.self_attn, attention, record)
@@ -164,12 +172,13 @@ class FusedLayers:
             record["q_norm"], record["k_norm"] = (weight.data_ptr() for weight in attn.norms)
         record["k_cache"], record["v_cache"] = attention.kv_addresses[attn.layer]
         record["k_scale"], record["v_scale"] = attention.scales[attn.layer]
+        record["window"] = attention.windows[attn.layer]
 
     def forward(self, batch: ForwardBatch, attention: NumbaAttention) -> Tensor:
         """Compute Qwen3.forward."""
         plan = batch.attention_metadata
         model = self.model
-        x = model.embed_tokens[batch.input_ids]
+        x = model.embed(batch.input_ids)
         inputs = x, torch.zeros_like(x), *model.rotary.at(batch.positions)[0]
         step = self.make_step(inputs, plan.slot_mapping, plan.work)
         states = self.states(batch)

@@ -53,6 +53,12 @@ class PackedInt4(PackedWeight):
 
 
 @compiled()
+def multiply_block(sums_ptr, x_ptr, weight_ptr, scale_ptr, groups, stride, tokens):
+    """Compute sums [tokens, 16] of a block. Within int4_blocks its registers would not suffice."""
+    int4_rows(x_ptr, stride, weight_ptr, scale_ptr, groups, sums_ptr, tokens)
+
+
+@compiled()
 def int4_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, outputs, example,
                 start, stop):
     """Compute blocks of 16 outputs, as product.py describes."""
@@ -65,8 +71,8 @@ def int4_blocks(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, rows, inputs, o
         for block in range(start, stop):
             o = block * OUTPUTS
             sums_ptr = np.int64(sums.ctypes.data)
-            int4_rows(x, stride, weight_ptr + o * groups * GROUP_SIZE // 2,
-                      scale_ptr + 2 * o * groups, groups, sums_ptr, tokens)
+            multiply_block(sums_ptr, x, weight_ptr + o * groups * GROUP_SIZE // 2,
+                           scale_ptr + 2 * o * groups, groups, stride, tokens)
             finish(sums_ptr, x + groups * GROUP_SIZE, stride, 0, bias_ptr,
                    out_ptr + first * outputs * bytes_of(example), tokens, outputs, o, OUTPUTS,
                    f32(0), example)

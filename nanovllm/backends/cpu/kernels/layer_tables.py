@@ -11,13 +11,15 @@ PRODUCTS = "projection", "output", "gate_up", "down"  # in the order of DecoderL
 # A weight and a layer: the addresses of their tensors, or 0 for those that they lack.
 WEIGHT = np.dtype([(name, np.int64) for name in ("values", "scale", "bias")])
 ADDRESSES = "input_norm", "post_attention_norm", "q_norm", "k_norm", "k_cache", "v_cache"
+OUTPUT_NORMS = "attention_output_norm", "mlp_output_norm"
 LINEAR_ATTENTION = "conv1d", "a_log", "dt_bias", "norm"
 LAYER = np.dtype(
     [
-        *((name, np.int64) for name in (*ADDRESSES, *LINEAR_ATTENTION)),
+        *((name, np.int64) for name in (*ADDRESSES, *OUTPUT_NORMS, *LINEAR_ATTENTION)),
         *((name, WEIGHT) for name in PRODUCTS),
         ("k_scale", np.float64),
         ("v_scale", np.float64),
+        ("window", np.int64),  # of attention in tokens, or 0
         ("rope", np.int64),  # which of the step's cos and sin
         ("state", np.int64),  # the number of the layer among those of linear attention
     ]
@@ -30,7 +32,7 @@ class LayerKernels(NamedTuple):
     norm: int  # pointwise.add_rms_norm_rows
     store: int  # pointwise.norm_rope_store_rows
     attend_groups: int  # attention.attend_groups
-    activation: int  # pointwise.silu_and_mul_rows
+    activation: int  # pointwise.silu_and_mul_rows or gelu_and_mul_rows
     product: Product
 
 
@@ -93,7 +95,7 @@ def example_step(example: Any, weight_example: Any, cache_example: Any) -> Step:
         eps=0.0,
         shape=(1, 1, 1, 1),
         slot_mapping=none.ravel(),
-        attention=AttentionWork(groups, groups, np.empty((0, 0, 0), np.float32)),
+        attention=AttentionWork(none.ravel(), groups, groups, np.empty((0, 0, 0), np.float32)),
         example=example,
         weight_example=weight_example,
         cache_example=cache_example,

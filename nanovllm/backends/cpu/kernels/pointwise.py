@@ -16,11 +16,13 @@ Shapes: T tokens, P groups of M queries, H = K * G query heads that share K KV h
 D head size, B slots per block, E hidden size, F intermediate size, R rows of logits, V vocabulary.
 """
 
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.backends.cpu.jit import compiled
+from nanovllm.backends.cpu.jit import Kernel, compiled
 from nanovllm.backends.cpu.kernels.parallel import run
 from nanovllm.backends.cpu.kernels.primitives import (
     DTYPE_EXAMPLE,
@@ -37,13 +39,19 @@ from nanovllm.backends.cpu.kernels.words import is_tiled, key_place, per_word, v
 @compiled()
 def add_rms_norm_rows(x_ptr, residual_ptr, weight_ptr, rows, size, eps, example, weight_example,
                       start, stop):
-    """Compute residual += x; x = RMSNorm(residual) * weight. x, residual [rows, size]."""
-    x, residual = array(x_ptr, (rows, size), example), array(residual_ptr, (rows, size), example)
+    """Compute residual += x; x = RMSNorm(residual) * weight. x, residual [rows, size].
+
+    If residual_ptr is 0, x = RMSNorm(x) * weight.
+    """
+    added = f32(residual_ptr != 0)
+    x = array(x_ptr, (rows, size), example)
+    residual = array(residual_ptr if residual_ptr != 0 else x_ptr, (rows, size), example)
     weight = array(weight_ptr, (size,), weight_example)
     for i in range(start, stop):
         squares = f32(0)
         for c in range(size):
-            total = from_float32(to_float32(x[i, c]) + to_float32(residual[i, c]), example)
+            addend = added * to_float32(residual[i, c])
+            total = from_float32(to_float32(x[i, c]) + addend, example)
             residual[i, c] = total
             squares += to_float32(total) * to_float32(total)
         scale = f32(1) / np.sqrt(squares / f32(size) + f32(eps))
@@ -63,6 +71,21 @@ def silu_and_mul_rows(x_ptr, out_ptr, rows, size, example, start, stop):
             out[i, c] = from_float32(to_float32(activated) * to_float32(x[i, 1, c]), example)
 
 
+@compiled()
+def gelu_and_mul_rows(x_ptr, out_ptr, rows, size, example, start, stop):
+    """Compute out [rows, size] = gelu(gate) * up, where x [rows, 2, size] is (gate, up).
+
+    gelu(x) = x (0.5 + 0.5 tanh(y / 2)) = x sigmoid(y).
+    """
+    x, out = array(x_ptr, (rows, 2, size), example), array(out_ptr, (rows, size), example)
+    for i in range(start, stop):
+        for c in range(size):
+            gate = to_float32(x[i, 0, c])
+            y = gate * (f32(1.5957691216) + f32(0.0713548163) * gate * gate)
+            activated = from_float32(gate / (f32(1) + exp(-y)), example)
+            out[i, c] = from_float32(to_float32(activated) * to_float32(x[i, 1, c]), example)
+
+
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor,
                  eps: float) -> tuple[Tensor, Tensor]:
     """Return (RMSNorm(x + residual) * weight, x + residual), in place. x, residual [T, E]."""
@@ -76,13 +99,16 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor,
     return x, residual
 
 
-def silu_and_mul(x: Tensor) -> Tensor:
+def silu_and_mul(x: Tensor, kernel: Kernel = silu_and_mul_rows) -> Tensor:
     """Return silu(gate) * up [T, F] of x [T, 2F], which is (gate, up) side by side."""
     rows, size = len(x), x.shape[1] // 2
     out = x.new_empty(rows, size)
     arguments = (x.data_ptr(), out.data_ptr(), rows, size, DTYPE_EXAMPLE[x.dtype])
-    run(silu_and_mul_rows, arguments, rows, rows * size)
+    run(kernel, arguments, rows, rows * size)
     return out
+
+
+gelu_and_mul = partial(silu_and_mul, kernel=gelu_and_mul_rows)
 
 
 @compiled()

@@ -32,6 +32,9 @@ The splits of a context in flash decoding, and their merge:
                            l_0       l_1        l_2        l_i: log2 of the sum of 2^score
     merge                out = sum(w_i o_i) / sum(w_i),  w_i = 2^(l_i - max(l))
 
+In a layer with a window a query sees the last W tokens, itself included. Its program begins at the
+tile of the first key that one of its queries sees, and masks every tile.
+
 The cache of a layer is [blocks, K, block size, D], so the keys of a head and block are contiguous.
 Slots that were never written may hold anything, including NaN; they are never loaded. A cache in
 fp8 (models/fp8.py) is converted after the load, to float16 if q is bfloat16. Its scales are launch
@@ -66,7 +69,7 @@ def _load_blocks(block_table, start, end, BLOCK: tl.constexpr, TILE: tl.constexp
 def _attend_tile(
     q, k_cache, v_cache, blocks, start, end, query_position, acc, row_max, row_sum, scale,
     K: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
-    MASKED: tl.constexpr, LOOPS: tl.constexpr,
+    MASKED: tl.constexpr, LOOPS: tl.constexpr, WINDOW: tl.constexpr,
 ):
     """Update the online softmax with the keys at the positions [start, start + TILE)."""
     D_PAD: tl.constexpr = q.shape[1]
@@ -87,9 +90,14 @@ def _attend_tile(
     scores = tl.dot(q, k, input_precision="ieee") * scale  # [M, TILE]
     if MASKED:
         scores = tl.where(position[None, :] <= query_position[:, None], scores, float("-inf"))
+    if WINDOW:
+        oldest = query_position + 1 - WINDOW
+        scores = tl.where(position[None, :] >= oldest[:, None], scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_max[:, None])
-    correction = tl.exp2(row_max - new_max)
+    # The first tiles may have no key that a row sees. Its maximum is minus infinity then.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max) if WINDOW else new_max
+    weights = tl.exp2(scores - shift[:, None])
+    correction = tl.exp2(row_max - shift)
     row_sum = row_sum * correction + tl.sum(weights, 1)
     acc = tl.dot(weights.to(v.dtype), v, acc * correction[:, None], input_precision="ieee")
     return acc, new_max, row_sum
@@ -99,12 +107,13 @@ def _attend_tile(
 def _attend_range(
     q, k_cache, v_cache, block_table, kv_head, start, unmasked_end, end, query_position, scale,
     v_scale, K: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
-    LOOPS: tl.constexpr,
+    LOOPS: tl.constexpr, WINDOW: tl.constexpr,
 ):
     """Compute attention of q [M, D] over the positions [start, end) of one KV head.
 
-    A row attends up to its `query_position` [M], at least to `start`; all rows attend to every
-    position before `unmasked_end`. LOOPS is 2, or 1 if `unmasked_end` is `start`. Returns
+    A row attends up to its `query_position` [M], at least to `start`, and to the last WINDOW
+    positions only unless that is 0. All rows attend to every position before `unmasked_end`, which
+    is `start` with a window. LOOPS is 2, or 1 if it is always `start`. Returns
     (the softmax times V [M, D], log2 of the sum of 2^score [M]).
     """
     if (k_cache.dtype.element_ty == tl.float8e4nv) & (q.dtype == tl.bfloat16):
@@ -125,10 +134,16 @@ def _attend_range(
             next_blocks = _load_blocks(block_table, tile_start + TILE, end, BLOCK, TILE)
             acc, row_max, row_sum = _attend_tile(
                 q, k_cache, v_cache, blocks, tile_start, end, query_position, acc, row_max, row_sum,
-                scale, K, BLOCK, D, TILE, masked, LOOPS,
+                scale, K, BLOCK, D, TILE, masked, LOOPS, WINDOW,
             )
             blocks = next_blocks
     return acc / row_sum[:, None] * v_scale, row_max + tl.log2(row_sum)
+
+
+@triton.jit
+def _first_tile(visible, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """The first position of the tile with the first of the last WINDOW of `visible` positions."""
+    return tl.maximum(visible - WINDOW, 0) // TILE * TILE if WINDOW else 0
 
 
 # A compilation takes about a second. Triton must therefore not specialize on numbers that vary
@@ -141,7 +156,7 @@ def _attend(
     q, k_cache, v_cache, out, tiles, query_start_loc, context_lens, block_tables,
     table_stride, scale, v_scale,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr,
-    TILE: tl.constexpr, LOOPS: tl.constexpr,
+    TILE: tl.constexpr, LOOPS: tl.constexpr, WINDOW: tl.constexpr,
 ):
     """One program computes M // G queries of one sequence for the G heads of one group."""
     G: tl.constexpr = H // K
@@ -164,21 +179,28 @@ def _attend(
     offsets = offsets[:, None] + dim[None, :]
     q_tile = tl.load(q + offsets, mask=(dim < D)[None, :], other=0.0)
     end = context_len - num_queries + tl.minimum(first_query + QUERIES, num_queries)
+    visible = context_len - num_queries + first_query + 1  # to the first query of the tile
+    start = _first_tile(visible, TILE, WINDOW)
     result, _ = _attend_range(
         q_tile, k_cache, v_cache, block_tables + seq.to(tl.int64) * table_stride, kv_head,
-        0, context_len - num_queries + first_query + 1 if LOOPS == 2 else 0, end, query_position,
-        scale, v_scale, K, BLOCK, D, TILE, LOOPS,
+        start, start if WINDOW or LOOPS == 1 else visible, end, query_position,
+        scale, v_scale, K, BLOCK, D, TILE, LOOPS, WINDOW,
     )
     mask = in_range[:, None] & (dim < D)[None, :]
     tl.store(out + offsets, result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _split_context(context_len, max_splits, TILE: tl.constexpr):
-    """(positions of a split, number of splits): at most `max_splits`, none of them empty."""
-    wanted = tl.minimum(tl.cdiv(context_len, MIN_SPLIT_SIZE), max_splits)
-    split_size = tl.cdiv(tl.cdiv(context_len, wanted), TILE) * TILE
-    return split_size, tl.cdiv(context_len, split_size)
+def _split_context(context_len, max_splits, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """(first position, positions of a split, number of splits).
+
+    There are at most `max_splits`, none of them empty.
+    """
+    first = _first_tile(context_len, TILE, WINDOW)
+    length = context_len - first
+    wanted = tl.minimum(tl.cdiv(length, MIN_SPLIT_SIZE), max_splits)
+    split_size = tl.cdiv(tl.cdiv(length, wanted), TILE) * TILE
+    return first, split_size, tl.cdiv(length, split_size)
 
 
 @triton.jit(
@@ -189,7 +211,7 @@ def _attend_decode(
     q, k_cache, v_cache, out, split_out, split_lse, order, context_lens, block_tables,
     table_stride, max_splits, scale, v_scale,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr,
 ):
     """One program computes one split of a sequence's context for the G heads of one group.
 
@@ -200,9 +222,9 @@ def _attend_decode(
     kv_head, split = tl.program_id(0), tl.program_id(1)
     seq = tl.load(order + tl.program_id(2))
     context_len = tl.load(context_lens + seq).to(tl.int32)
-    split_size, num_splits = _split_context(context_len, max_splits, TILE)
+    first, split_size, num_splits = _split_context(context_len, max_splits, TILE, WINDOW)
     if split < num_splits:
-        start = split * split_size
+        start = first + split * split_size
         end = tl.minimum(start + split_size, context_len)
         row = tl.arange(0, M)
         dim = tl.arange(0, triton.next_power_of_2(D))
@@ -213,7 +235,7 @@ def _attend_decode(
         query_position = tl.zeros([M], tl.int32) + context_len - 1
         result, lse = _attend_range(
             q_tile, k_cache, v_cache, block_tables + seq * table_stride, kv_head,
-            start, start, end, query_position, scale, v_scale, K, BLOCK, D, TILE, 1,
+            start, start, end, query_position, scale, v_scale, K, BLOCK, D, TILE, 1, WINDOW,
         )
         if num_splits == 1:
             tl.store(out + offsets, result.to(out.dtype.element_ty), mask=mask)
@@ -226,12 +248,12 @@ def _attend_decode(
 @triton.jit(do_not_specialize=["max_splits"], do_not_specialize_on_alignment=["context_lens"])
 def _merge_splits(
     split_out, split_lse, out, context_lens, max_splits,
-    H: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
 ):
     """One program merges the splits of one sequence and query head."""
     head, seq = tl.program_id(0), tl.program_id(1)
     context_len = tl.load(context_lens + seq).to(tl.int32)
-    _, num_splits = _split_context(context_len, max_splits, TILE)
+    _, _, num_splits = _split_context(context_len, max_splits, TILE, WINDOW)
     if num_splits > 1:
         split = tl.arange(0, MAX_SPLITS)
         dim = tl.arange(0, triton.next_power_of_2(D))
@@ -257,14 +279,15 @@ def query_tiles(query_lens: np.ndarray, queries_per_tile: int) -> np.ndarray:
 def attend(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, tiles: Tensor, query_start_loc: Tensor,
     context_lens: Tensor, block_tables: Tensor, config: Tile, out: Tensor,
-    k_scale: float = 1.0, v_scale: float = 1.0, loops: int = 2,
+    k_scale: float = 1.0, v_scale: float = 1.0, window: int = 0, loops: int = 2,
 ) -> None:
     """Write causal attention of q [T, H, D] over each sequence's context to `out` [T, H, D].
 
     The queries are the last tokens of their context. k_cache, v_cache [blocks, K, block size, D];
     tiles from `query_tiles`; query_start_loc [S + 1] int32; context_lens [S]; block_tables [S, B]
-    int32. All tensors are contiguous. The numbers in the caches are multiplied by the scales. With
-    loops=1 every tile is masked, so that the result for a query does not depend on its tile.
+    int32. All tensors are contiguous. The numbers in the caches are multiplied by the scales. A
+    query sees the last `window` positions up to its own, or all if it is 0. With loops=1 every tile
+    is masked, so that the result for a query does not depend on its tile.
     """
     _, H, D = q.shape
     _, K, BLOCK, _ = k_cache.shape
@@ -273,7 +296,7 @@ def attend(
         block_tables.stride(0), LOG2E / D**0.5 * k_scale, v_scale,
     )
     sizes = dict(H=H, K=K, D=D, BLOCK=BLOCK, M=config.num_rows, TILE=config.num_keys)
-    constants = sizes | dict(LOOPS=loops)
+    constants = sizes | dict(LOOPS=loops, WINDOW=window)
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
     launch(_attend, (tiles.shape[0], K, 1), args, constants, **options)
 
@@ -281,7 +304,7 @@ def attend(
 def attend_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, order: Tensor, context_lens: Tensor,
     block_tables: Tensor, config: Tile, max_splits: int, out: Tensor,
-    k_scale: float = 1.0, v_scale: float = 1.0,
+    k_scale: float = 1.0, v_scale: float = 1.0, window: int = 0,
 ) -> None:
     """Compute the same as `attend` for one query per sequence: q and `out` are [S, H, D].
 
@@ -297,12 +320,13 @@ def attend_decode(
         q, k_cache, v_cache, out, split_out, split_lse, order, context_lens, block_tables,
         block_tables.stride(0), max_splits, LOG2E / D**0.5 * k_scale, v_scale,
     )
-    constants = dict(H=H, K=K, D=D, BLOCK=BLOCK, M=config.num_rows, TILE=config.num_keys)
+    sizes = dict(H=H, K=K, D=D, BLOCK=BLOCK, M=config.num_rows, TILE=config.num_keys)
+    constants = sizes | dict(WINDOW=window)
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
     launch(_attend_decode, (K, max_splits, S), args, constants, **options)
     if max_splits > 1:
         merged = (split_out, split_lse, out, context_lens, max_splits)
-        constants = dict(H=H, D=D, TILE=config.num_keys)
+        constants = dict(H=H, D=D, TILE=config.num_keys, WINDOW=window)
         launch(_merge_splits, (H, S, 1), merged, constants, num_warps=4)
 
 

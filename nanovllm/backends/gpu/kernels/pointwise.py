@@ -3,6 +3,8 @@
 Their references are the functions of the same names in models/layers.py.
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -52,22 +54,32 @@ def add_rms_norm(
 
 
 @triton.jit
-def _silu_and_mul(x, out, F: tl.constexpr):
-    """One program computes COLUMNS elements of one token."""
+def _silu_and_mul(x, out, F: tl.constexpr, GELU: tl.constexpr):
+    """One program computes COLUMNS elements of one token.
+
+    Both functions are gate * sigmoid(y), because 0.5 + 0.5 tanh(y / 2) is sigmoid(y).
+    """
     dtype = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = column < F
     gate = tl.load(x + row * 2 * F + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * F + F + column, mask=mask, other=0.0).to(tl.float32)
-    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    y = gate * (1.5957691216 + 0.0713548163 * gate * gate) if GELU else gate
+    activated = (gate / (1.0 + tl.exp(-y))).to(dtype).to(tl.float32)
     tl.store(out + row * F + column, (activated * up).to(dtype), mask=mask)
 
 
-def silu_and_mul(x: Tensor) -> Tensor:
-    """Return silu(gate) * up [T, F] of x [T, 2F] = (gate, up), contiguous (arXiv:2002.05202)."""
+def silu_and_mul(x: Tensor, gelu: bool = False) -> Tensor:
+    """Return silu(gate) * up [T, F] of x [T, 2F] = (gate, up), contiguous (arXiv:2002.05202).
+
+    With `gelu`, as F.gelu(approximate="tanh").
+    """
     num_tokens, width = x.shape
     out = torch.empty((num_tokens, width // 2), dtype=x.dtype, device=x.device)
     grid = (num_tokens, -(-width // (2 * COLUMNS.value)), 1)
-    launch(_silu_and_mul, grid, (x, out), dict(F=width // 2), num_warps=4)
+    launch(_silu_and_mul, grid, (x, out), dict(F=width // 2, GELU=gelu), num_warps=4)
     return out
+
+
+gelu_and_mul = partial(silu_and_mul, gelu=True)

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nanovllm.features.formats.gguf.gguf_tokenizer import read_tokenizer
+from nanovllm.features.models.gemma3 import Gemma3Config
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.rope import RopeConfig
 from nanovllm.utils.json_files import read_json
 from nanovllm.utils.log import progress_bar
@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", True),  # also Mistral
     "qwen2": ("Qwen2ForCausalLM", False),
     "qwen3": ("Qwen3ForCausalLM", False),
+    "gemma3": ("Gemma3ForCausalLM", False),  # whose norms are stored as 1 + w
 }
 # Fields of config.json -> GGUF fields, without the architecture prefix.
 FIELDS = {
@@ -40,6 +41,14 @@ FIELDS = {
     "rope_theta": "rope.freq_base",
     "max_position_embeddings": "context_length",
 }
+GEMMA3 = {
+    "rope_local_base_freq": "rope.freq_base_swa",
+    "sliding_window": "attention.sliding_window",
+    "sliding_window_pattern": "attention.sliding_window_pattern",
+    "rope_type": "rope.scaling.type",
+    "rope_factor": "rope.scaling.factor",
+}
+GEMMA3_27B = 62  # layers, by which llama.cpp knows the scale of its scores
 # Other fields, with the values that change nothing.
 USUAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
@@ -91,7 +100,7 @@ def convert(source: Path, target: Path, dtype: str = "bfloat16", run_in: str | N
         (directory / "config.json").write_text(json.dumps(raw, indent=2))
         generation = {"do_sample": False, "eos_token_id": raw["eos_token_id"]}
         (directory / "generation_config.json").write_text(json.dumps(generation, indent=2))
-        weights = file.weights(ModelConfig.from_json(raw, source), DTYPES[dtype])
+        weights = file.weights(file.config_class.from_json(raw, source), DTYPES[dtype])
         bar = progress_bar(f"Converting {source.name}", "tensor", weights, len(file.tensors))
         save_weights(bar, directory)
         directory.rename(target)  # fails if another process has made `target`
@@ -144,6 +153,8 @@ class GGUF:
             known = ", ".join(ARCHITECTURES)
             raise ValueError(f"{path} has the architecture {self.kind!r}; supported are {known}")
         self.architecture, self.is_reordered = ARCHITECTURES[self.kind]
+        self.fields = FIELDS | (GEMMA3 if self.kind == "gemma3" else {})
+        self.config_class = Gemma3Config if self.kind == "gemma3" else ModelConfig
         self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
         divisors = self.tensors.pop(ROPE_DIVISORS, None)
         self.rope_divisors = None if divisors is None else torch.tensor(divisors.data)
@@ -158,11 +169,11 @@ class GGUF:
         names = {
             name.removeprefix(prefix) for name in self.reader.fields if name.startswith(prefix)
         }
-        for name in sorted(names - {*FIELDS.values(), *UNUSED.split()}):
+        for name in sorted(names - {*self.fields.values(), *UNUSED.split()}):
             value = self.field(prefix + name)
             if value not in USUAL[name] if name in USUAL else value:
                 raise ValueError(f"{self.path} has {name} {value!r:.80}, which is not supported")
-        found = {ours: self.field(prefix + theirs) for ours, theirs in FIELDS.items()}
+        found = {ours: self.field(prefix + theirs) for ours, theirs in self.fields.items()}
         raw = {name: value for name, value in found.items() if value is not None}
         if missing := FIELDS.keys() - OPTIONAL - raw.keys():
             raise ValueError(f"{self.path} has no field {prefix}{FIELDS[min(missing)]}")
@@ -185,7 +196,13 @@ class GGUF:
         }
         if self.rope_divisors is not None:
             raw["rope_scaling"] = {**LLAMA3, "factor": float(self.rope_divisors.max())}
-        config = ModelConfig.from_json(raw, self.path)
+        if self.kind == "gemma3":
+            scaling = {"rope_type": raw.pop("rope_type", ""), "factor": raw.pop("rope_factor", 1)}
+            is_27b = raw["num_hidden_layers"] == GEMMA3_27B
+            size = raw["hidden_size"] / raw["num_attention_heads"] if is_27b else raw["head_dim"]
+            raw |= {"hidden_act": None, "query_pre_attn_scalar": size}
+            raw["rope_scaling"] = scaling if scaling["factor"] > 1 else None
+        config = self.config_class.from_json(raw, self.path)
         if self.field(prefix + "rope.dimension_count") not in (None, config.head_dim):
             raise ValueError(f"{self.path} rotates a part of each head, which is not supported")
         if (divisors := self.rope_divisors) is not None:
@@ -205,7 +222,7 @@ class GGUF:
         names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[self.kind.upper()], config.num_layers)
         expected = {
             str(names.get_name(tensor.name, (".weight", ".bias"))): tensor
-            for tensor in Qwen3.on_meta(config).checkpoint_tensors()
+            for tensor in config.model_class().on_meta(config).checkpoint_tensors()
         }
         if wrong := expected.keys() ^ self.tensors.keys():
             has = "has no" if min(wrong) in expected else "has the unknown"
@@ -227,4 +244,6 @@ class GGUF:
                 # llama.cpp rotates neighbours; the model here rotates halves of a head.
                 pairs = values.view(number, -1, 2, *values.shape[1:])
                 values = pairs.transpose(1, 2).reshape(values.shape)
+            if self.kind == "gemma3" and "norm" in name:
+                values -= 1
             yield expected[name].name, values.to(dtype).contiguous()

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.config import EngineConfig
 from nanovllm.features.models.moe.moe_config import Experts
 from nanovllm.features.models.text_config import TextConfig
+from nanovllm.models.model_config import FULL
 from nanovllm.utils.json_files import Fields, check_field
 
 if TYPE_CHECKING:
     from nanovllm.features.models.hybrid.qwen3_5 import Qwen3_5
 
-LINEAR, FULL = "linear_attention", "full_attention"
+LINEAR = "linear_attention"
 SIZES: Fields = {
     f"linear_{name}": (int, (1, 2**20))
     for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
@@ -40,10 +41,11 @@ class HybridConfig(TextConfig):
     @classmethod
     def from_json(cls, raw: dict[str, Any], path: Path) -> HybridConfig:
         """Create a HybridConfig. Raises ValueError for missing or unsupported fields."""
-        fields, experts = raw, None
+        fields = raw | dict.fromkeys(("layer_types", "use_sliding_window"))
+        experts = None
         if any("Moe" in str(name) for name in raw.get("architectures") or []):
             experts = Experts.from_json(raw, path, normalized=True, shared=True)
-            fields = raw | {"intermediate_size": 1}  # no layer has such an MLP
+            fields["intermediate_size"] = 1  # no layer has such an MLP
         base = super().from_json(fields, path)
         assert isinstance(base, HybridConfig)
         sizes = {}

@@ -7,7 +7,7 @@ projection is part of q_proj.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from nanovllm.features.models.families import pairs
-from nanovllm.features.models.hybrid.hybrid_config import FULL, KERNEL_SIZE, LINEAR, HybridConfig
+from nanovllm.features.models.hybrid.hybrid_config import KERNEL_SIZE, LINEAR, HybridConfig
 from nanovllm.features.models.moe.qwen3_moe import make_mlp
+from nanovllm.features.models.norms import norm_weight, plus_one
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.backend import Backend
 from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.layers import Linear, Rope
+from nanovllm.models.model_config import FULL
 from nanovllm.models.qwen3 import MLP, DecoderLayer, Qwen3, SelfAttention
 from nanovllm.models.weights import CheckpointTensor
 
@@ -175,15 +177,3 @@ class Qwen3_5(Qwen3):
         for tensor in super().checkpoint_tensors():
             is_norm = tensor.name.endswith(("layernorm.weight", "model.norm.weight"))
             yield plus_one(tensor) if is_norm else tensor
-
-
-def norm_weight(backend: Backend, size: int) -> Tensor:
-    """Return an uninitialized weight 1 + w. bfloat16 would round it by up to 0.4 %."""
-    return backend.empty(size, dtype=torch.float32)
-
-
-def plus_one(
-    tensor: CheckpointTensor, reorder: Callable[[Tensor], Tensor] = lambda w: w
-) -> CheckpointTensor:
-    """Return the same tensor, of which 1 + w is stored."""
-    return replace(tensor, store=lambda w: tensor.store(1 + reorder(w.float())))

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import check_greedy, make_checkpoint
+from checkpoints import check_greedy, make_checkpoint, prompts_of, random_llm
+from family_checkpoints import make_family_checkpoint
 from gguf_files import END, NANO, write_gguf
 
 from nanovllm import LLM, SamplingParams
@@ -82,6 +83,21 @@ def test_rope_of_llama_3(tmp_path: Path) -> None:
     source = write_gguf(tmp_path / "x.gguf", "llama", tmp_path / "llama", divisors=divisors)
     convert(source, tmp_path / "out")
     assert Checkpoint(tmp_path / "out").model_config.rope == config.rope
+
+
+def test_gemma_3(tmp_path: Path) -> None:
+    """Its norms are 1 + w in a GGUF file, and full layers may have a linear rope."""
+    rope = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    fields = dict(vocab_size=1056, num_hidden_layers=7, query_pre_attn_scalar=24, **rope)
+    pattern = dict(sliding_window_pattern=6)
+    model = make_family_checkpoint(tmp_path / "gemma3", "gemma3", **fields | pattern)
+    more = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "rope.freq_base": 1e6}
+    source = write_gguf(tmp_path / "x.gguf", "gemma3", tmp_path / "gemma3", **more)
+    convert(source, tmp_path / "out", "float32")
+    llm = random_llm(tmp_path / "out", attention_backend="sdpa")
+    assert llm.engine.runner.model.config.windows == (20,) * 5 + (0, 20)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
+    check_greedy(model, llm.generate(prompts_of(5, 33), params, use_tqdm=False))
 
 
 FIELDS = {

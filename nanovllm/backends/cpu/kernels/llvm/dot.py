@@ -69,15 +69,33 @@ def add_dot(builder, total, w, x):
 def for_rows(builder, rows, heights, emit):
     """Emit a loop over rows, as many at a time as possible: emit(first row, one of `heights`).
 
-    The heights are descending, and the last one is 1.
+    The heights are descending, and the last one is 1. With a loop for each height, LLVM would keep
+    fewer addresses in registers.
     """
     first = cgutils.alloca_once_value(builder, INT(0))
-    for height in heights:
-        left = builder.sub(rows, builder.load(first))
-        with cgutils.for_range(builder, builder.udiv(left, INT(height))):
-            row = builder.load(first)
+    check, body, end = (builder.append_basic_block(name) for name in ("check", "body", "end"))
+    builder.branch(check)
+    builder.position_at_end(check)
+    row = builder.load(first)
+    left = builder.sub(rows, row)
+    builder.cbranch(builder.icmp_signed(">", left, INT(0)), body, end)
+
+    def emit_most(height, *smaller):
+        if smaller:
+            fits = builder.icmp_signed(">=", left, INT(height))
+            with builder.if_else(fits) as (many, fewer):
+                with many:
+                    emit_most(height)
+                with fewer:
+                    emit_most(*smaller)
+        else:
             emit(row, height)
             builder.store(builder.add(row, INT(height)), first)
+
+    builder.position_at_end(body)
+    emit_most(*heights)
+    builder.branch(check)
+    builder.position_at_end(end)
 
 
 @intrinsic(prefer_literal=True)

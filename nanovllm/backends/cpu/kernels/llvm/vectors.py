@@ -79,20 +79,22 @@ def exp2_vector(builder, x):
 
 
 @intrinsic
-def weigh_rows(typing, rows, scores, weights, visible, first, row_max, row_sum, factors, scale,
-               example):
+def weigh_rows(typing, rows, scores, weights, oldest, visible, first, row_max, row_sum, factors,
+               scale, example):
     """Turn scores [rows, SEGMENT] of a segment into weights [rows, SEGMENT] of its keys.
 
-    All arguments but rows, first, scale and example are addresses. Row r attends to the keys from
-    `first` on up to visible [r] int64. weight = exp2(score * scale - maximum), and 0 for other
-    keys. The maxima and the sums of weights in row_max and row_sum [rows] go on; factors [rows] are
-    what earlier weights are multiplied by. Weights are float32, or bfloat16 for pairs.
+    All arguments but rows, first, scale and example are addresses. Of the keys from `first` on, row
+    r attends to those from oldest [r] to visible [r], which are int64 and the second one excluded.
+    weight = exp2(score * scale - maximum), and 0 for other keys. The maxima and the sums of weights
+    in row_max and row_sum [rows] go on; factors [rows] are what earlier weights are multiplied by.
+    Weights are float32, or bfloat16 for pairs.
     """
     is_pair = example == types.uint16
     itemsize = 2 if is_pair else 4
     vectors = range(SEGMENT // LANES)
 
-    def emit(builder, rows, scores, weights, visible, first, row_max, row_sum, factors, scale, _):
+    def emit(builder, rows, scores, weights, oldest, visible, first, row_max, row_sum, factors,
+             scale, _):
         scales = copies(builder, scale)
         least = ir.Constant(FLOATS, [-float("inf")] * LANES)
         zero = ir.Constant(FLOATS, None)
@@ -105,15 +107,19 @@ def weigh_rows(typing, rows, scores, weights, visible, first, row_max, row_sum, 
             places = [element(builder, array, row, 4, FLOAT)
                       for array in (row_max, row_sum, factors)]
             old = builder.load(places[0])
-            end = builder.load(element(builder, visible, row, 8, INT))
-            seen = copies(builder, builder.trunc(builder.sub(end, first), INT32))
+            hidden, seen = [
+                copies(builder, builder.trunc(builder.sub(key, first), INT32))
+                for key in [builder.load(element(builder, array, row, 8, INT))
+                            for array in (oldest, visible)]
+            ]
             at = builder.mul(row, INT(SEGMENT))
             masks = []
             scaled = []
             top = copies(builder, old)
             for v in vectors:
                 lanes = ir.Constant(INTS, [*range(LANES * v, LANES * (v + 1))])
-                masks.append(builder.icmp_signed("<", lanes, seen))
+                masks.append(builder.and_(builder.icmp_signed(">=", lanes, hidden),
+                                          builder.icmp_signed("<", lanes, seen)))
                 place = element(builder, scores, builder.add(at, INT(LANES * v)), 4, FLOATS)
                 score = builder.fmul(builder.load(place, align=4), scales)
                 scaled.append(builder.select(masks[v], score, least))
@@ -140,7 +146,7 @@ def weigh_rows(typing, rows, scores, weights, visible, first, row_max, row_sum, 
             builder.store(builder.fadd(before, total, flags=FUSED), places[1])
             builder.store(factor, places[2])
 
-    numbers = [types.int64] * 8
+    numbers = [types.int64] * 9
     return types.void(*numbers, types.float32, example), without_result(emit)
 
 
