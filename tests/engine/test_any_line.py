@@ -140,7 +140,8 @@ def small(asynchronous: bool, with_drafts: bool = False) -> LLM:
         speculative_config={"prompt_lookup_min": 1} if with_drafts else None,
     )
     # Faster; its answer is "NowIn, now A". With the first layer alone all tokens would be the same.
-    del llm.engine.runner.model.layers[:-1]
+    model = llm.engine.runner.model
+    del model.layers[:-1], model.rope_of_layer[:-1]
     return llm
 
 
@@ -286,7 +287,8 @@ def test_ctrl_c_at_any_line(path: Path, how: str, all_but_few: bool) -> None:
     """It ends a call or one step, and nothing is left behind."""
     options = dict(block_size=4, enable_prefix_caching=False, attention_backend="sdpa")
     llm = random_llm(path, num_kv_cache_blocks=6, **options)
-    del llm.engine.runner.model.layers[1:]
+    model = llm.engine.runner.model
+    del model.layers[1:], model.rope_of_layer[1:]
     action = functools.partial(CALLS[how], llm)
     want, lines, others = action(), faults.run(action, STEP), []
     if how != "embed":
