@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from nanovllm.config import EMBEDDED
 from nanovllm.models.model_config import ModelConfig, find_family, name_architectures
@@ -183,8 +184,9 @@ class Checkpoint:
                 except Exception as error:  # the error types of safetensors are not public
                     raise unreadable(path, "a readable safetensors file", error) from None
 
-            paths = weight_files(self.directory) if has_weights else []
-            files = self.model_config.select_tensors({path: opened(path) for path in paths})
+            paths, listed = weight_files(self.directory) if has_weights else ([], {})
+            files = as_listed({path: opened(path) for path in paths}, listed)
+            files = self.model_config.select_tensors(files)
             if files and self.weight_format is not None:
                 files = dict(self.weight_format.decoded(files))
             if files and self.adapter is not None:
@@ -214,7 +216,7 @@ class Checkpoint:
         names = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118
         head = names[LM_HEAD].get_tensor(LM_HEAD)
         tables = (names[name].get_tensor(name) for name in EMBEDDINGS if name in names)
-        return any(head.dtype == table.dtype and torch.equal(head, table) for table in tables)
+        return any(are_equal(head, table) for table in tables)
 
 
 def read_config(directory: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,6 +242,14 @@ def read_config(directory: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
     return raw | {"architectures": name_architectures(raw)}
 
 
+def are_equal(a: Tensor, b: Tensor) -> bool:
+    """Compare tensors in parts, so that little is read of tensors that differ. NaN equals NaN."""
+    parts = zip(a.split(1024), b.split(1024), strict=False)
+    return (a.shape == b.shape and a.dtype == b.dtype) and all(
+        torch.equal(x, y) or bool(((x == y) | (x.isnan() & y.isnan())).all()) for x, y in parts
+    )
+
+
 def read_index(directory: Path) -> dict[str, str]:
     """Return the file of each tensor, as a path relative to `directory`; empty without an index."""
     path = directory / INDEX
@@ -250,16 +260,17 @@ def read_index(directory: Path) -> dict[str, str]:
     }
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint.
+def weight_files(directory: Path) -> tuple[list[Path], dict[str, Path]]:
+    """Return the safetensors files, and which of them has which tensor, if an index says it.
 
-    If there is an index, they are the files that it names, unless it is left from weights that are
-    not there. Raises ValueError if there are no files, or only some of those in the index.
+    The index decides, also about other files in the directory, unless it is left from weights that
+    are not there. Raises ValueError if there are no files, or only some of those in the index.
     """
-    paths = sorted({directory / file for file in read_index(directory).values()})
+    listed = {name: directory / file for name, file in read_index(directory).items()}
+    paths = sorted(set(listed.values()))
     absent = [path for path in paths if not path.is_file()]
     if paths and not absent:
-        return paths
+        return paths, listed
     shards = sorted(directory.glob("model*.safetensors"))
     if absent and (not shards or len(absent) < len(paths)):
         name = os.path.relpath(absent[0], directory)
@@ -275,4 +286,18 @@ def weight_files(directory: Path) -> list[Path]:
             "*.pt) can run code and are not read: convert them with model.save_pretrained of "
             "transformers"
         )
+    return files, {}
+
+
+def as_listed(files: dict[Path, Any], listed: Mapping[str, Path]) -> dict[Path, Any]:
+    """Return the open files, each without the tensors that the index reads from another file."""
+    names = {path: dict.fromkeys(file.keys()) for path, file in files.items()}
+    for path, file in files.items():
+        kept = {
+            x: x for x in names[path] if path == (of := listed.get(x, path)) or x not in names[of]
+        }
+        if len(kept) < len(names[path]):
+            from nanovllm.features.formats.adapter import MergedFile
+
+            files[path] = MergedFile(file, kept, {})
     return files

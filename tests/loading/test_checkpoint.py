@@ -137,17 +137,20 @@ def test_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 INDEX = "model.safetensors.index.json"
 SHARDS = ["model-1.safetensors", "model-2.safetensors"]
-# Shards, and a stale file in the directory, whose values are wrong.
-LAYOUTS: dict[str, tuple[list[str], str]] = {
-    "in a folder": ([f"weights/{x}" for x in SHARDS], "model.safetensors"),
-    "stale shards": (SHARDS, "model-3.safetensors"),
+# Shards, a stale file in the directory, and the shards that have all tensors. The values of tensors
+# that the index reads from another file are wrong.
+LAYOUTS: dict[str, tuple[list[str], str | None, list[str]]] = {
+    "in a folder": ([f"weights/{x}" for x in SHARDS], "model.safetensors", []),
+    "stale shards": (SHARDS, "model-3.safetensors", []),
+    "overlaid first": (SHARDS, None, SHARDS[:1]),
+    "overlaid last": (SHARDS, None, SHARDS[1:]),
 }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_index_decides(path: Path, tmp_path: Path, name: str) -> None:
-    """Weights of a stale file were loaded."""
-    shards, stale = LAYOUTS[name]
+    """Weights of a stale file were loaded, or a tensor in two files was refused."""
+    shards, stale, with_all = LAYOUTS[name]
     edited(path, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
@@ -157,8 +160,9 @@ def test_the_index_decides(path: Path, tmp_path: Path, name: str) -> None:
         part = {key: tensors[key] for key in sorted(tensors)[i::2]}
         weight_map |= dict.fromkeys(part, shard)
         (tmp_path / shard).parent.mkdir(exist_ok=True)
-        save_file(part, tmp_path / shard)
-    save_file(wrong, tmp_path / stale)
+        save_file(wrong | part if shard in with_all else part, tmp_path / shard)
+    if stale is not None:
+        save_file(wrong, tmp_path / stale)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     for key, weight in weights_of(random_llm(tmp_path, attention_backend="sdpa")).items():
         assert torch.equal(weight, tensors[key]), key
@@ -166,9 +170,9 @@ def test_the_index_decides(path: Path, tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=rf"has no {shards[0]}, which {INDEX} names; fetch"):
         random_llm(tmp_path)
     (tmp_path / shards[1]).unlink()
-    # Now the index is left from weights that are not there.
-    weights = weights_of(random_llm(tmp_path, attention_backend="sdpa"))
-    assert all(torch.equal(weight, wrong[key]) for key, weight in weights.items())
+    if stale is not None:  # now the index is left from weights that are not there
+        weights = weights_of(random_llm(tmp_path, attention_backend="sdpa"))
+        assert all(torch.equal(weight, wrong[key]) for key, weight in weights.items())
 
 
 @pytest.mark.parametrize("weight_map", [["a"], {"a": 3}])

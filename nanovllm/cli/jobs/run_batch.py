@@ -18,7 +18,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ class BatchFiles:
     and its request is computed again.
 
     Raises OSError if a file cannot be opened, and ValueError if the output has lines that do not
-    belong to this input. The output is then unchanged.
+    belong to this input, or two results of one line. The output is then unchanged.
     """
 
     def __init__(self, source: Path, target: Path, retry_errors: bool = False) -> None:
@@ -83,6 +83,7 @@ class BatchFiles:
     def _read_results(self) -> int:
         """Read which lines are done. Returns the size of the complete lines in bytes."""
         size = 0
+        twice = []
         with self.target.open("rb") as results:
             for line in results:
                 if not START.startswith(line[: len(START)]):
@@ -91,15 +92,23 @@ class BatchFiles:
                         "name another output"
                     )
                 if line.endswith(b"\n"):
-                    self.mark_done(json.loads(line))
+                    if not self.mark_done(result := json.loads(line)):
+                        twice.append(f"{result['id']} ({result['custom_id']!r})")
                     size += len(line)
+        if twice:
+            raise ValueError(
+                f"{self.target} has two results of each of {len(twice)} lines, such as "
+                f"{', '.join(twice[:9])}; remove one of each, or name another output"
+            )
         return size
 
-    def mark_done(self, result: dict[str, Any]) -> None:
-        """Note that a result is in the output."""
+    def mark_done(self, result: dict[str, Any]) -> bool:
+        """Note that a result is in the output. Returns whether it is the first of its line."""
         error = result["error"] and result["error"]["error"]["message"]
         number = int(result["id"].removeprefix("batch-"))
+        num_done = len(self.done)
         self.done[number] = result["custom_id"], error
+        return len(self.done) > num_done
 
     def errors(self) -> list[str]:
         """Return the custom_id and the message of each result with an error."""
@@ -185,8 +194,8 @@ def make_result(
 def only_writer(target: Path) -> Iterator[None]:
     """Hold the lock of an output, so that no other process writes to it.
 
-    The system releases the lock when this process ends, also by kill -9. Raises ValueError if
-    another process holds it. Without locks, a warning is printed.
+    The system releases the lock when this process ends, also by kill -9. Raises ValueError, with
+    the id of the process that holds it. Without locks, a warning is printed.
     """
     target = target.resolve()  # the same for each name of it
     path = target.parent / f".{target.name}.lock"
@@ -196,7 +205,7 @@ def only_writer(target: Path) -> Iterator[None]:
                 stack.enter_context(FileLock(path).acquire(timeout=0))
         except Timeout:
             raise ValueError(
-                f"another process writes to {target}; wait for it, or name another output"
+                f"{holder_of(path)} writes to {target}; wait for it, or name another output"
             ) from None
         except (OSError, NotImplementedError) as error:
             print(
@@ -204,7 +213,20 @@ def only_writer(target: Path) -> Iterator[None]:
                 "output",
                 file=sys.stderr,
             )
+        else:
+            # A soft lock, which filelock takes where the system has none, has the id already.
+            if holder_of(path) != f"process {os.getpid()}":
+                with suppress(OSError):  # on Windows, no process can write to a locked file
+                    path.write_text(f"{os.getpid()}\n")
         yield
+
+
+def holder_of(lock: Path) -> str:
+    """Return "process " and the id of the process that wrote a lock file last, if it is known."""
+    with suppress(OSError, ValueError):
+        if number := lock.read_text().partition("\n")[0]:
+            return f"process {number}"
+    return "another process"
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -348,7 +348,7 @@ def test_ctrl_c_and_kill_9(
         process = fresh.Process(fresh.module("nanovllm", "run-batch", *arguments))
         until(lambda least=done: target.exists() and target.read_bytes().count(b"\n") >= least)
         assert main(arguments) == 1
-        assert f"another process writes to {target}" in capsys.readouterr().err
+        assert f"process {process.process.pid} writes to {target}" in capsys.readouterr().err
         process.send_signal(number)
         ended = process.wait()
         if number == signal.SIGINT:
@@ -422,6 +422,11 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     refused(source, target, "the result of 'wrong' for line 3 of .*in.jsonl, which is another")
     save(source, few(3))  # with another line 3
     refused(source, target, "the result of 'wrong' for line 3 of .*in.jsonl, which is another")
+    # As two processes without a lock leave it.
+    save(source, few(2))
+    target.write_bytes(whole * 2 + whole[:20])
+    every = r"two results of each of 3 lines, such as batch-1 \('q0'\), batch-2 \('q1'\), batch-3"
+    refused(source, target, every)
 
 
 def test_one_process_writes(
@@ -431,7 +436,7 @@ def test_one_process_writes(
     finish(source, target)
     whole = target.read_bytes()
     (tmp_path / "other.jsonl").symlink_to(target)
-    refused = f"error: another process writes to {target}; wait for it, or name another"
+    refused = f"error: process {os.getpid()} writes to {target}; wait for it, or name another"
     for name in (target, tmp_path / "other.jsonl"):
         command = ["-i", str(source), "-o", str(name)]
         with only_writer(target):
