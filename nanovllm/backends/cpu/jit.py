@@ -112,13 +112,18 @@ class KernelCache(FunctionCache):
             super().save_overload(sig, data)
 
 
-def compiled(parallel: bool = False, exact: bool = False) -> Callable[[Callable[..., Any]], Any]:
+def compiled(
+    parallel: bool = False, exact: bool = False, inline: bool = False
+) -> Callable[[Callable[..., Any]], Any]:
     """Return the decorator of all kernels. `parallel` makes prange parallel.
 
-    With `exact` LLVM computes every operation as it is written.
+    With `exact` LLVM computes every operation as it is written. With `inline` the function is a
+    part of each caller. A sum needs this if LLVM does not do it anyway: the process that compiles
+    a caller may otherwise call the function as it is compiled alone, with another order of sums
+    than in the caller's code, which later processes load.
     """
-    fastmath = set() if exact else FASTMATH
-    options: Any = dict(parallel=parallel, nogil=True, error_model="numpy", fastmath=fastmath)
+    options: Any = dict(parallel=parallel, nogil=True, error_model="numpy", forceinline=inline)
+    options["fastmath"] = set() if exact else FASTMATH
 
     def decorate(function: Callable[..., Any]) -> Any:
         kernel: Any = njit(function, **options)

@@ -40,6 +40,19 @@ def start(
 
 
 @pytest.mark.slow
+def test_a_later_start_computes_the_same_bits(tmp_path: Path) -> None:
+    """The process that compiled a kernel called another copy of a function than later ones."""
+    code = """
+import hashlib
+import torch
+from nanovllm.backends.cpu.kernels.sampler import token_logprobs
+logits = torch.randn(400, 20_000, generator=torch.Generator().manual_seed(0)).bfloat16()
+print(hashlib.sha256(token_logprobs(logits, torch.arange(400), 3).numpy()).hexdigest())
+"""
+    assert start(tmp_path, code)[0] == start(tmp_path, code)[0]
+
+
+@pytest.mark.slow
 def test_first_start_answers_while_kernels_are_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +162,7 @@ for unit in (amx, simd):
 qkv, cache = np.empty((0, 1, 32), np.uint16), np.empty((0, 1, 16, 32), np.uint16)
 ints, partial = np.empty((0, 1), np.int64), np.empty((0, 0, 0), np.float32)
 groups = ints, ints, ints.ravel(), ints.astype(np.int32)
-arguments = (qkv, qkv, partial, cache, cache, *groups, True, 1.0, 0, 0)
+arguments = (qkv, qkv, partial, cache, cache, ints.ravel(), *groups, True, 0, 1.0, 0, 0)
 attention.attend_groups.compile(tuple(map(typeof, arguments)))
 for kernel in (amx.linear_blocks, attention.attend_groups, simd.linear_blocks, int8.amx_tile):
     code = kernel.inspect_asm(kernel.signatures[0])

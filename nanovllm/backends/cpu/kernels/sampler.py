@@ -110,7 +110,7 @@ def _uniform(seed, position):
     return np.float64(z >> np.uint64(11)) * 2.0**-53
 
 
-@compiled()
+@compiled(inline=True)
 def _exp_weights(logits, top, temperature, weights):
     """Set weights to e^((logits - top) / temperature), or 0 below e^-87. Return their sum."""
     total = f32(0)
@@ -121,7 +121,7 @@ def _exp_weights(logits, top, temperature, weights):
     return total
 
 
-@compiled()
+@compiled(inline=True)
 def _sum_from(weights, smallest):
     """Return the sum of the weights that are at least `smallest`."""
     total = f32(0)
