@@ -74,7 +74,7 @@ def run() -> None:
     say("""If all layers have a window, W / B + 2 blocks are enough for a request. With one full
         layer, each kind of layer needs a block table of its own, as in vLLM.""")
     QUESTIONS.show(2)
-    show_source(link(PlainAttention.prepare, "first = "), link(PlainAttention.prepare, "mask &="))
+    show_source(link(PlainAttention.prepare, "first = "), link(PlainAttention.prepare, "mask = ("))
 
 
 QUESTIONS = Questions("""

@@ -65,16 +65,15 @@ class PlainAttention:
         plans: dict[int, list[Any]] = {window: [] for window in self.windows}
         for window, (i, length) in itertools.product(plans, enumerate(batch.context_lens.tolist())):
             past = length - int(batch.query_lens[i])  # the queries are the last tokens
-            first = max(0, past + 1 - window) // self.block_size if window else 0
+            seen = window or length  # tokens that a query attends to
+            first = max(0, past + 1 - seen) // self.block_size
             blocks = batch.block_tables[i, first : -(-length // self.block_size)]
             first *= self.block_size
             mask = None
-            if past or 0 < window < length:
+            if past or seen < length:
                 keys = torch.arange(first, length, device=blocks.device)
                 queries = keys[past - first :, None]
-                mask = keys <= queries
-                if window:
-                    mask &= keys > queries - window
+                mask = (keys <= queries) & (keys > queries - seen)
             plans[window].append((slice(*starts[i : i + 2]), blocks, length - first, mask))
         batch.attention_metadata = plans
 

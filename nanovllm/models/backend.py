@@ -102,10 +102,15 @@ class Backend:
     linear = staticmethod(layers.linear)
     add_rms_norm = staticmethod(layers.add_rms_norm)
     silu_and_mul = staticmethod(layers.silu_and_mul)
-    gelu_and_mul = staticmethod(layers.gelu_and_mul)
     multiply_by_sigmoid = staticmethod(layers.multiply_by_sigmoid)
     # x [T, I] times a small weight [O, I] that is not in a Linear, such as a router's.
     small_linear: Callable[[Tensor, Tensor], Tensor] = staticmethod(F.linear)
+
+    @staticmethod
+    def gelu_and_mul(x: Tensor) -> Tensor:
+        """As silu_and_mul with GELU (arXiv:1606.08415), by tanh, in place of silu."""
+        gate, up = x.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
 
     def delta_rule(self) -> ModuleType | None:
         """Return a module of kernels for features/models/hybrid/delta_rule.py, or None.

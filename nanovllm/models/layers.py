@@ -42,12 +42,6 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def gelu_and_mul(x: Tensor) -> Tensor:
-    """As silu_and_mul with GELU (arXiv:1606.08415), by tanh, in place of silu."""
-    gate, up = x.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
-
-
 def multiply_by_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
     """Return x * sigmoid(gate), where x is [T, n] and gate is [T, n] or [T, 1]."""
     return x * gate.sigmoid()

@@ -475,7 +475,7 @@ REFERENCES: dict[str, Callable[[Any], Any]] = {
     "_norm_rope_store": norm_rope_store,
     "_add_rms_norm": add_rms_norm,
     "_silu_and_mul": lambda a: a.out.copy_(
-        (layers.gelu_and_mul if a.GELU else layers.silu_and_mul)(a.x)
+        (Backend.gelu_and_mul if a.GELU else layers.silu_and_mul)(a.x)
     ),
     "_weigh_chunks": lambda a: None,  # the reference of _draw reads all logits
     "_draw": draw,
