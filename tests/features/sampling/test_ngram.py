@@ -20,7 +20,7 @@ from nanovllm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsPar
 from nanovllm.config import SpeculativeConfig
 from nanovllm.engine import sampling
 from nanovllm.features.sampling import ngram
-from nanovllm.features.sampling.logit_rules import row_rules
+from nanovllm.features.sampling.logit_rules import row_rules, rules_of_row
 from nanovllm.features.sampling.ngram import FIRST_PAUSE, LONGEST_PAUSE, Lookup, NgramSpeculation
 from nanovllm.loading.checkpoint import find_checkpoint
 from nanovllm.runner import rows
@@ -391,7 +391,7 @@ FAULTS = {
         rows, "_start_step", "starts[1:][sampled] - 1 - tokens_after", "starts[1:][sampled] - 1"
     ),
     "penalties do not count drafts": Mutant(
-        row_rules, "at_each_position", "self.output + rules.drafts_before", "self.output"
+        rules_of_row, "at_each_position", "self.output + rules.drafts_before", "self.output"
     ),
     "penalties do not count accepted drafts": Mutant(
         row_rules,

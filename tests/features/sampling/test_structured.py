@@ -534,7 +534,8 @@ def test_a_choice_of_many_strings(embedded: LLM) -> None:
 
 
 def test_without_the_library(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded.engine.input_processor.grammars(), "vocabulary", None)
+    compiler = embedded.engine.input_processor.grammars()
+    monkeypatch.delitem(vars(compiler), "vocabulary", raising=False)
     monkeypatch.setitem(sys.modules, "llguidance.hf", None)
     with pytest.raises(ImportError, match=r"pip install -e '.\[structured\]'"):
         embedded.generate("x", structured("date"), use_tqdm=False)

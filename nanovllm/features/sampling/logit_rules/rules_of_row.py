@@ -92,8 +92,15 @@ class RowRules:
         for processor, with_prompt in zip(processors, self.take_prompt, strict=False):
             token_ids = (self.prompt, self.output) if with_prompt else (self.output,)
             changed = processor(*map(list, token_ids), logits)
-            if changed is not None:  # else the processor has changed `logits` in place
-                logits.copy_(torch.as_tensor(changed))
+            if changed is None:
+                continue  # the processor has changed `logits` in place
+            changed = torch.as_tensor(changed)
+            if changed.shape != logits.shape:
+                raise ValueError(
+                    f"the logits processor {processor!r} returned the shape {list(changed.shape)}, "
+                    f"not {list(logits.shape)}; return the logits, or change them in place"
+                )
+            logits.copy_(changed)
         if processors and not (logits < float("inf")).all():
             # The softmax of infinity is NaN: keep only infinite logits. If any is NaN, mask all.
             kept = logits.isposinf() & ~logits.isnan().any()
