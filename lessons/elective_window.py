@@ -4,9 +4,9 @@ In a layer with a window of W tokens a query attends to the last W tokens, itsel
 arXiv:2310.06825; Gemma 3, arXiv:2503.19786). At position p, its first key is at max(0, p - W + 1).
 Blocks of 4 slots and a window of 6:
 
-    keys                 0  1  2  3 | 4  5  6  7 | 8  9 10 11 | 12
-    the query at 8       .  .  . x  | x  x  x  x | x          |         x: attended to
-    the query at 12      .  .  .  . | .  .  . x  | x  x  x  x | x       Block 0 is not read.
+    keys              0  1  2  3 | 4  5  6  7 | 8  9 10 11 | 12
+    the query at 8    .  .  .  x | x  x  x  x | x          |     x: attended to
+    the query at 12   .  .  .  . | .  .  .  x | x  x  x  x | x   Block 0 is not read.
 
 A kernel begins with the block of the first key, and masks the keys before it. So a decode reads at
 most W + B - 1 keys, however long the context is. Information still travels further: in layer n - 1

@@ -140,6 +140,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(
     monkeypatch.undo()
     assert status == 0
     assert 0 < len(capsys.readouterr().out) < len("1, 2, 3, 4, 5, 6, 7, 8, 9\n")
+    embedded.generate("1", SamplingParams(max_tokens=1), use_tqdm=False)
     assert embedded.stats()["running"] == 0
 
 

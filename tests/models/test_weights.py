@@ -173,10 +173,10 @@ def test_weights_that_do_not_fit(
     with pytest.raises(
         ValueError, match=r"weights of .* GiB in float32.* free on cpu; dtype=.*end other"
     ):
-        random_llm(tmp_path)
+        random_llm(tmp_path, attention_backend="sdpa")
     monkeypatch.setattr(memory, "available_host_memory", lambda: size)
     with pytest.raises(InterruptedError, match="loading begins"):
-        random_llm(tmp_path, num_kv_cache_blocks=1)
+        random_llm(tmp_path, attention_backend="sdpa", num_kv_cache_blocks=1)
     monkeypatch.setattr(memory, "available_host_memory", lambda: size // 2 - 1)
     with pytest.raises(ValueError, match="in bfloat16"):
         random_llm(tmp_path, dtype="bfloat16", load_format="dummy")

@@ -257,7 +257,6 @@ def test_compressed_tensors_gives_the_same_weights() -> None:
             assert torch.equal(found, wanted), (layout, fields, symmetric)
 
 
-@pytest.mark.parametrize("attention_backend", ["sdpa", "numba"])
 @pytest.mark.parametrize(
     ("name", "is_kept"),
     [
@@ -269,15 +268,11 @@ def test_compressed_tensors_gives_the_same_weights() -> None:
         ("compressed W8A8", False),
     ],
 )
-def test_int4_keeps_the_numbers(
-    name: str, is_kept: bool, attention_backend: str, tmp_path: Path
-) -> None:
+def test_int4_keeps_the_numbers(name: str, is_kept: bool, tmp_path: Path) -> None:
     """Weights in symmetric groups of 32 inputs or more are not quantized a second time."""
-    if attention_backend == "numba":
-        pytest.importorskip("numba")
     make_checkpoint(tmp_path)
     decoded = quantize_checkpoint(tmp_path, name)
-    options: Any = {"quantization": "int4", "attention_backend": attention_backend}
+    options: Any = {"quantization": "int4", "attention_backend": "sdpa"}
     llm = random_llm(tmp_path, **options)
     for key, weight in weights_of(llm).items():
         if key.endswith("_proj.weight"):
@@ -287,15 +282,12 @@ def test_int4_keeps_the_numbers(
     assert llm.generate(PROMPTS, GREEDY, use_tqdm=False)
 
 
-@pytest.mark.parametrize("attention_backend", ["sdpa", "numba"])
 @pytest.mark.parametrize("name", ["compressed W4A16", "gptq symmetric", "awq", "gptq"])
-def test_int4_of_a_quantized_hybrid_model(
-    name: str, attention_backend: str, tmp_path: Path
-) -> None:
+def test_int4_of_a_quantized_hybrid_model(name: str, tmp_path: Path) -> None:
     """Its layers reorder the rows of some weights. Symmetric weights keep their numbers."""
     make_hybrid_checkpoint(tmp_path, "LF")
     decoded = quantize_checkpoint(tmp_path, name)
-    options: Any = {"quantization": "int4", "attention_backend": attention_backend}
+    options: Any = {"quantization": "int4", "attention_backend": "sdpa"}
     llm = random_llm(tmp_path, **options)
     assert llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     plain = tmp_path / "plain"

@@ -117,7 +117,7 @@ def test_other_directories(old_and_new: tuple[LLM, Any, Any], tmp_path: Path) ->
     llm = old_and_new[0]
     make_checkpoint(tmp_path, num_hidden_layers=3, **WIDE)
     with pytest.raises(
-        ValueError, match="is another model than .*: they differ in num_layers; make"
+        ValueError, match="is another model than .*: they differ in num_layers, windows; make"
     ):
         llm.load_weights(tmp_path)
     for missing in (str(tmp_path / "missing"), "~nobody-here/missing"):
