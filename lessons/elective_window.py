@@ -6,12 +6,13 @@ Blocks of 4 slots and a window of 6:
 
     keys              0  1  2  3 | 4  5  6  7 | 8  9 10 11 | 12
     the query at 8    .  .  .  x | x  x  x  x | x          |     x: attended to
-    the query at 12   .  .  .  . | .  .  .  x | x  x  x  x | x   Block 0 is not read.
+    the query at 12   .  .  .  . | .  .  .  x | x  x  x  x | x
 
-A kernel begins with the block of the first key, and masks the keys before it. So a decode reads at
-most W + B - 1 keys, however long the context is. Information still travels further: in layer n - 1
-each of these W tokens has seen W others. In Gemma 3 every sixth layer has no window. This engine
-keeps the blocks behind the window, because all layers have the same block table.
+A kernel begins with the block of the first key, and masks the keys before it: at 12, block 0 is not
+read. So a decode reads at most W + B - 1 keys, however long the context is. Information still
+travels further: in layer n - 1 each of these W tokens has seen W others. In Gemma 3 every sixth
+layer has no window. This engine keeps the blocks behind the window, because all layers have the
+same block table.
 """
 
 from typing import Any

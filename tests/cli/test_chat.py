@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import nanovllm.__main__ as program
-from nanovllm import LLM, StreamOutput
+from nanovllm import LLM, SamplingParams, StreamOutput
 from nanovllm.cli import chat
 
 Talk = Callable[..., tuple[int, list[Any]]]

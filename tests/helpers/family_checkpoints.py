@@ -94,5 +94,7 @@ def make_family_checkpoint(
     model_class = getattr(transformers, name.removesuffix("Text") + ending)
     model = model_class(config).float().eval()
     randomize(model, zero_centered=name.startswith("Gemma3"), scale=1.5)
+    if name.startswith("Gemma3"):  # the factor of the embeddings would hide the layers
+        model.get_input_embeddings().weight.data *= 0.25
     model.save_pretrained(path)
     return model

@@ -207,6 +207,7 @@ def test_a_query_sees_nothing_of_later_tokens(dtype: torch.dtype, count: int) ->
             v.data_ptr(),
             shape,
             reads,
+            0,
             1.0,
             like,
             like,
