@@ -34,7 +34,7 @@ WRONG = [
     ("attention", "_attend", "row // G, num_queries - 1", "row // G, num_queries - 2"),
     ("attention", "_attend_decode", "(row < G)[:, None]", "(row < G - 1)[:, None]"),
     ("attention", "_attend_decode", "seq * table_stride", "0 * table_stride"),
-    ("attention", "_split_context", "tl.cdiv(context_len, split_size)", "1"),
+    ("attention", "_split_context", "tl.cdiv(length, split_size)", "1"),
     ("attention", "_merge_splits", "(split < num_splits)", "(split < num_splits - 1)"),
     ("attention", "_merge_splits", "tl.exp2(lse -", "tl.exp2(2 * lse -"),
     ("sampler", "_weigh_chunks", "token < V", "token < V - 1"),
