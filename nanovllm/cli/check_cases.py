@@ -44,6 +44,7 @@ Case: TypeAlias = tuple[str, str, torch.dtype, Callable[[], Row]]  # kernel, for
 
 def main(start: int, only: list[str]) -> None:
     """Print the messages for cli/check.py: of rows from number `start` with all words of `only`."""
+    faulthandler.dump_traceback_later(MAX_SECONDS, exit=True)
 
     def send(**message: Any) -> None:
         print(f"\n{MARK}{json.dumps(message)}", flush=True)

@@ -126,19 +126,21 @@ class LLMEngine:
     def abort(self, requests: Iterable[Request], wait: bool = True) -> None:
         """End the requests that are unfinished. A newer request with the same id is not affected.
 
-        wait: whether they end now. A stream must not wait for the lock, because the garbage
-            collector can close it while this thread holds the lock. Its requests end with the next
-            call of a method of the engine.
+        wait: whether to wait for the lock. A stream must not, because the garbage collector can
+            close it while this thread holds the lock. Its requests then end before the next step.
         """
         self._to_abort.extend(requests)
-        if wait:
-            self._run_pending_aborts()
+        self._run_pending_aborts(wait)
 
-    def _run_pending_aborts(self) -> None:
+    def _run_pending_aborts(self, wait: bool = True) -> None:
         if self._to_abort:
-            with hold_interrupt(), self.lock:
-                while self._to_abort:
-                    self._abort_request(self._to_abort.popleft())
+            with hold_interrupt():
+                if self.lock.acquire(blocking=wait):
+                    try:
+                        while self._to_abort:
+                            self._abort_request(self._to_abort.popleft())
+                    finally:
+                        self.lock.release()
 
     def _abort_request(self, request: Request) -> None:
         """End a request in any state, unless it has ended. The lock is held."""
@@ -167,9 +169,15 @@ class LLMEngine:
     def step(self) -> list[Any]:
         """Run one step. Returns the outputs of requests that finished since the last call."""
         self.run_step()
-        with self.lock:
-            finished, self.finished = self.finished, {}
-        return list(finished.values())
+        finished: dict[str, Any] = {}
+        try:
+            with self.lock:
+                finished, self.finished = self.finished, {}
+            return list(finished.values())
+        except BaseException:  # Ctrl-C between any two lines
+            with self.lock:
+                self.finished = finished | self.finished
+            raise
 
     def run_step(self) -> None:
         """Run one step for the requests of all threads, or wait for the one that another runs.
@@ -181,6 +189,9 @@ class LLMEngine:
             if not is_mine:
                 return
             try:
+                if any(step.get_output is None for step in self.scheduler.in_flight):
+                    with hold_interrupt(), self.lock:  # Ctrl-C came again before `_revert`
+                        self._revert(KeyboardInterrupt())
                 self._run_pending_aborts()
                 self._run_step()
                 self._run_pending_aborts()
@@ -254,6 +265,7 @@ class LLMEngine:
 
         Raises RuntimeError if a request is unfinished or a step runs.
         """
+        self._locks.check_process()
         self._run_pending_aborts()
         with self.lock:
             if self.requests or self._locks.is_stepping:
@@ -265,6 +277,7 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> bool:
         """See `LLM.reset_prefix_cache`."""
+        self._locks.check_process()
         self._run_pending_aborts()
         with hold_interrupt(), self.lock:
             return self.scheduler.block_manager.reset_prefix_cache()

@@ -35,6 +35,6 @@ def repeats(tokens: list[int], params: RepetitionDetectionParams) -> bool:
     most = min(params.max_pattern_size, len(tokens) // params.min_count)
     for size in range(params.min_pattern_size or 1, most + 1):
         before = size * (params.min_count - 1)  # tokens that equal the ones a pattern before
-        if tokens[-1] == tokens[-1 - size] and tokens[-before:] == tokens[-before - size : -size]:
+        if all(tokens[-i] == tokens[-i - size] for i in range(1, before + 1)):
             return True
     return False

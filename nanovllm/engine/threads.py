@@ -65,8 +65,9 @@ class EngineLocks:
         """Yield True if this thread runs a step in the block.
 
         If another thread runs one, wait for its end and yield False. Raises RuntimeError if this
-        thread itself runs one.
+        thread itself runs one, and in a forked process.
         """
+        self.check_process()
         own = threading.Lock()
         with own:
             with self.lock:

@@ -188,7 +188,7 @@ def task_maker(
             return Scoring(params)
         if isinstance(params, SamplingParams):
             return Sampling(inputs, params, separates=parser is not None)
-        kinds = "a SamplingParams, BeamSearchParams or PoolingParams"
+        kinds = "a SamplingParams, BeamSearchParams, ScoringParams or PoolingParams"
         raise TypeError(f"sampling_params must be {kinds}, not {params!r}")
 
     return make_task

@@ -80,7 +80,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Mistral3": {"num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True},
     "Ministral3": {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
     "Phi3": {"original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0},
-    "SmolLM3": {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    "SmolLM3": {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
     "Granite": {},
     "Gemma3": {
         **{"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "head_dim": 256},

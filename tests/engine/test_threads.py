@@ -14,6 +14,8 @@ from checkpoints import random_llm
 from engines import is_idle, run_in_threads
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine import llm_engine
+from nanovllm.plan import StepPlan
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -248,6 +250,32 @@ def test_forked_processes() -> None:
             assert "used OpenMP" in second
             assert "get_context('spawn')" in first
             assert "get_context('spawn')" in second
+
+
+def test_ctrl_c_twice(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second comes before the step that the first has ended is reverted."""
+    llm = random_llm(path)
+    engine, run, hold = llm.engine, llm.engine.runner.run, llm_engine.hold_interrupt
+    want = call(llm, "generate", [1, 2], GREEDY)[0]
+
+    def press_again() -> None:
+        monkeypatch.setattr(llm_engine, "hold_interrupt", hold)
+        raise KeyboardInterrupt
+
+    def press(plan: StepPlan) -> None:
+        monkeypatch.setattr(llm_engine, "hold_interrupt", press_again)
+        raise KeyboardInterrupt
+
+    engine.add_request([1, 2], GREEDY, "a")
+    engine.runner.run = press
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.runner.run = run
+    outputs: list[Any] = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert [output["token_ids"] for output in outputs] == [want]
+    assert is_idle(engine)
 
 
 def test_an_abort_of_a_request_that_another_thread_ends(path: Path) -> None:

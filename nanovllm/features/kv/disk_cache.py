@@ -69,7 +69,8 @@ def load(engine: Any, config: Any, path: Any) -> int:
         names = [name for name in {**here, **found} if here.get(name) != found.get(name)]
         if names not in ([], ["model"]):  # a copy of the model has another path
             differences = ", ".join(
-                f"{name} ({found.get(name)!s:.99}; here {here.get(name)!s:.99})" for name in names
+                f"{name} ({found.get(name)!s:.99}; here {here.get(name)!s:.99})"
+                for name in names[:8]
             )
             raise ValueError(
                 f"{file} does not fit this engine: they differ in {differences}; use another "

@@ -127,7 +127,7 @@ class SmolLM3Config(ModelConfig):
             fields = raw | {"layer_types": [FULL if x else SLIDING for x in layers]}
             base = super().from_json(fields | dict.fromkeys(NO_ROPE), path)
         ropes = RopeConfig(partial_rotary_factor=0.0), base.rope
-        return replace(base, ropes=tuple(ropes[x] for x in layers))
+        return replace(base, ropes=tuple(ropes[int(x)] for x in layers))
 
 
 # ---- Granite 3 ----

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from bisect import bisect
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -96,7 +95,11 @@ def function_name(what: str, value: Any) -> str:
 
 
 class Tags:
-    """The tags of a text, and which of them belong together."""
+    """The tags of a text, and which of them belong together.
+
+    One pass from the last tag to the first finds this out, so that the time does not grow with the
+    square of the number of openings without an end.
+    """
 
     def __init__(self, text: str, schemas: Fields) -> None:
         """schemas: the parameters of each tool, by its name."""
@@ -106,10 +109,32 @@ class Tags:
         }
         self.parameters = set().union(*self.properties.values())  # of all tools
         self.tags = list(TAG.finditer(text))
-        self.kinds = [tag[1] or tag[0] for tag in self.tags] + [""] * 2
-        ends = [i for i, kind in enumerate(self.kinds) if kind == END_FUNCTION]
-        self.function_ends = [*ends, len(self.tags)]
-        self.without_end: set[int] = set()  # tags of functions that `read_functions` has tried
+        self.kinds = [tag[1] or tag[0] for tag in self.tags] + [""] * 3
+        # The tag that ends a value to which the text before tag i belongs. If there is none, -1,
+        # which is also an index: of an entry after the last tag.
+        self.ends = [-1] * len(self.kinds)
+        # Whether a </parameter> that ends a value follows, before a parameter begins.
+        self.in_value = [False] * len(self.kinds)
+        # Whether a function that continues at tag i has an end.
+        self.complete = [False] * len(self.kinds)
+        next_end = len(self.tags)  # of a function
+        for i in reversed(range(len(self.tags))):
+            kind, end = self.kinds[i], self.ends[i + 1]
+            next_end = i if kind == END_FUNCTION else next_end
+            # A function that a value quotes is a part of the value.
+            is_whole = kind == "function" and self.is_joined(i, "parameter")
+            after = next_end + 1 if is_whole else i + 1
+            self.ends[i], self.in_value[i] = self.ends[after], self.in_value[after]
+            if self._ends_value(i):
+                self.ends[i] = i
+                if kind in ("parameter", END_PARAMETER):
+                    self.in_value[i] = kind == END_PARAMETER
+            if kind == "function":
+                self.complete[i] = self.is_joined(i) and self.complete[i + 1]
+            elif kind == "parameter":
+                self.complete[i] = self.complete[end + (self.kinds[end] == END_PARAMETER)]
+            else:
+                self.complete[i] = kind in (END_FUNCTION, END_BLOCK)
 
     def is_joined(self, i: int, kind: str = "") -> bool:
         """Return whether only white space separates a tag and the next one, which is a `kind`."""
@@ -117,54 +142,32 @@ class Tags:
             return False
         return not self.text[self.tags[i].end() : self.tags[i + 1].start()].strip()
 
-    def begins_parameter(self, i: int) -> bool:
-        """Return whether a tag begins a parameter. Otherwise a value may quote it."""
-        tag = self.tags[i]
-        is_known = not self.parameters or tag[2] in self.parameters
-        return self.kinds[i] == "parameter" and (is_known or self.text[tag.start() - 1] == "\n")
-
-    def value_end(self, i: int) -> int:
-        """Return the tag that ends a value, from tag `i` on, or the number of tags.
-
-        It is the last </parameter> before which no parameter begins and after which a tag follows.
-        If there is none, the next tag ends the value that ends a function or begins a parameter.
-        """
-        closing = other = None
-        while i < len(self.tags) and not self.begins_parameter(i):
-            if self.kinds[i] == END_PARAMETER and self.is_joined(i):
-                closing = i
-            elif self.kinds[i] in (END_FUNCTION, END_BLOCK) and other is None:
-                other = i
-            elif self.kinds[i] == "function" and self.is_joined(i, "parameter"):
-                # The value quotes a function.
-                i = self.function_ends[bisect(self.function_ends, i)]
-            i += 1
-        ends = (end for end in (closing, other, i) if end is not None)
-        return min(next(ends), len(self.tags))
+    def _ends_value(self, i: int) -> bool:
+        """Return whether a tag ends a value. Otherwise a value may quote it."""
+        kind, tag = self.kinds[i], self.tags[i]
+        if kind == "parameter":  # </parameter> is missing
+            is_known = not self.parameters or tag[2] in self.parameters
+            return is_known or self.text[tag.start() - 1] == "\n"
+        is_end = kind in (END_FUNCTION, END_BLOCK) or (kind == END_PARAMETER and self.is_joined(i))
+        return is_end and not self.in_value[i + 1]
 
     def read_functions(self, i: int) -> tuple[list[tuple[str, Fields]], int]:
         """Return the names and arguments of the functions at a tag, and the position after them."""
-        found: list[tuple[str, Fields]] = []
-        pending: dict[int, tuple[str, Fields]] = {}  # functions whose end was not read yet
-        after = 0
-        while self.kinds[i] == "function" and self.is_joined(i) and i not in self.without_end:
+        found, after = [], 0
+        while self.kinds[i] == "function" and self.complete[i]:
             name, arguments = self.tags[i][2], Fields()
             schema, properties = self.schemas.get(name, {}), self.properties.get(name, {})
-            pending[i] = name, arguments
             i += 1
-            while self.kinds[i] == "parameter" and (end := self.value_end(i + 1)) < len(self.tags):
-                tag = self.tags[i]
+            while self.kinds[i] == "parameter":
+                tag, end = self.tags[i], self.ends[i + 1]
                 value = self.text[tag.end() : self.tags[end].start()]
                 types = allowed_types(properties.get(tag[2]), schema, set())
                 arguments[tag[2]] = typed(value.removeprefix("\n").removesuffix("\n"), types)
                 i = end + (self.kinds[end] == END_PARAMETER)
-            if self.kinds[i] in (END_FUNCTION, END_BLOCK):
-                found += pending.values()
-                pending = {}
-                has_end = self.kinds[i] == END_FUNCTION
-                after = self.tags[i].end() if has_end else self.tags[i].start()
-                i += has_end and self.is_joined(i, "function")
-        self.without_end.update(pending)
+            found.append((name, arguments))
+            has_end = self.kinds[i] == END_FUNCTION
+            after = self.tags[i].end() if has_end else self.tags[i].start()
+            i += has_end and self.is_joined(i, "function")
         return found, after
 
 

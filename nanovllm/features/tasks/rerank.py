@@ -57,6 +57,8 @@ class Scorer:
         instruction: str | None = None,
         names: Sequence[str] = ("data_1", "data_2"),
     ) -> None:
+        if instruction is not None:
+            check_scalar("instruction", instruction, str)
         queries, documents = as_texts(data_1, names[0]), as_texts(data_2, names[1])
         if len(queries) not in (1, len(documents)):
             raise ValueError(
