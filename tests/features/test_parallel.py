@@ -52,6 +52,9 @@ def ranks() -> Iterator[Job]:
         server.stdin.close()
 
 
+FAMILIES = "qwen3vl", "phi4mini", "smollm3", "ministral3", "granite", "gemma3", "mistral window"
+
+
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     path = tmp_path_factory.mktemp("ranks")
@@ -59,7 +62,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     make_checkpoint(path / "qwen2", family="qwen2", tie=True)
     # As many KV heads as 4 ranks, and biases of all attention layers.
     make_checkpoint(path / "biased", "llama", kv_heads=4, group=1, attention_bias=True)
-    for family in ("qwen3vl", "phi4mini", "smollm3", "ministral3", "granite"):
+    for family in FAMILIES:
         make_family_checkpoint(path / family, family)
     make_moe_checkpoint(path / "moe", mlp_only_layers=[1])
     # An expert of each of two ranks has as many units as a block of int8 weights.
@@ -85,7 +88,7 @@ CASES = [
     ("biased", 4, {"async_scheduling": True, "swap_space": 2**-9}),
     ("moe", 2, {}),  # each expert is divided
     ("phi4mini", 4, {}),  # a tensor of q, k and v is divided, with each KV head on two ranks
-    *((family, 2, {}) for family in ("qwen3vl", "phi4mini", "smollm3", "ministral3", "granite")),
+    *((family, 2, {}) for family in FAMILIES),
 ]
 
 

@@ -859,6 +859,7 @@ SCENARIOS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "qwen3": ("qwen3", partial(serve, runs=((False, True, 99), (False, False, 5)))),
     "qwen2": ("qwen2", serve),
     "smollm3": ("smollm3", serve),
+    "gemma3": ("gemma3", serve),
     "host cache": ("qwen3", host_cache),
     "bfloat16": ("qwen3", partial(serve, dtype="bfloat16")),
     "bfloat16 with fp8": ("scaled", partial(serve, dtype="bfloat16", kv_cache_dtype="fp8")),

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 # The scenarios of dry_run.py. Those of a process share the answers of the CPU.
 FIRST = ("qwen3", "faults")
 OTHERS = ("int8", "int4", "host cache", "ranks", "drafts", "qwen2", "memory", "decode", "bfloat16")
-OTHERS += ("smollm3", "invariant", "bfloat16 with fp8", "hybrid experts", "int8 experts")
+OTHERS += ("smollm3", "gemma3", "invariant", "bfloat16 with fp8", "hybrid experts", "int8 experts")
 # Of 32, as in all models.
 MULTIPLES = dict(moe_intermediate_size=64, shared_expert_intermediate_size=64)
 
@@ -40,6 +40,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     make_checkpoint(path / "qwen3")
     make_checkpoint(path / "qwen2", family="qwen2")
     make_family_checkpoint(path / "smollm3", "smollm3", hidden_size=128)
+    make_family_checkpoint(path / "gemma3", "gemma3", hidden_size=128, head_dim=32)
     # A checkpoint with scales of an fp8 KV cache.
     make_checkpoint(path / "scaled")
     file = path / "scaled" / "model.safetensors"
@@ -60,7 +61,7 @@ def test_the_model_of_the_device_finds_faults(found: Callable[[str], Any]) -> No
 
 @scenarios(
     *("qwen3", "qwen2", "int8", "int4", "ranks", "drafts", "host cache", "hybrid experts"),
-    *("int8 experts", "smollm3"),
+    *("int8 experts", "smollm3", "gemma3"),
 )
 def test_tokens_are_those_of_the_cpu_engine(found: Callable[[str], Any], name: str) -> None:
     for run in found(name)["found"]:
@@ -87,7 +88,7 @@ def test_the_host_waits_for_tokens_only(found: Callable[[str], Any], name: str) 
 
 @scenarios(
     *("qwen3", "qwen2", "bfloat16", "bfloat16 with fp8", "int8", "int4", "ranks", "drafts"),
-    *("invariant", "hybrid experts", "int8 experts", "smollm3"),
+    *("invariant", "hybrid experts", "int8 experts", "smollm3", "gemma3"),
 )
 def test_nothing_is_compiled_while_serving(found: Callable[[str], Any], name: str) -> None:
     for run in found(name)["found"]:
