@@ -89,6 +89,7 @@ SPILLS = {
     r"_int[48]_linear .* ALIGNED=False": "layers whose inputs are no multiple of 16 are rare",
     r"_(solve|chunk_rule) \(float32 ": "it uses no matrix units, and is for comparisons",
     r"sm_(80|100): _(solve|chunk_rule) ": "at most 312 bytes; it has all 255 registers",
+    r"sm_100: _attend \(bfloat16 D=64 G=2 WINDOW": "8 bytes, for the second bound of the mask",
     r"sm_80: _int4_linear .* G=128": "32 bytes of its two accumulators",
     r"sm_75: _expert_linear": "136 to 640 bytes with both tiles, in each kind of weights",
     r"sm_75: _int[48]_linear": "2 to 8 KB with every tile; use the dtype of the model there",
