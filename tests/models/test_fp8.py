@@ -113,7 +113,8 @@ def rounded_llm(path: Path, scales: list[Scales], **options: Any) -> LLM:
     """An engine in float32 whose keys and values are rounded as for fp8."""
 
     class RoundedBackend(Backend):
-        attention_class = partial(references.RoundedAttention, rounded_by=scales)  # type: ignore[assignment]
+        # Python 3.14 would bind a partial function as a method.
+        attention_class = staticmethod(partial(references.RoundedAttention, rounded_by=scales))  # type: ignore[assignment]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "Backend", RoundedBackend)
