@@ -87,8 +87,8 @@ def run() -> None:
         device: step N writes it to `Rows.last_tokens`, where step N+1 reads it.
 
         The price: a sequence that sampled a stop token is computed once more, and the token of this
-        step is dropped. Its blocks may be free by then. The device computes steps in order, so
-        whoever gets a block next stores its keys and values later.""")
+        step is dropped. Its blocks may be free by then. The device computes steps in order, so the
+        next sequence that gets a block stores its keys and values later.""")
     show_source(
         link("engine.llm_engine.LLMEngine._run_step", "self.async_scheduling"),
         link("runner.rows.Rows.record", "self.last_tokens[rows]"),

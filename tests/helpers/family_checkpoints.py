@@ -3,21 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import torch
 from checkpoints import randomize
 
-SIZES: dict[str, Any] = dict(
-    vocab_size=199,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-    eos_token_id=0,
-    bos_token_id=None,
-    pad_token_id=None,
+SIZES: dict[str, Any] = checkpoints.SIZES | dict(
+    num_hidden_layers=3, bos_token_id=None, pad_token_id=None
 )
+del SIZES["head_dim"], SIZES["tie_word_embeddings"]  # each family has its own defaults
 LONG = {  # 18 of 24 numbers of a head are rotated
     "rope_type": "longrope",
     "rope_theta": 1e4,
