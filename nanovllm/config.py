@@ -35,14 +35,11 @@ WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "trust_remote_code": (False,),
 }
 # Formats of quantized checkpoints. In vLLM, "_marlin" selects kernels.
-FORMATS = (
-    *("fp8", "modelopt", "fbgemm_fp8", "compressed-tensors"),
-    *("awq", "awq_marlin", "gptq", "gptq_marlin"),
-)
+FORMATS: tuple[str, ...] = ("fp8", "modelopt", "fbgemm_fp8", "compressed-tensors")
+FORMATS += ("awq", "awq_marlin", "gptq", "gptq_marlin")
 
-
-# A step with drafts has at most so many tokens. More would make it limited by computing. The number
-# for a GPU is an estimate.
+# The largest number of tokens of a step with drafts. With more, computation would limit its speed.
+# The number for a GPU is an estimate.
 MAX_DRAFT_STEP = {"cpu": 16, "cuda": 64}
 
 
@@ -51,7 +48,7 @@ class SpeculativeConfig:
     """Speculation by n-grams: the option speculative_config, with the names of vLLM."""
 
     method: Annotated[str, "ngram"] = "ngram"
-    num_speculative_tokens: Annotated[int, 1, 64] = 5  # at most so many drafts of a row in a step
+    num_speculative_tokens: Annotated[int, 1, 64] = 5  # the most drafts of a row in a step
     prompt_lookup_max: Annotated[int, 1, 64] = 4  # size of the longest n-gram that is looked up
     prompt_lookup_min: Annotated[int, 1, 64] = 2  # and of the shortest
 

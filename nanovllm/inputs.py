@@ -44,7 +44,7 @@ def as_list(prompts: Prompt | Iterable[Prompt], name: str = "prompts") -> list[P
 
 
 def is_number(item: Any) -> bool:
-    """Return whether an item is a number, also one of NumPy or torch, and thus part of a prompt."""
+    """Return whether an item is a number, also of NumPy or torch. A list of them is one prompt."""
     is_scalar = getattr(item, "shape", None) == () and not isinstance(item, str)  # np.str_ has one
     return isinstance(item, int | float) or is_scalar
 

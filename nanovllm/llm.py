@@ -128,10 +128,8 @@ class LLM:
     ) -> list[results.BeamSearchOutput]:
         """Search for the most likely outputs of the prompts; see beam_search.py.
 
-        params: one for all prompts, or one for each.
-
-        Returns one result per prompt. Its `sequences` are sorted, the best first. Prompts, errors
-        and Ctrl-C are as in `generate`.
+        Returns one result per prompt. Its `sequences` are sorted, the best first. Prompts, `params`
+        for all or for each of them, errors and Ctrl-C are as in `generate`.
         """
         pairs = pair_up(prompts, params, BeamSearchParams, "params", optional=False)
         requests = self._run(pairs, use_tqdm, "Searching")

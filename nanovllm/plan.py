@@ -82,7 +82,7 @@ class ResultKind(Enum):
     NOTHING = 3  # only the log-probabilities of its targets
 
 
-# These stand in place of a token in `StepOutput.token_ids`.
+# Values in `StepOutput.token_ids` that are not tokens.
 NO_TOKEN = -1  # no token could be sampled
 COMPLETE = -2  # the row's grammar is complete
 

@@ -53,7 +53,7 @@ MUTANTS = read(
     a copy is not planned | copy_on_write \
         | self._copies.append(BlockCopy(shared.block_id, copy)) | pass
     the copied block is not reported | allocate \
-        | new.append((seq.row, seq.num_computed // block_manager.block_size, copy)) | pass
+        | new.append((seq.row, seq.num_computed // self.block_manager.block_size, copy)) | pass
     a fork shares one token too many | commit | seq.num_prompt - 1 | seq.num_prompt
     the oldest is preempted | _make_room | self.running[-1] | self.running[0]
     a preempted sequence loses its tokens | preempt \

@@ -56,13 +56,14 @@ class BlockManager:
         self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True
     ) -> None:
         """Create `num_blocks` blocks for sequences, numbered from 1, and the null block 0."""
-        self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_blocks = num_blocks
+        self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.evictions = 0
         self._free_all()
 
     def _free_all(self) -> None:
-        """Make every block free, and forget the copies of the plan that is being made."""
+        """Make every block free."""
         self.blocks = [Block(i) for i in range(self.num_blocks + 1)]
         self.free = list(range(self.num_blocks, 0, -1))  # taken from the end
         self.evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -133,7 +134,8 @@ class BlockManager:
     def cache(
         self, block: Block, block_hash: bytes, token_ids: list[int], parent_block_hash: bytes
     ) -> None:
-        block.block_hash, block.token_ids = block_hash, token_ids
+        block.block_hash = block_hash
+        block.token_ids = token_ids
         block.parent_block_hash = parent_block_hash
         self.hash_to_block[block_hash] = block
 

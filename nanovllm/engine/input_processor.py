@@ -1,8 +1,4 @@
-"""InputProcessor: checks the prompts of a caller, encodes them, and makes their requests.
-
-An invalid prompt raises TypeError or ValueError, whose message names the value and says what to do
-instead.
-"""
+"""InputProcessor: checks the prompts of a caller, encodes them, and makes their requests."""
 
 from __future__ import annotations
 
@@ -34,6 +30,7 @@ class InputProcessor:
     default_sampling_params: SamplingParams
     seed: int
     max_logprobs: int = 20
+    separates_thinking: bool = False  # from the text; whether LLM() has a reasoning_parser
 
     # Set by make_engine. `make_task` checks the parameters of a request, and makes its task.
     make_task: Callable[[InputProcessor, Any], Task] = field(init=False)
@@ -105,9 +102,8 @@ class InputProcessor:
         tokenizer = self.get_tokenizer()
         try:
             # With verbose=True, a long text prints a warning about indexing errors.
-            return list(
-                tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
-            )
+            ids = tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+            return list(ids)
         except (TypeError, UnicodeError):  # text that is not Unicode
             raise ValueError(f"the text cannot be encoded as UTF-8: {text!r:.80}") from None
         except Exception as error:  # tokenizers raises Exception if a text has no token

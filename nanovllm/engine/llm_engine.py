@@ -7,6 +7,7 @@
 It owns the scheduler and the requests. `run_step` is one step, and `run` is the loop.
 """
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -92,14 +93,14 @@ class LLMEngine:
 
     def _add(self, request: Request) -> None:
         """Give a request its id, and queue its first sequence. The lock is held."""
-        number = self.num_requests
-        while not request.request_id and self._is_known(str(number)):  # a caller has chosen it
-            number += 1
-        request_id = request.request_id or str(number)
+        numbers = map(str, itertools.count(self.num_requests))
+        # A caller may have chosen a number.
+        request_id = request.request_id or next(i for i in numbers if not self._is_known(i))
         if self._is_known(request_id):
             raise ValueError(f"request_id {request_id!r} is in use")
         first = request.samples[0].seq
-        first.request, first.arrival = request, self.num_requests
+        first.request = request
+        first.arrival = self.num_requests
         first.request_id = request.request_id = request_id
         request.metrics.arrival_time = time.monotonic()
         request.task.start(request)
@@ -157,13 +158,12 @@ class LLMEngine:
     # ---- steps ----
 
     def run(self, requests: list[Request]) -> Iterator[None]:
-        """Run steps until the requests have ended. Yields after every step, also the last one."""
-        num_ended = 0  # the first `num_ended` requests have ended
-        while num_ended < len(requests):  # also if others ran the last steps since the last yield
-            self.run_step()
-            while num_ended < len(requests) and requests[num_ended].ended:
-                num_ended += 1
-            yield
+        """Run steps until the requests have ended. Yields after every step, and at the end."""
+        for request in requests:
+            while not request.ended:
+                self.run_step()
+                yield
+        yield  # other threads may have run the last steps
 
     def step(self) -> list[Any]:
         """Run one step. Returns the outputs of requests that finished since the last call."""

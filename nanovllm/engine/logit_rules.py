@@ -10,16 +10,11 @@ from nanovllm.sampling_params import LogitsProcessor, SamplingParams
 
 
 def make_rules(
-    params: SamplingParams,
-    inputs: InputProcessor,
-    stop_token_ids: frozenset[int],
-    separates: bool = False,
+    params: SamplingParams, inputs: InputProcessor, stop_token_ids: frozenset[int]
 ) -> LogitRules | None:
     """Return the rules that the parameters request, or None. May compile a grammar.
 
     Raises TypeError or ValueError for a value that the model or its tokenizer cannot use.
-
-    separates: whether thinking is separated from the text, so that the grammar is of the text.
     """
     bias = params.logit_bias or {}
     inputs.check_vocabulary("logit_bias has", bias)
@@ -45,7 +40,7 @@ def make_rules(
         logprob_token_ids=tuple(params.logprob_token_ids or ()),
         logits_processors=tuple(params.logits_processors or ()),
         grammar=grammar,
-        thinking=make_thinking(inputs, params, separates),
+        thinking=make_thinking(inputs, params),
     )
     return None if rules == LogitRules() else rules
 

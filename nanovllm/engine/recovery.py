@@ -29,7 +29,8 @@ def revert_in_flight(scheduler: Scheduler, seqs: Iterable[Sequence]) -> None:
     scheduler.waiting.clear()
     scheduler.free_rows = list(range(scheduler.max_num_seqs - 1, -1, -1))
     for seq in unfinished:
-        seq.status, seq.row, seq.decoding, seq.lookup = Status.UNQUEUED, -1, False, None
+        seq.leave_row()
+        seq.status = Status.UNQUEUED
         seq.num_output_placeholders = 0
         if not seq.awaits_token and seq.finish_reason is None:
             is_new = not seq.preemptions and seq.parent is None

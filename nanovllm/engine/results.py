@@ -54,7 +54,8 @@ def fail(request: Request, error: Exception) -> None:
     """Give all samples the finish reason "error". `end` ends the request."""
     record_error(request, error)
     for seq in request.seqs:
-        seq.finish_reason, seq.stop_reason, seq.forks = "error", None, []
+        seq.finish_reason, seq.stop_reason = "error", None
+        seq.forks = []
 
 
 def record_error(request: Request, error: Exception) -> None:

@@ -27,13 +27,8 @@ class Sampling(Task):
     result_kind = ResultKind.TOKEN
     has_tools = False  # whether the caller parses tool calls; set by cli/jobs/openai_format.py
 
-    def __init__(
-        self, inputs: InputProcessor, params: SamplingParams, separates: bool = False
-    ) -> None:
-        """Check the parameters. Raises TypeError or ValueError. May compile a grammar.
-
-        separates: whether thinking is separated from the text, as by `reasoning_parser`.
-        """
+    def __init__(self, inputs: InputProcessor, params: SamplingParams) -> None:
+        """Check the parameters. Raises TypeError or ValueError. May compile a grammar."""
         inputs.check_vocabulary("stop_token_ids has", params.stop_token_ids)
         if params.stop:
             inputs.get_tokenizer()  # raises ValueError if there is none
@@ -49,14 +44,15 @@ class Sampling(Task):
             filters["top_k"] = FILTERS["top_k"]
         self.filters = tuple(filters.values())
         self.repetition = as_params(params.repetition_detection)
-        self.separates = separates and params.detokenize
-        self.rules = make_rules(params, inputs, self.stop_token_ids, separates)
+        self.separates = inputs.separates_thinking and params.detokenize
+        self.rules = make_rules(params, inputs, self.stop_token_ids)
         self.num_prompt_logprobs = num_logprobs(inputs, "prompt_logprobs", params.prompt_logprobs)
 
     # ---- from a prompt to sequences ----
 
     def start(self, request: Request) -> None:
-        params, first = self.params, request.samples[0].seq
+        params = self.params
+        first = request.samples[0].seq
         # Requests without a seed get different seeds. The engine's seed makes a run repeatable if
         # the requests arrive in the same order.
         seed = params.seed
@@ -139,7 +135,8 @@ class Sampling(Task):
 
     def _add_text(self, sample: Sample, detokenizer: Detokenizer) -> None:
         """Append the text of the new tokens. Ends the sequence if a stop string is complete."""
-        seq, text_ids = sample.seq, self.text_ids(sample.seq)
+        seq = sample.seq
+        text_ids = self.text_ids(seq)
         for i in range(sample.num_received, seq.num_output):
             start = len(sample.text)
             sample.text += detokenizer.add(text_ids[i : i + 1])
@@ -150,18 +147,17 @@ class Sampling(Task):
 
     def _ends_with_stop(self, sample: Sample, start: int) -> bool:
         """End a sequence if its text from `start` on completes a stop string. Returns whether."""
-        seq, params = sample.seq, self.params
         # The stop string that is completed first ends the text; if several are, the first given.
         matches = [
             (begin + len(stop), stop)
-            for stop in params.stop or ()
+            for stop in self.params.stop or ()
             if (begin := sample.text.find(stop, max(0, start - len(stop) + 1))) >= 0
         ]
         if matches:
             end, stop = min(matches, key=lambda match: match[0])
-            end -= 0 if params.include_stop_str_in_output else len(stop)
+            end -= 0 if self.params.include_stop_str_in_output else len(stop)
             sample.text = sample.text[:end]
-            seq.finish_reason, seq.stop_reason = "stop", stop
+            sample.seq.finish_reason, sample.seq.stop_reason = "stop", stop
         return bool(matches)
 
     def text_ids(self, seq: Sequence) -> list[int]:
@@ -195,7 +191,8 @@ class Sampling(Task):
         )
 
     def completion(self, sample: Sample) -> CompletionOutput:
-        seq, text = sample.seq, sample.text
+        seq = sample.seq
+        text = sample.text
         reasoning = logprobs = total = None
         if sample.detokenizer is None and self.tokenizer is not None:
             text = self.detokenizer(seq).add(self.text_ids(seq))
@@ -222,13 +219,16 @@ class Sampling(Task):
 
     def read_sample(self, request: Request, sample: Sample) -> StreamOutput:
         """Return what is new in a sample. After its finish_reason, nothing is."""
-        seq, start, end = sample.seq, sample.tokens_streamed, len(sample.text)
+        seq = sample.seq
+        start = sample.tokens_streamed
+        end = len(sample.text)
         token_ids = seq.token_ids[seq.num_prompt + start :]
         stops = () if self.params.include_stop_str_in_output else self.params.stop
         if seq.finish_reason is None and stops:
             # The last characters may begin a stop string, which the text does not include.
             end -= max(map(len, stops)) - 1
-        text, reasoning = sample.text[sample.chars_streamed : max(end, sample.chars_streamed)], ""
+        text = sample.text[sample.chars_streamed : max(end, sample.chars_streamed)]
+        reasoning = ""
         sample.chars_streamed += len(text)
         sample.tokens_streamed += len(token_ids)
         sample.stream_ended = seq.finish_reason is not None

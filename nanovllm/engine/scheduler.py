@@ -87,7 +87,8 @@ class Scheduler:
 
     def queue(self, seq: Sequence, key: int = FIRST) -> None:
         """Insert a sequence into the queue by its key. By default, it becomes the head."""
-        seq.status, seq.queue_key = Status.WAITING, (key, seq.arrival, seq.index)
+        seq.status = Status.WAITING
+        seq.queue_key = (key, seq.arrival, seq.index)
         insort(self.waiting, seq, key=lambda waiting: waiting.queue_key)
 
     # ---- planning ----
@@ -95,8 +96,9 @@ class Scheduler:
     def schedule(self) -> InFlightStep | None:
         """Plan one step, and count its tokens as computed. Returns None if none can be planned."""
         step = InFlightStep(plan := StepPlan())
-        preemptions, budget = self.preemptions, self.token_budget
-        block_size, speculation = self.block_manager.block_size, self.speculation
+        budget = self.token_budget
+        preemptions = self.preemptions
+        block_size = self.block_manager.block_size
 
         # 1. Running sequences, oldest first. Only the most recently admitted is preempted, so the
         #    sequences that are already in this plan stay in it.
@@ -105,9 +107,9 @@ class Scheduler:
             seq = self.running[i]
             i += 1
             planned = 0
-            if speculation is not None:
+            if self.speculation is not None:
                 later = len(self.running) - i  # each later sequence gets a token too
-                planned = speculation.plan(self, step, seq, budget - later)
+                planned = self.speculation.plan(self, step, seq, budget - later)
             if planned or not seq.decoding:
                 budget -= planned or self.plan_chunk(step, seq, budget)
             # If its placeholders reach `max_length`, its last token is already in flight.
@@ -136,7 +138,7 @@ class Scheduler:
         if not plan.num_tokens:
             return self.schedule() if result_kinds.preempt_idle_beam(self) else None
         step.evicted = self.block_manager.fill_copies(plan)
-        step.is_due = speculation is not None and speculation.needs_results(step)
+        step.is_due = self.speculation is not None and self.speculation.needs_results(step)
         self.in_flight.append(step)
         return step
 
@@ -171,12 +173,11 @@ class Scheduler:
 
     def allocate(self, seq: Sequence, tokens: int) -> list[tuple[int, int, int]]:
         """Append blocks for the next `tokens` of `seq`. Returns entries for `plan.new_blocks`."""
-        block_manager = self.block_manager
         new: list[tuple[int, int, int]] = []
-        if (copy := block_manager.copy_on_write(seq)) is not None:
-            new.append((seq.row, seq.num_computed // block_manager.block_size, copy))
-        for _ in range(block_manager.num_needed(seq, seq.num_computed + tokens)):
-            new.append((seq.row, len(seq.block_table), block_manager.append_block(seq)))
+        if (copy := self.block_manager.copy_on_write(seq)) is not None:
+            new.append((seq.row, seq.num_computed // self.block_manager.block_size, copy))
+        for _ in range(self.block_manager.num_needed(seq, seq.num_computed + tokens)):
+            new.append((seq.row, len(seq.block_table), self.block_manager.append_block(seq)))
         return new
 
     def _make_room(self, seq: Sequence, tokens: int) -> bool:
@@ -247,7 +248,7 @@ class Scheduler:
             self.running.remove(seq)
             self.block_manager.release(seq)
             self.free_rows.append(seq.row)
-            seq.row, seq.decoding, seq.lookup = -1, False, None
+            seq.leave_row()
         elif seq.status is Status.WAITING:
             self.waiting.remove(seq)
 
@@ -296,5 +297,4 @@ class Scheduler:
         self.leave(seq)
         self.num_unfinished -= 1
         seq.status = Status.FINISHED
-        if seq.sampling.rules is not None:  # they can refer to large objects
-            seq.sampling = replace(seq.sampling, rules=None)
+        seq.sampling = replace(seq.sampling, rules=None)  # they can refer to large objects

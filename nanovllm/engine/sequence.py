@@ -87,3 +87,9 @@ class Sequence:
     @property
     def output_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt :]
+
+    def leave_row(self) -> None:
+        """Reset the fields that describe its row."""
+        self.row = -1
+        self.decoding = False
+        self.lookup = None

@@ -95,7 +95,8 @@ class Splitter:
         removed: markers that are not returned, neither in the thinking nor in the answer.
         """
         self.is_open = self.is_thinking = self.has_thought = is_open
-        self.call_ends, self.removed = call_ends, removed
+        self.call_ends = call_ends
+        self.removed = removed
         self.has_begun = False  # else the output may still begin with <think>
         # Text that may be the beginning of a marker, or a call in the thinking: until </think> or
         # the end of the output, it is not known whether the call ends the thinking.
@@ -110,7 +111,8 @@ class Splitter:
 
     def add(self, text: str, is_last: bool = False) -> tuple[str, str]:
         """Add text. Returns what is new in the thinking and in the answer, without the markers."""
-        text, self.held = self.held + text, ""
+        text = self.held + text
+        self.held = ""
         if not self.has_begun:
             begun = text.lstrip()
             if len(begun) < len(START) and START.startswith(begun) and not is_last:
@@ -150,11 +152,10 @@ class Thinking:
     ends: list[tuple[int, str]]  # `ends_with_more`, if there is a grammar
 
 
-def make_thinking(
-    inputs: InputProcessor, params: SamplingParams, separates: bool
-) -> Thinking | None:
+def make_thinking(inputs: InputProcessor, params: SamplingParams) -> Thinking | None:
     """Return the rules of thinking that the parameters request, if there are any."""
-    separates = separates and params.structured_outputs is not None
+    # If thinking is separated from the text, the grammar is of the text alone.
+    separates = inputs.separates_thinking and params.structured_outputs is not None
     budget = params.thinking_token_budget
     limit = math.inf if budget is None or budget < 0 else budget
     if limit == math.inf and not separates:
@@ -177,7 +178,8 @@ def make_thinking(
 
 def ends_with_more(tokenizer: Tokenizer, vocab_size: int) -> list[tuple[int, str]]:
     """Return the tokens, with their texts, that may end with </think> and continue."""
-    rules, found = tokenizer.backend_tokenizer, []
+    rules = tokenizer.backend_tokenizer
+    found = []
     for piece, token in rules.get_vocab(with_added_tokens=True).items():
         if END[-1] in piece[:-1] and token < vocab_size:
             text = rules.decode([token], skip_special_tokens=False)

@@ -11,8 +11,8 @@ def num_logprobs(inputs: InputProcessor, name: str, value: int | None) -> int | 
     """Return how many log-probabilities a field requests. Raises ValueError for too many."""
     if value is None:
         return None
-    size, limit = inputs.vocab_size, inputs.max_logprobs
-    limit = size if limit == -1 else min(size, limit)
+    size = inputs.vocab_size
+    limit = size if inputs.max_logprobs == -1 else min(size, inputs.max_logprobs)
     num = size if value == -1 else value
     if num > limit:
         raise ValueError(

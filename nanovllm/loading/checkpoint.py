@@ -81,7 +81,7 @@ def find_checkpoint(
     if weights:
         commit = directory.name
         files = sorted(set(read_index(directory).values()))
-        if files:  # also of an adapter, which may be beside a model
+        if files:  # a repository of a model may also contain an adapter
             download(name, commit, [*files, "adapter_model.safetensors"], [])
         if not any((directory / file).is_file() for file in files):
             download(name, commit, ["*.safetensors"], [*SKIPPED, "*/*"])

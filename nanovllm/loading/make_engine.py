@@ -32,7 +32,7 @@ from nanovllm.utils.checks import located
 if TYPE_CHECKING:
     from nanovllm.features.sampling.structured import GrammarCompiler
     from nanovllm.features.tasks.embeddings import PoolingSettings
-# With a hidden size of 1024, the largest activations of so many tokens take less than 32 MiB. glibc
+# With a hidden size of 1024, the largest activations of these tokens take less than 32 MiB. glibc
 # returns larger ones to Linux, which clears each page again: 6 to 10 % of the CPU time of a prompt.
 CPU_TOKEN_BUDGET = 2048
 
@@ -98,6 +98,7 @@ def load_engine(
         default_params,
         config.seed,
         max_logprobs=config.max_logprobs,
+        separates_thinking=config.reasoning_parser is not None,
     )
     if config.reasoning_parser is not None:
         check_markers(input_processor, f"reasoning_parser={config.reasoning_parser!r}")
@@ -110,21 +111,19 @@ def load_engine(
     if runner.states is not None:
         from nanovllm.features.models.hybrid.state_blocks import StateBlockManager
 
-        config = replace(config, max_num_seqs=runner.rows.num_rows)
-        block_manager = StateBlockManager(
-            *(runner.num_blocks, config.block_size, config.enable_prefix_caching),
-            *(config.max_num_seqs, runner.states.num_states),
-        )
+        num_rows = runner.rows.num_rows
+        config = replace(config, max_num_seqs=num_rows)
+        sizes = runner.num_blocks, config.block_size, config.enable_prefix_caching
+        block_manager = StateBlockManager(*sizes, num_rows, runner.states.num_states)
     engine = LLMEngine(config, runner, input_processor, block_manager)
     engine.checkpoint = checkpoint
     if isinstance(config.speculative_config, SpeculativeConfig):
         from nanovllm.features.sampling.ngram import NgramSpeculation
 
         max_tokens = MAX_DRAFT_STEP[pick_device(config.device).type]
-        speculation = NgramSpeculation(config.speculative_config, max_tokens)
-        engine.scheduler.speculation = speculation
+        engine.scheduler.speculation = NgramSpeculation(config.speculative_config, max_tokens)
     add_eos_token = tokenizer is not None and adds_eos(tokenizer_dir)
-    input_processor.make_task = task_maker(engine, config.reasoning_parser, has_head, add_eos_token)
+    input_processor.make_task = task_maker(engine, has_head, add_eos_token)
 
     @functools.cache
     def grammars() -> GrammarCompiler:
@@ -147,11 +146,10 @@ def check_format(quantization: str, checkpoint: Checkpoint) -> None:
 
 
 def task_maker(
-    engine: LLMEngine, parser: str | None, has_head: bool, add_eos_token: bool
+    engine: LLMEngine, has_head: bool, add_eos_token: bool
 ) -> Callable[[InputProcessor, Any], Task]:
     """Return the function that checks the parameters of a request, and makes its task.
 
-    parser: the option reasoning_parser.
     has_head: whether the model has a head, which every task but an embedding needs.
     add_eos_token: whether the token ids of a text to embed end with the EOS token.
     """
@@ -161,9 +159,10 @@ def task_maker(
     def pooling() -> PoolingSettings:
         from nanovllm.features.tasks import embeddings
 
-        directory, size = checkpoint.directory, checkpoint.model_config.hidden_size
-        factor = getattr(checkpoint.model_config, "hidden_factor", 1.0)
-        settings = embeddings.read_pooling_settings(directory, size)
+        directory = checkpoint.directory
+        model_config = checkpoint.model_config
+        factor = getattr(model_config, "hidden_factor", 1.0)
+        settings = embeddings.read_pooling_settings(directory, model_config.hidden_size)
         embeddings.check_embeddings(directory, settings)
         return replace(settings, add_eos_token=add_eos_token, factor=factor)
 
@@ -187,7 +186,7 @@ def task_maker(
 
             return Scoring(params)
         if isinstance(params, SamplingParams):
-            return Sampling(inputs, params, separates=parser is not None)
+            return Sampling(inputs, params)
         kinds = "a SamplingParams, BeamSearchParams, ScoringParams or PoolingParams"
         raise TypeError(f"sampling_params must be {kinds}, not {params!r}")
 

@@ -93,7 +93,7 @@ def make_runner(
 def make_backend(
     config: EngineConfig, model_config: ModelConfig, device: torch.device, vocab_size: int
 ) -> Backend:
-    """Make and check the backend of a model. `vocab_size` is that of all ranks."""
+    """Make and check the backend of a model. `vocab_size` is the sum over all ranks."""
     if config.batch_invariant and config.attention_backend == "auto":
         # The engine waits for the kernels, and plain torch replaces none of them.
         kernels = "triton" if device.type == "cuda" else "numba"
@@ -222,8 +222,7 @@ def make_fast_steps(config: EngineConfig, runner: ModelRunner) -> None:
             return
         chunks = None
         if runner.states is None:
-            sizes = graphs, config.token_budget
-            chunks = backend.capture_chunks(model, runner.attention, *sizes)
+            chunks = backend.capture_chunks(model, runner.attention, graphs, config.token_budget)
         if config.check_kernels:
             from nanovllm.features.kernel_check.at_start import replay_is_right
 

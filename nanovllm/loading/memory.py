@@ -13,7 +13,7 @@ from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.utils.host import available_host_memory
 
-# Device memory left for CUDA graphs, of which it limits the number, for fragmentation, penalties
+# Device memory that is left for CUDA graphs, whose number it limits, for fragmentation, penalties,
 # and workspaces of libraries. cuBLAS takes up to 32 MiB for each thread that runs steps, and the
 # profile measures only one thread.
 CUDA_MARGIN = 512 << 20
@@ -30,7 +30,7 @@ def weight_bytes(model: Qwen3) -> int:
     return sum(tensor.nbytes for tensor in model.tensors())
 
 
-@dataclass(frozen=True)
+@dataclass
 class MemoryBudget:
     """The sizes of weights, KV blocks and states, and the memory that was free before them."""
 
@@ -109,7 +109,9 @@ def plan_memory(
 ) -> MemoryBudget:
     """Divide `free` bytes between weights, states and KV cache, before they are allocated.
 
-    `name` is that of the model. Raises ValueError if something does not fit.
+    name: the name of the model in messages.
+
+    Raises ValueError if something does not fit.
     """
     dtype, device = backend.dtype, backend.device
     weights = weight_bytes(model_config.model_class().on_meta(model_config, like=backend))
@@ -138,14 +140,14 @@ def plan_memory(
         from nanovllm.features.kv.host_cache.pool import num_host_blocks
 
         left = free - weights - max(requested, 2 * block_bytes)
-        num = num_host_blocks(config, block_bytes, left if device.type == "cpu" else None)
-        budget = replace(budget, num_host_blocks=num)
+        free_of_cpu = left if device.type == "cpu" else None
+        budget.num_host_blocks = num_host_blocks(config, block_bytes, free_of_cpu)
     if state_bytes := model_config.state_bytes(dtype.itemsize):
         from nanovllm.features.models.hybrid.state_memory import num_states
 
-        rows, slots, size = num_states(config, state_bytes, budget.cache_bytes(free - weights))
-        config = replace(config, max_num_seqs=rows)
-        budget = replace(budget, config=config, state_bytes=size, num_state_slots=slots)
+        limit = budget.cache_bytes(free - weights)
+        rows, budget.num_state_slots, budget.state_bytes = num_states(config, state_bytes, limit)
+        budget.config = replace(config, max_num_seqs=rows)
     return budget
 
 

@@ -45,7 +45,9 @@ class PlainAttention:
         self.windows = [config.windows[i] for i in config.kv_layers]
         shape = (num_layers, 2, num_blocks, heads, block_size, dim)
         self.cache = self.allocate(shape, FP8 if fp8_scales else dtype, device)
-        self.block_size, self.dtype, self.eps = block_size, dtype, config.rms_norm_eps
+        self.block_size = block_size
+        self.dtype = dtype
+        self.eps = config.rms_norm_eps
         self.qkv_heads = [config.num_heads, heads, heads]
         # The scales are Python floats: a captured launch contains them, and no kernel loads them.
         self.scales = fp8_scales or [(1.0, 1.0)] * num_layers
@@ -57,9 +59,9 @@ class PlainAttention:
     def prepare(self, batch: ForwardBatch) -> None:
         """Set the data that layers with the same window share. The runner calls this once per step.
 
-        It has for each sequence the place of its Q tokens in the step, the blocks from that of the
-        first key that a query attends to, the number L of tokens in them, and a mask [Q, L], true
-        if a query attends to a key. None means that query i attends to keys 0 to i.
+        For each sequence these are: the slice of its Q tokens in the step; its blocks, from the
+        first that a query attends to; the number L of tokens in these blocks; and a mask [Q, L],
+        true if a query attends to a key. None means that query i attends to keys 0 to i.
         """
         starts = batch.query_start_loc.tolist()
         plans: dict[int, list[Any]] = {window: [] for window in self.windows}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanovllm.models import layers, sampler
+from nanovllm.models import layers, raw_logprobs, sampler
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.layers import Linear
@@ -52,8 +52,8 @@ class Backend:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         """`dtype` is the dtype of the model."""
         self.device, self.dtype = device, dtype
-        # Entered for each step and for loading weights. Before each layer and each tensor,
-        # `before_layer` is called.
+        # `thread_limit` is entered for each step and to load weights. `before_layer` is called
+        # before each layer, and before each tensor that is loaded.
         self.thread_limit: Callable[[], AbstractContextManager[object]] = nullcontext
         self.before_layer: Callable[[], None] = lambda: None
 
@@ -62,7 +62,7 @@ class Backend:
         raise NotImplementedError
 
     def batch_invariant(self, config: EngineConfig, model: ModelConfig) -> Backend:
-        """Return the backend for batch_invariant=True. The kernels of a CPU need no other one.
+        """Return the backend for batch_invariant=True. On a CPU, it is this one.
 
         Raises ValueError if results depend on what else a step computes.
         """
@@ -107,7 +107,7 @@ class Backend:
 
     @staticmethod
     def gelu_and_mul(x: Tensor) -> Tensor:
-        """As silu_and_mul with GELU (arXiv:1606.08415), by tanh, in place of silu."""
+        """GELU (arXiv:1606.08415), approximated by tanh: x [T, 2F] -> gelu(gate) * up [T, F]."""
         gate, up = x.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh") * up
 
@@ -134,10 +134,10 @@ class Backend:
         """Return a faster `expert_mlp` of features/models/moe/experts.py, or None."""
         return None
 
-    # ---- results, as in models/sampler.py ----
+    # ---- results ----
 
     sample = staticmethod(sampler.sample)
-    token_logprobs = staticmethod(sampler.token_logprobs)
+    token_logprobs = staticmethod(raw_logprobs.token_logprobs)
 
     # ---- steps ----
 

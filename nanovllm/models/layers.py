@@ -53,7 +53,8 @@ class Linear:
     ) -> None:
         """`projections` maps names in a checkpoint to numbers of outputs."""
         outputs = sum(projections.values())
-        self.projections, self.backend = projections, backend
+        self.projections = projections
+        self.backend = backend
         self.weight = backend.make_weight(outputs, inputs, [*projections])  # [O, I]
         self.bias = backend.empty(outputs) if bias else None
         # Adds the results of all ranks; see features/parallel/ranks.py.

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 SLIDING, FULL = "sliding_attention", "full_attention"  # layer_types
 ANY: tuple[Any, ...] = ()
-SIZE, LENGTH = (1, 2**31 - 1), (1, 10_000_000)
+SIZE = (1, 2**31 - 1)
+LENGTH = (1, 10_000_000)
 STORED = tuple(prefix + name for prefix in ("", "torch.") for name in (*DTYPES[1:], "float64"))
 # The fields of config.json that are read, nested ones included, by type and range or choices.
 FIELDS: Fields = {
@@ -146,7 +147,8 @@ class ModelConfig:
         extended = int(rope.factor * rope.original_max_position_embeddings) if is_yarn else 0
         longest = max(raw["max_position_embeddings"], extended)
         dtype = (raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch.")
-        heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
+        heads = raw["num_attention_heads"]
+        hidden = raw["hidden_size"]
         head_dim = raw.get("head_dim") or hidden // heads
         kv_heads = raw.get("num_key_value_heads") or heads
         if heads % kv_heads:
@@ -227,7 +229,7 @@ def find_family(architectures: Any) -> tuple[str, str]:
 
 
 def name_architectures(raw: dict[str, Any]) -> Any:
-    """Return the architectures of a config.json, or those that its other fields stand for."""
+    """Return the architectures of a config.json, or the ones that its other fields imply."""
     names = raw.get("architectures")
     if names in (None, []):
         kind = str(raw.get("model_type")).removesuffix("_text").replace("_", "")

@@ -94,7 +94,8 @@ class DecoderLayer:
     def __init__(
         self, config: ModelConfig, attn: SelfAttention, mlp: MLP, backend: Backend
     ) -> None:
-        self.backend, self.eps = backend, config.rms_norm_eps
+        self.backend = backend
+        self.eps = config.rms_norm_eps
         self.input_layernorm = backend.empty(config.hidden_size)
         self.self_attn = attn
         self.post_attention_layernorm = backend.empty(config.hidden_size)
@@ -148,13 +149,12 @@ class Qwen3:
 
     def __init__(self, config: ModelConfig, max_model_len: int, backend: Backend) -> None:
         self.config, self.backend = config, backend
-        vocab_size, hidden = config.vocab_size, config.hidden_size
-        self.lm_head = Linear(hidden, {"lm_head": vocab_size}, backend)
-        self.embed_tokens = (  # [V, E]
-            self.lm_head.weight if config.tie_word_embeddings else backend.empty(vocab_size, hidden)
-        )
+        sizes = config.vocab_size, config.hidden_size
+        self.lm_head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, backend)
+        is_tied = config.tie_word_embeddings
+        self.embed_tokens = self.lm_head.weight if is_tied else backend.empty(*sizes)  # [V, E]
         self.layers = self.make_layers()
-        self.norm = backend.empty(hidden)
+        self.norm = backend.empty(config.hidden_size)
         ropes = config.ropes or (config.rope,) * config.num_layers
         kinds = list(dict.fromkeys(ropes))
         self.rope_of_layer = [kinds.index(rope) for rope in ropes]
@@ -173,7 +173,7 @@ class Qwen3:
     def on_meta(cls, config: ModelConfig, like: Backend | None = None) -> Qwen3:
         """Return a model on the meta device: its weights have sizes and take no memory.
 
-        The weights are those of the backend `like`, or else of plain torch in bfloat16.
+        It has the kinds of weights of the backend `like`, by default of plain torch in bfloat16.
         """
         kind, dtype = (Backend, torch.bfloat16) if like is None else (type(like), like.dtype)
         return cls(config, 1, kind(torch.device("meta"), dtype))

@@ -7,8 +7,8 @@ All types but the first let a model read more positions than it was trained with
     llama3    only low frequencies are divided, with a smooth transition  (Llama 3.1)
     yarn      as llama3, with a linear transition over i, and larger logits
               (Peng et al. 2023, arXiv:2309.00071)
-    longrope  each divided by a factor of its own, a short or a long one  (Ding et al. 2024,
-              arXiv:2402.13753)
+    longrope  each divided by its factor of one of two lists, for short and long requests
+              (Ding et al. 2024, arXiv:2402.13753)
 
 transformers computes all but the first.
 """

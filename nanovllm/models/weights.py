@@ -73,33 +73,29 @@ def load_weights(
 
 def check_headers(known: dict[str, CheckpointTensor], files: Mapping[Path, Any]) -> None:
     """Raise ValueError unless the files contain each of `known` once, and no other tensors."""
-    missing, unexpected, misshapen, repeated = set(known), [], [], []
+    missing = dict.fromkeys(known)
+    wrong: dict[str, list[str]] = {"unexpected": [], "misshapen": [], "already in another file": []}
     for path, file in files.items():
         for name in file.keys():  # noqa: SIM118 (not a dict)
             if name not in known:
-                unexpected += [] if name.endswith(IGNORED) else [name]
+                wrong["unexpected"] += [] if name.endswith(IGNORED) else [name]
             elif name not in missing:
-                repeated.append(f"{name} in {path.name}")
+                wrong["already in another file"].append(f"{name} in {path.name}")
             else:
-                missing.remove(name)
+                del missing[name]
                 header = file.get_slice(name)
                 shape, dtype = tuple(header.get_shape()), header.get_dtype()
                 if shape != known[name].shape or dtype not in DTYPES:
                     expected = f"{known[name].shape} of {', '.join(DTYPES)}"
-                    misshapen.append(f"{name} is {shape} of {dtype}, expected {expected}")
-    differences = {
-        "missing": [name for name in known if name in missing],
-        "unexpected": unexpected,
-        "misshapen": misshapen,
-        "already in another file": repeated,
-    }
+                    wrong["misshapen"].append(f"{name} is {shape} of {dtype}, expected {expected}")
+    differences = {"missing": [*missing]} | wrong
     if any(differences.values()):
         listed = "; ".join(
             f"{what}: {', '.join(names[:8])}" + f" and {len(names) - 8} more" * (len(names) > 8)
             for what, names in differences.items()
             if names
         )
-        if quantized := [name for name in unexpected if name.endswith(OF_QUANTIZED)]:
+        if quantized := [name for name in wrong["unexpected"] if name.endswith(OF_QUANTIZED)]:
             listed += f"; {quantized[0]} is of a quantized weight, and quantization_config in "
             listed += "config.json does not name its format"
         raise ValueError(f"{next(iter(files)).parent} does not fit config.json; {listed}")

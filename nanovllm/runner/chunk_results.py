@@ -12,31 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.models.backend import Backend, FusedModel
-from nanovllm.models.sampler import most_likely
+from nanovllm.models.raw_logprobs import most_likely
 from nanovllm.models.transfers import start_copy, to_device
 from nanovllm.plan import Chunk, ResultKind, StepOutput, TokenLogprobs
-from nanovllm.runner.rows import Rows
 
 if TYPE_CHECKING:
-    from nanovllm.runner.model_runner import PendingOutput
+    from nanovllm.runner.model_runner import ModelRunner, PendingOutput
 
 
 def add_chunk_results(
-    output: PendingOutput,
-    chunks: list[Chunk],
-    hidden: Tensor,
-    rows: Rows,
-    model: FusedModel,
-    backend: Backend,
+    output: PendingOutput, chunks: list[Chunk], hidden: Tensor, runner: ModelRunner
 ) -> None:
-    """Add to `output` the hidden states, candidates and prompt log-probabilities of chunks.
-
-    `hidden` [T, E] has the hidden states of the step. `model` maps them to logits.
-    """
+    """Add to `output` the other results of chunks, from the hidden states [T, E] of the step."""
     ends = np.cumsum([len(chunk.token_ids) for chunk in chunks])
     if any(chunk.logprob_targets for chunk in chunks):
-        add_prompt_logprobs(output, chunks, ends, hidden, model, backend)
+        add_prompt_logprobs(output, chunks, hidden, runner)
     for kind in (ResultKind.CANDIDATES, ResultKind.HIDDEN_STATE):
         index = [i for i, chunk in enumerate(chunks) if chunk.result_kind is kind]
         if not index:
@@ -44,7 +34,7 @@ def add_chunk_results(
         last = hidden[to_device(ends[index] - 1, hidden.device)]
         of_kind = [chunks[i] for i in index]
         if kind is ResultKind.CANDIDATES:
-            add_candidates(output, of_kind, model.logits(last), rows, backend)
+            add_candidates(output, of_kind, last, runner)
         else:
             add_hidden_states(output, of_kind, last)
 
@@ -61,23 +51,24 @@ def add_hidden_states(output: PendingOutput, chunks: list[Chunk], hidden: Tensor
 
 
 def add_candidates(
-    output: PendingOutput, chunks: list[Chunk], logits: Tensor, rows: Rows, backend: Backend
+    output: PendingOutput, chunks: list[Chunk], hidden: Tensor, runner: ModelRunner
 ) -> None:
-    """Add the most likely tokens after C chunks, from logits [C, V].
+    """Add the most likely tokens after C chunks, from hidden states [C, E] of the last tokens.
 
     Tokens that rules mask are not candidates. The log-probabilities of the others do not change.
     """
+    logits = runner.fused_model.logits(hidden)
     k = max(chunk.num_candidates for chunk in chunks)
     candidate_rows = [chunk.row for chunk in chunks]
-    rules = rows.rules_of(candidate_rows)
+    rules = runner.rows.rules_of(candidate_rows)
     errors: dict[int, Exception] = {}
     any_token = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-    packed = backend.token_logprobs(logits, any_token, k)[:, 2:]
+    packed = runner.backend.token_logprobs(logits, any_token, k)[:, 2:]
     if rules is not None and rules.changes_logits:
-        positions = to_device(rows.positions[candidate_rows], logits.device)
+        positions = to_device(runner.rows.positions[candidate_rows], logits.device)
         logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
         values, ids = most_likely(rules.apply(logprobs, positions), k)
-        # The candidates of other rows do not depend on whether a row with rules is beside them.
+        # Rows without rules keep their candidates, which do not depend on the rules of other rows.
         has_rules = to_device(np.isin(candidate_rows, rules.rows)[:, None], logits.device)
         packed = torch.where(has_rules, torch.cat((values.double(), ids), dim=1), packed)
         errors = {row.row: error for _, row, error in rules.errors}
@@ -93,28 +84,21 @@ def add_candidates(
 
 
 def add_prompt_logprobs(
-    output: PendingOutput,
-    chunks: list[Chunk],
-    ends: np.ndarray,
-    hidden: Tensor,
-    model: FusedModel,
-    backend: Backend,
+    output: PendingOutput, chunks: list[Chunk], hidden: Tensor, runner: ModelRunner
 ) -> None:
-    """Add the log-probabilities of the targets of chunks, which end before the tokens `ends`."""
-    starts = [end - len(chunk.token_ids) for chunk, end in zip(chunks, ends.tolist(), strict=True)]
-    # [2, Q]: the token before each target, and the target.
-    scored = [
-        pair
-        for chunk, start in zip(chunks, starts, strict=True)
-        for pair in enumerate(chunk.logprob_targets, start + chunk.logprobs_from)
-    ]
+    """Add the log-probabilities of the targets of chunks, from the hidden states of the step."""
+    scored: list[tuple[int, int]] = []  # the token before each target, in the step, and the target
+    start = 0
+    for chunk in chunks:
+        scored += enumerate(chunk.logprob_targets, start + chunk.logprobs_from)
+        start += len(chunk.token_ids)
     max_k = max(chunk.num_logprobs for chunk in chunks)
     # The memory profile does not include the logits of a whole chunk, so they are in parts.
     parts = to_device(np.transpose(scored).copy(), hidden.device).split(64, dim=1)
-    copies = [
-        start_copy(backend.token_logprobs(model.logits(hidden[index]), targets, max_k))
-        for index, targets in parts
-    ]
+    copies = []
+    for index, targets in parts:
+        logits = runner.fused_model.logits(hidden[index])
+        copies.append(start_copy(runner.backend.token_logprobs(logits, targets, max_k)))
 
     def add_to(done: StepOutput) -> None:
         all_packed = (packed for copy in copies for packed in copy())

@@ -40,12 +40,15 @@ class DeviceRows:
 
     def apply(self, plan: StepPlan) -> None:
         """Send the changes of `Rows.apply`, except the positions that `decode_batch` advances."""
-        host, device = self.rows, self.rows.device
+        host = self.rows
+        device = host.device
         if plan.new_rows:
             new = [new_row.row for new_row in plan.new_rows]
             arrays = host.block_tables[new], host.params[:, new], host.seeds[new]
             rows, tables, params, seeds = send(device, np.array(new), *arrays)
-            self.block_tables[rows], self.params[:, rows], self.seeds[rows] = tables, params, seeds
+            self.block_tables[rows] = tables
+            self.params[:, rows] = params
+            self.seeds[rows] = seeds
         if plan.new_blocks:
             new_rows, index, blocks = send(device, *np.array(plan.new_blocks).T)
             self.block_tables[new_rows, index] = blocks.int()

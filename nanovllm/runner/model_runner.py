@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from nanovllm.features.weights.new_weights import MissingParts
     from nanovllm.runner.one_rank import OneRank
 
-TOKEN_KINDS = (None, ResultKind.TOKEN)  # the results of chunks without optional features
-
 
 @dataclass(slots=True)
 class PendingOutput:
@@ -100,9 +98,9 @@ class ModelRunner:
         if len(step.sampling_rows):
             last = hidden[step.logits_indices]
             output = self.sample(last, step.sampling_batch, step.sampling_rows, step.rules)
-        if any(c.logprob_targets or c.result_kind not in TOKEN_KINDS for c in plan.chunks):
-            model, backend = self.fused_model, self.backend
-            add_chunk_results(output, plan.chunks, hidden, self.rows, model, backend)
+        kinds = {None, ResultKind.TOKEN}  # the results of chunks without optional features
+        if any(c.logprob_targets or c.result_kind not in kinds for c in plan.chunks):
+            add_chunk_results(output, plan.chunks, hidden, self)
         return output
 
     def sample(

@@ -19,7 +19,7 @@ from nanovllm.backends.gpu.kernels import delta_rule, linear, pointwise, sampler
 from nanovllm.backends.int4 import LM_HEAD, Int4Weight
 from nanovllm.backends.int8 import Int8Weight
 from nanovllm.config import EngineConfig
-from nanovllm.models import sampler as plain_sampler
+from nanovllm.models import raw_logprobs
 from nanovllm.models.backend import Backend, check_capability
 from nanovllm.models.layers import Linear
 from nanovllm.models.model_config import ModelConfig
@@ -124,7 +124,7 @@ class InvariantGpuBackend(GpuBackend):
     def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
         # torch sums a row in an order that depends on the bytes at which the row begins.
         padded = F.pad(logits, (0, -logits.shape[1] % 8), value=float("-inf"))
-        return plain_sampler.token_logprobs(padded, tokens, k)
+        return raw_logprobs.token_logprobs(padded, tokens, k)
 
 
 class GpuInt8Backend(GpuBackend):

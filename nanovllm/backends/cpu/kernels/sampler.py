@@ -53,7 +53,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
-    """Compute models.sampler.token_logprobs, reading each row once."""
+    """Compute models.raw_logprobs.token_logprobs, reading each row once."""
     logits = logits.contiguous()
     packed = np.empty((len(logits), 2 + 2 * k))
     source = logits.data_ptr(), logits.dtype is torch.bfloat16, logits.shape[1]
@@ -240,7 +240,7 @@ def draw_rows(address, is_bf16, size, temperatures, seeds, positions, filters, t
 
 @compiled()
 def _logprobs_of_rows(address, is_bf16, size, tokens, packed, start, stop):
-    """Fill packed [R, 2 + 2k] as `token_logprobs` in models/sampler.py."""
+    """Fill packed [R, 2 + 2k] as `token_logprobs` in models/raw_logprobs.py."""
     k = (packed.shape[1] - 2) // 2
     values, weights = np.empty(size, f32), np.empty(size, f32)
     maxima = np.empty((size + CHUNK - 1) // CHUNK, f32)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from nanovllm.models.backend import Backend
 from nanovllm.models.batch import SamplingBatch
-from nanovllm.models.sampler import filtered_logits, token_logprobs
+from nanovllm.models.raw_logprobs import token_logprobs
+from nanovllm.models.sampler import filtered_logits
 from nanovllm.models.transfers import start_copy, to_device
 from nanovllm.plan import StepOutput
 from nanovllm.runner.chunk_results import unpack_logprobs
