@@ -187,7 +187,7 @@ class Checkpoint:
             files = as_listed({path: opened(path) for path in paths}, listed)
             files = self.model_config.select_tensors(files)
             if files and self.weight_format is not None:
-                files = dict(self.weight_format.decoded(files))
+                files = self.weight_format.decoded(files)
             if files and self.adapter is not None:
                 files = self.adapter.merged(files, opened(self.adapter.path))
             yield files
@@ -289,11 +289,9 @@ def as_listed(files: dict[Path, Any], listed: Mapping[str, Path]) -> dict[Path, 
     """Return the open files, each without the tensors that the index reads from another file."""
     names = {path: dict.fromkeys(file.keys()) for path, file in files.items()}
     for path, file in files.items():
-        kept = {
-            x: x for x in names[path] if path == (of := listed.get(x, path)) or x not in names[of]
-        }
+        kept = [x for x in names[path] if path == (of := listed.get(x, path)) or x not in names[of]]
         if len(kept) < len(names[path]):
-            from nanovllm.features.formats.adapter import MergedFile
+            from nanovllm.features.formats.tensor_view import TensorView, viewed
 
-            files[path] = MergedFile(file, kept, {})
+            files[path] = TensorView((name, viewed(file, name)) for name in kept)
     return files
