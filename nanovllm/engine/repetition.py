@@ -19,7 +19,7 @@ def as_params(value: Any) -> RepetitionDetectionParams | None:
 
 
 def find_repetition(seq: Sequence, start: int, params: RepetitionDetectionParams) -> int | None:
-    """Return the length, more than `start`, at which the output first ends, or None."""
+    """Return the first length above `start` at which the output ends with a repetition, or None."""
     longest = params.max_pattern_size * params.min_count
     for length in range(start + 1, seq.num_output + 1):
         end = seq.num_prompt + length
@@ -32,7 +32,7 @@ def repeats(tokens: list[int], params: RepetitionDetectionParams) -> bool:
     """Return whether the last tokens are a pattern `min_count` times in a row."""
     most = min(params.max_pattern_size, len(tokens) // params.min_count)
     for size in range(params.min_pattern_size or 1, most + 1):
-        before = size * (params.min_count - 1)  # tokens that equal the ones a pattern before
+        before = size * (params.min_count - 1)  # tokens to compare with the pattern before them
         if all(tokens[-i] == tokens[-i - size] for i in range(1, before + 1)):
             return True
     return False

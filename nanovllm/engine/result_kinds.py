@@ -1,7 +1,7 @@
-"""What the scheduler does for rows that yield something else than one sampled token.
+"""What the scheduler does for rows that yield something other than one sampled token.
 
-These are several samples of one prompt, beams, embeddings and scores. A sequence that has yielded
-another result than a token waits until its task ends it, or until its next token is appended.
+These are several samples of one prompt, beams, embeddings and scores. After a result that is not a
+token, a sequence waits until its task ends it, or appends its next token.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 START, END = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
-BEGUN_CALL = re.compile(CALL + r"\s*(?:[\[{<]|\Z)")  # and not the marker in a sentence
-# Tokens with other texts that a tokenizer has added separate the turns of a prompt.
+BEGUN_CALL = re.compile(CALL + r"\s*(?:[\[{<]|\Z)")  # not a marker in a sentence
+# Tokens that a tokenizer has added separate the turns of a prompt, except those with these texts.
 TAG = re.compile(r"</?(?:think|tool_call|tool_response)>")
 TURN = re.compile(r"\s*\w*\s*<think>(.*)", re.DOTALL)  # with the role
 LAST = re.compile(r".*<think>(.*)", re.DOTALL)
@@ -97,7 +97,7 @@ class Splitter:
         self.is_open = self.is_thinking = self.has_thought = is_open
         self.call_ends = call_ends
         self.removed = removed
-        self.has_begun = False  # else the output may still begin with <think>
+        self.has_begun = False  # False while the output may still begin with <think>
         # Text that may be the beginning of a marker, or a call in the thinking: until </think> or
         # the end of the output, it is not known whether the call ends the thinking.
         self.held = ""

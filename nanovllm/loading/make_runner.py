@@ -50,7 +50,7 @@ def make_runner(
     `full_config` describes the model. `files` are its open safetensors files, or empty for random
     weights. Requests have at most `max_model_len` tokens, or fewer if memory limits them.
     """
-    # This comes before the division among ranks, whose errors name only sizes that do not fit.
+    # Before the model is divided among ranks, because the errors of the division only name sizes.
     full_config.check_options(config)
     check_fork()
     device = pick_device(config.device)
