@@ -4,17 +4,16 @@ An embedding is the hidden state of the prompt's last token after the final norm
 sampled.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tokenizers.normalizers import Lowercase
 
+from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.request import Request, Task, check_length
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.tasks.results import EmbeddingOutput, EmbeddingRequestOutput
@@ -22,10 +21,6 @@ from nanovllm.inputs import ParsedPrompt
 from nanovllm.plan import ResultKind, RowResult
 from nanovllm.sampling_params import PoolingParams
 from nanovllm.utils.json_files import Fields, check_field, check_fields, named, read_json, unusual
-
-if TYPE_CHECKING:
-    from nanovllm.engine.input_processor import InputProcessor
-
 
 OLD = "pooling_mode_"
 FIELDS: Fields = {

@@ -1,11 +1,9 @@
 """Log-likelihoods: the tokenization of prompts and continuations, and the task."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
+from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.request import Request, Task, check_length
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.tasks.results import LoglikelihoodOutput
@@ -13,9 +11,6 @@ from nanovllm.inputs import Prompt, as_list, parse_prompt
 from nanovllm.plan import ResultKind, RowResult
 from nanovllm.sampling_params import ScoringParams
 from nanovllm.utils.checks import located
-
-if TYPE_CHECKING:
-    from nanovllm.engine.input_processor import InputProcessor
 
 
 def tokenize_pairs(
