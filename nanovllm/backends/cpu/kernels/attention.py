@@ -36,14 +36,15 @@ class QueryGroups(NamedTuple):
         query 21      | x   x   x   x | x   x   x   x | x             |        9
         query 22      | x   x   x   x | x   x   x   x | x   x         |       10
 
-    The group begins with the token `first`, up to which another pass has computed its queries, or
-    later: in a layer with a window, with the segment of the first key that one of them sees.
+    The group begins with its token of `first_tokens`, up to which another pass has computed its
+    queries, or later: in a layer with a window, with the segment of the first key that one of them
+    sees.
     """
 
     # [P, M] int64, indices of the step's tokens, padded with -1. M * G <= MAX_ROWS, or M = 1.
     queries: np.ndarray
     context_lens: np.ndarray  # [P, M] int64, ascending and at least 1
-    first: np.ndarray  # [P] int64, a multiple of KEYS
+    first_tokens: np.ndarray  # [P] int64, multiples of KEYS
     block_tables: np.ndarray  # [P, blocks] int32
 
 
@@ -51,6 +52,7 @@ class AttentionWork(NamedTuple):
     """Two passes: prefixes that several sequences share, then the rest of their contexts."""
 
     positions: np.ndarray  # [T] int64, of the step's tokens in their contexts
+    slot_mapping: np.ndarray  # [T] int64, where their keys and values are stored
     prefixes: QueryGroups
     rest: QueryGroups
     # [T, H, D + 2] float32, or empty without prefixes: the weighted sum of values, the maximum of

@@ -15,13 +15,11 @@ from typing import NamedTuple, Self
 
 import numpy as np
 import torch
-from numba import get_num_threads
 from torch import Tensor
 
 from nanovllm.backends.cpu.jit import Kernel, compiled, has_amx, has_sdot
 from nanovllm.backends.cpu.kernels.parallel import address_for, in_parts, parts_for
 from nanovllm.backends.cpu.kernels.primitives import (
-    DTYPE_EXAMPLE,
     array,
     bytes_of,
     f32,
@@ -261,18 +259,6 @@ def finish(sums_ptr, token_scale_ptr, stride, scale_ptr, bias_ptr, out_ptr, rows
             total = total * scale[c] if scale_ptr != 0 else total
             total = total + to_float32(bias[c]) if bias_ptr != 0 else total
             out[c] = from_float32(total, example)
-
-
-def multiply(product: Product, x: Tensor, pointers: tuple[int, int, int], outputs: int) -> Tensor:
-    """Return x [T, I] times a weight: [T, O]. `pointers`: to the weight, its scale and the bias."""
-    x = x.contiguous()
-    rows, inputs = x.shape
-    out = x.new_empty((rows, outputs))
-    work = torch.empty(rows * product.work_bytes(inputs), dtype=torch.uint8, device="cpu")
-    sizes = rows, inputs, outputs, work.data_ptr()
-    compute(product, x.data_ptr(), *pointers, out.data_ptr(), *sizes, DTYPE_EXAMPLE[x.dtype],
-            get_num_threads())
-    return out
 
 
 def pointers(module: Linear) -> tuple[int, int, int]:
