@@ -52,7 +52,9 @@ class NumbaAttention(PlainAttention):
     def __init__(self, config: ModelConfig, *arguments: Any) -> None:
         super().__init__(config, *arguments)
         dtypes = self.dtype, self.cache.dtype
-        self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.heads = config.num_heads
+        self.kv_heads = config.num_kv_heads
+        self.dim = config.head_dim
         self.max_queries = max(1, MAX_ROWS * self.kv_heads // self.heads)  # of a group
         self.examples = [DTYPE_EXAMPLE[dtype] for dtype in dtypes]
         num_blocks, kv_heads, block_size, dim = self.cache.shape[2:]

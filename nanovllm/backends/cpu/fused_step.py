@@ -29,7 +29,8 @@ class FusedStep:
     """
 
     def __init__(self, layers: FusedLayers, attention: NumbaAttention, rows: Rows) -> None:
-        model, config = layers.model, layers.config
+        model = layers.model
+        config = layers.config
         dtype = model.backend.dtype  # also of the tables below
         self.layers = layers
         self.rows = rows
@@ -77,7 +78,8 @@ class FusedStep:
 
     def __call__(self, plan: StepPlan) -> np.ndarray | None:
         """Return the tokens [T] that are sampled in a step, or None if this is not for it."""
-        chunks, decode_rows = plan.chunks, plan.decode_rows
+        chunks = plan.chunks
+        decode_rows = plan.decode_rows
         for chunk in chunks:
             is_sampled = len(chunk.token_ids) == 1 + chunk.num_drafts
             if not is_sampled or chunk.result_kind is not ResultKind.TOKEN or chunk.logprob_targets:
@@ -102,7 +104,8 @@ class FusedStep:
             places[order] = np.arange(len(groups))
         # `sample_tokens` fills these arrays in.
         queries, context_lens = np.empty((2, len(groups), size), np.int64)
-        first, tables = self.first[: len(groups)], self.tables[: len(groups)]
+        first = self.first[: len(groups)]
+        tables = self.tables[: len(groups)]
         rest = QueryGroups(queries, context_lens, first, tables)
         work = AttentionWork(
             np.empty(count, np.int64), self.slots[:count], self.no_groups, rest, self.partial

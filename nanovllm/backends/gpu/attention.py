@@ -64,7 +64,8 @@ class TritonAttention(PlainAttention):
         """Set the launches of all layers, one for chunks and one for decodes."""
         q, out = self.memory(len(batch.input_ids))
         launches: list[tuple[Any, ...]] = []
-        lens, tables = batch.context_lens, batch.block_tables
+        lens = batch.context_lens
+        tables = batch.block_tables
         num_chunks = len(lens) - batch.num_decodes
         chunk_tokens = len(batch.input_ids) - batch.num_decodes
         batch.attention_metadata = StepLaunches(q, out, launches)

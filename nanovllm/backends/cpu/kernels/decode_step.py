@@ -94,7 +94,8 @@ def look_up(host, step, rows, places, positions, tokens):
     rest.queries[:] = -1
     group, place, query = 0, np.int64(0), 0
     for t in range(step.rows):
-        row, position = rows[t], positions[t]
+        row = rows[t]
+        position = positions[t]
         embed(host, tokens[t], x[t], example)
         for rope in range(host.ropes):
             for c in range(dim):
@@ -107,7 +108,8 @@ def look_up(host, step, rows, places, positions, tokens):
             place, group, query = places[group], group + 1, 0
             for b in range((host.positions[row] - 1) // block_size + 1):
                 rest.block_tables[place, b] = host.block_tables[row, b]
-        rest.queries[place, query], rest.context_lens[place, query] = t, position + 1
+        rest.queries[place, query] = t
+        rest.context_lens[place, query] = position + 1
         query += 1
 
 

@@ -75,7 +75,9 @@ def multiply_experts(weights, kernel, x_ptr, out_ptr, work_ptr, hits, ends, exam
 
     `kernel` is the address of expert_blocks, and `work` has prepared rows.
     """
-    product, inputs, outputs = weights.product, weights.inputs, weights.outputs
+    product = weights.product
+    inputs = weights.inputs
+    outputs = weights.outputs
     width = product.width
     x_ptr = prepared(product, x_ptr, ends[-1], inputs, work_ptr, example, parts)
     arguments = (product.kernel, x_ptr, weights.weight_ptr, weights.scale_ptr, out_ptr, hits, ends,
@@ -143,7 +145,8 @@ def mlp(gate_up, down, kernels, x_ptr, weight_ptr, choices, buffers, out_ptr, nu
     hits = np.flatnonzero(counts)
     ends = np.cumsum(counts)
     next_row = ends - counts
-    tokens, places = np.empty(num_rows, np.int64), np.empty(num_rows, np.int64)
+    tokens = np.empty(num_rows, np.int64)
+    places = np.empty(num_rows, np.int64)
     for i in range(num_rows):
         places[i] = next_row[flat[i]]
         next_row[flat[i]] += 1

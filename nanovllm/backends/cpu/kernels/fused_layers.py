@@ -91,7 +91,8 @@ def attention(kernels, step, layer, states):
 @compiled()
 def feed_forward(kernels, step, layer):
     """Compute the second half of a layer."""
-    size, wide = step.size, step.intermediate_size
+    size = step.size
+    wide = step.intermediate_size
     norm(kernels, step, layer.post_attention_norm, step.residual)
     project(kernels, step, layer.gate_up, step.x, step.gate_up, size, 2 * wide)
     activation = (step.gate_up, step.activated, step.rows, wide, step.gelu, step.example)
@@ -130,7 +131,8 @@ class FusedLayers:
         self.model = model
         self.config = model.config
         products = [module.weight.product for layer in model.layers for module in layer.linears()]
-        dtype, cache_dtype = model.backend.dtype, attention.cache.dtype
+        dtype = model.backend.dtype
+        cache_dtype = attention.cache.dtype
         self.shape = attention.shape
         self.examples = [DTYPE_EXAMPLE[d] for d in (dtype, model.norm.dtype, cache_dtype)]
         self.gelu = model.layers[0].mlp.activation == "gelu_and_mul"

@@ -105,7 +105,8 @@ gelu_and_mul = partial(silu_and_mul, gelu=True)
 @compiled()
 def gate_rows(x_ptr, gate_ptr, rows, size, stride, example, start, stop):
     """Compute x *= sigmoid(gate), both [rows, size]. Rows of gate are `stride` numbers apart."""
-    x, gate = array(x_ptr, (rows, size), example), array(gate_ptr, (rows, stride), example)
+    x = array(x_ptr, (rows, size), example)
+    gate = array(gate_ptr, (rows, stride), example)
     for i in range(start, stop):
         for c in range(size):
             sigmoid = from_float32(f32(1) / (f32(1) + exp(-to_float32(gate[i, c]))), example)
@@ -124,7 +125,8 @@ def multiply_by_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
 @compiled()
 def small_linear_rows(x_ptr, weight_ptr, out_ptr, rows, inputs, outputs, example, start, stop):
     """Compute out [rows, outputs] = x [rows, inputs] times a plain weight [outputs, inputs]."""
-    x, weight = array(x_ptr, (rows, inputs), example), array(weight_ptr, (outputs, inputs), example)
+    x = array(x_ptr, (rows, inputs), example)
+    weight = array(weight_ptr, (outputs, inputs), example)
     out = array(out_ptr, (rows, outputs), example)
     for i in range(start, stop):
         for o in range(outputs):

@@ -111,7 +111,8 @@ class PackedWeight:
     def store(self, start: int, words: Tensor, scale: Tensor) -> None:
         """Store rows from row `start`: words [N, words] int32, and their scales [N, scales]."""
         block, place = self.places(torch.arange(start, start + len(words), device=words.device))
-        self.values[block, :, place], self.scale[block, :, place] = words, scale
+        self.values[block, :, place] = words
+        self.scale[block, :, place] = scale
 
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the words [N, words] int32 of rows [N] and their scales [N, scales]."""
@@ -245,7 +246,8 @@ def finish(sums_ptr, token_scale_ptr, stride, scale_ptr, bias_ptr, out_ptr, rows
     out = sums * token scale * scale + bias, without what has the address 0. The scales of tokens
     are `stride` bytes apart.
     """
-    itemsize, count = bytes_of(example), min(width, outputs - start)
+    itemsize = bytes_of(example)
+    count = min(width, outputs - start)
     scale = array(scale_ptr + 4 * start, (count,), f32(0))
     bias = array(bias_ptr + itemsize * start, (count,), example)
     for row in range(rows):
