@@ -175,8 +175,8 @@ IN_ANOTHER_ORDER = {
     "another exponential function for many rows": (
         "kernels.pointwise",
         "silu_and_mul_rows",
-        "exp(-y)",
-        "(exp(-y) if rows < 9 else np.exp(-y))",
+        "exp(-gate)",
+        "(exp(-gate) if rows < 9 else np.exp(-gate))",
         *("qwen3", "float32"),
     ),
     "one scale of all quantized rows": (

@@ -41,6 +41,7 @@ def kernels_in_parts(dtype: torch.dtype) -> list[Kernel]:
         kernel_for(dtype)[0],
         pointwise.add_rms_norm_rows,
         pointwise.silu_and_mul_rows,
+        pointwise.gelu_and_mul_rows,
         pointwise.norm_rope_store_rows,
         sampler.draw_rows,
         sampler._logprobs_of_rows,

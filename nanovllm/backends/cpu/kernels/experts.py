@@ -155,7 +155,7 @@ def mlp(gate_up, down, kernels, x_ptr, weight_ptr, choices, buffers, out_ptr, nu
     multiply, gather, activate, add = kernels
     in_parts(gather, (x_ptr, tokens, rows_ptr, size, example), num_rows, parts)
     multiply_experts(gate_up, multiply, rows_ptr, both_ptr, work_ptr, hits, ends, example, parts)
-    arguments = both_ptr, activated_ptr, num_rows, down.inputs, False, example
+    arguments = both_ptr, activated_ptr, num_rows, down.inputs, example
     in_parts(activate, arguments, num_rows, parts)
     multiply_experts(down, multiply, activated_ptr, rows_ptr, work_ptr, hits, ends, example, parts)
     arguments = rows_ptr, weight_ptr, places.reshape(choices.shape), out_ptr, size, example

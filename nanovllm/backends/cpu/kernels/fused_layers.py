@@ -95,7 +95,7 @@ def feed_forward(kernels, step, layer):
     wide = step.intermediate_size
     norm(kernels, step, layer.post_attention_norm, step.residual)
     project(kernels, step, layer.gate_up, step.x, step.gate_up, size, 2 * wide)
-    activation = (step.gate_up, step.activated, step.rows, wide, step.gelu, step.example)
+    activation = (step.gate_up, step.activated, step.rows, wide, step.example)
     in_parts(kernels.activation, activation, step.rows, parts_for(step.rows * wide, step.parts))
     project(kernels, step, layer.down, step.activated, step.x, wide, size)
     if layer.mlp_output_norm != 0:
@@ -135,14 +135,14 @@ class FusedLayers:
         cache_dtype = attention.cache.dtype
         self.shape = attention.shape
         self.examples = [DTYPE_EXAMPLE[d] for d in (dtype, model.norm.dtype, cache_dtype)]
-        self.gelu = model.layers[0].mlp.activation == "gelu_and_mul"
+        activation = getattr(pointwise, f"{model.layers[0].mlp.activation}_rows")
         self.kernels = LayerKernels(
             norm=address_for(pointwise.add_rms_norm_rows, dtype, dtype, model.norm.dtype),
             store=address_for(
                 pointwise.norm_rope_store_rows, dtype, cache_dtype, model.norm.dtype
             ),
             attend_groups=attention.attend_groups,
-            activation=address_for(pointwise.silu_and_mul_rows, dtype, dtype),
+            activation=address_for(activation, dtype, dtype),
             product=max(products, key=lambda product: product.prepare),
         )
         self.layers = np.zeros(len(model.layers), LAYER)
@@ -219,7 +219,6 @@ class FusedLayers:
             intermediate_size=wide,
             num_heads=config.num_heads,
             row_heads=self.row_heads,
-            gelu=self.gelu,
             eps=config.rms_norm_eps,
             shape=self.shape,
             attention=work,

@@ -32,7 +32,7 @@ class LayerKernels(NamedTuple):
     norm: int  # pointwise.add_rms_norm_rows
     store: int  # pointwise.norm_rope_store_rows
     attend_groups: int  # attention.attend_groups
-    activation: int  # pointwise.silu_and_mul_rows
+    activation: int  # pointwise.silu_and_mul_rows or gelu_and_mul_rows
     product: Product
 
 
@@ -54,7 +54,6 @@ class Step(NamedTuple):
     intermediate_size: int
     num_heads: int
     row_heads: int  # H + 2K or more
-    gelu: bool  # the activation, instead of silu
     eps: float
     shape: tuple[int, int, int, int]  # of the K cache
     attention: AttentionWork

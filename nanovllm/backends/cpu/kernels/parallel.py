@@ -44,7 +44,7 @@ def examples(
     example, cached = DTYPE_EXAMPLE[dtype], DTYPE_EXAMPLE[cache_dtype]
     arguments: dict[str, Any] = {
         **dict.fromkeys(("eps", "k_scale", "v_scale", "factor"), 0.0),
-        **dict.fromkeys(("is_bf16", "is_prefix", "gelu"), True),
+        **dict.fromkeys(("is_bf16", "is_prefix"), True),
         **{"example": example, "cache_example": cached},
         "weight_example": DTYPE_EXAMPLE[norm_dtype or dtype],
     }
