@@ -73,7 +73,8 @@ class Int4Weight:
     @classmethod
     def empty(cls, empty: Callable[..., Tensor], outputs: int, inputs: int) -> Int4Weight:
         shape = outputs, -(-inputs // GROUP_SIZE)
-        values, scale = empty(*shape, 4, dtype=torch.int32), empty(*shape, dtype=torch.float16)
+        values = empty(*shape, 4, dtype=torch.int32)
+        scale = empty(*shape, dtype=torch.float16)
         return cls(values, scale, inputs, empty(0).dtype)
 
     @property
@@ -110,7 +111,8 @@ class Int4Weight:
     def store(self, start: int, packed: Tensor, scale: Tensor) -> None:
         """Store quantized rows from row `start`: packed [N, G, 4] int32, scale [N, G] float16."""
         rows = slice(start, start + len(packed))
-        self.values[rows], self.scale[rows] = packed, scale
+        self.values[rows] = packed
+        self.scale[rows] = scale
 
     def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         """Return the packed values [N, G, 4] int32 and the scale [N, G] of rows."""

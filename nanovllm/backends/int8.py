@@ -85,7 +85,8 @@ class Int8Weight:
     def store(self, start: int, values: Tensor, scale: Tensor) -> None:
         """Store quantized rows from row `start`: values [N, I] int8 and scale [N] float32."""
         rows = slice(start, start + len(values))
-        self.values[rows], self.scale[rows] = values, scale
+        self.values[rows] = values
+        self.scale[rows] = scale
 
     def __getitem__(self, rows: Tensor) -> Tensor:
         """Return rows [T] of the weight, dequantized: the embeddings [T, I] of T tokens."""

@@ -11,7 +11,8 @@ kernels/product.py        Products with packed weights; quantized and padded row
 kernels/words.py          The layout of the KV cache, and the operands of attention's products.
 kernels/pointwise.py      Norm, SwiGLU, rotary embedding. The rules and shapes of all kernels.
 kernels/llvm/vectors.py   The softmax of a segment, in vectors of 16 numbers.
-kernels/llvm/dot.py       The inner loops of products in float32, bfloat16, int8 and int4.
+kernels/llvm/dot.py       The inner loop of products in float32, bfloat16 and int8.
+kernels/llvm/int4.py      The inner loop of products in int4.
 kernels/amx.py            Products in bfloat16 with AMX.
 kernels/simd.py           The same without AMX, and in float32 and int8, for any processor.
 kernels/attention.py      Groups of queries that read the same blocks, and their attention.
@@ -32,6 +33,6 @@ kernels/delta_layers.py   The layers of a hybrid model; which models fused_layer
 backend.py                Joins all of it into a Backend.
 thread_limit.py           Limits the threads of a step to free cores. It stands alone.
 
-The first five files suffice to read any other kernel. Only llvm/dot.py, simd.py, int8.py
-and amx.py depend on the processor. All others run where Numba does.
+The first five files suffice to read any other kernel. Only llvm/dot.py, llvm/int4.py,
+simd.py, int8.py and amx.py depend on the processor. All others run where Numba does.
 """

@@ -48,18 +48,13 @@ class Sequences(NamedTuple):
     tables: np.ndarray  # [N, blocks] int32
 
 
-class AttentionPlan(NamedTuple):
-    """The arrays that `prepare` computes once for all layers."""
-
-    slot_mapping: np.ndarray  # [T] int64
-    work: AttentionWork
-
-
 class NumbaAttention(PlainAttention):
     def __init__(self, config: ModelConfig, *arguments: Any) -> None:
         super().__init__(config, *arguments)
         dtypes = self.dtype, self.cache.dtype
-        self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.heads = config.num_heads
+        self.kv_heads = config.num_kv_heads
+        self.dim = config.head_dim
         self.max_queries = max(1, MAX_ROWS * self.kv_heads // self.heads)  # of a group
         self.examples = [DTYPE_EXAMPLE[dtype] for dtype in dtypes]
         num_blocks, kv_heads, block_size, dim = self.cache.shape[2:]
@@ -118,8 +113,8 @@ class NumbaAttention(PlainAttention):
         rest = self.groups_of_rest(seqs, shared)
         shape = (starts[-1], self.heads, self.dim + 2) if groups else (0, 0, 0)
         partial = np.empty(shape, np.float32)
-        work = AttentionWork(batch.positions.numpy(), prefixes, rest, partial)
-        batch.attention_metadata = AttentionPlan(batch.slot_mapping.numpy(), work)
+        places = batch.positions.numpy(), batch.slot_mapping.numpy()
+        batch.attention_metadata = AttentionWork(*places, prefixes, rest, partial)
 
     def shared_prefixes(
         self, seqs: Sequences, num_decodes: int
@@ -214,7 +209,7 @@ class NumbaAttention(PlainAttention):
         out = qkv.new_empty(len(qkv), self.heads, self.dim)
         tensors = (qkv.data_ptr(), *qkv.shape[:2], out.data_ptr(), self.heads)
         cache = *self.kv_addresses[layer], self.shape
-        work = batch.attention_metadata.work, self.windows[layer], self.scales[layer][1]
+        work = batch.attention_metadata, self.windows[layer], self.scales[layer][1]
         kernel = *self.examples, self.attend_groups
         attend(*tensors, *cache, *work, *kernel, numba.get_num_threads())
         return out.flatten(1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from nanovllm.backends.cpu import jit, linear
 from nanovllm.backends.cpu.attention import NumbaAttention
 from nanovllm.backends.cpu.compile import compile_now
-from nanovllm.backends.cpu.fused_step import fuse_step
+from nanovllm.backends.cpu.fused_step import FusedStep
 from nanovllm.backends.cpu.kernel_files import marker
 from nanovllm.backends.cpu.kernels import (
     delta_layers,
@@ -98,10 +98,9 @@ class CpuBackend(Backend):
         return delta_layers.fuse_layers(model, attention)
 
     def fuse_step(self, layers: Any, attention: Any, rows: Any) -> Any:
-        step = None
         if type(layers) is FusedLayers:
-            step = fuse_step(layers, attention, rows)
-        return step or super().fuse_step(layers, attention, rows)
+            return FusedStep(layers, attention, rows)
+        return super().fuse_step(layers, attention, rows)
 
     def step_context(self) -> AbstractContextManager[object]:
         return jit.guard()

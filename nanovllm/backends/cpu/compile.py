@@ -1,5 +1,7 @@
 """Compiles the CPU's kernels for one dtype. Later processes load the code in less than a second."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from filelock import FileLock
@@ -20,7 +22,12 @@ from nanovllm.backends.cpu.kernels import (
     product,
     sampler,
 )
-from nanovllm.backends.cpu.kernels.attention import attend, attend_groups
+from nanovllm.backends.cpu.kernels.attention import (
+    AttentionWork,
+    QueryGroups,
+    attend,
+    attend_groups,
+)
 from nanovllm.backends.cpu.kernels.parallel import Types
 from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE
 from nanovllm.backends.cpu.kernels.simd import kernel_for
@@ -54,18 +61,26 @@ def calls(dtype: torch.dtype, cache_dtype: torch.dtype) -> list[tuple[Kernel, Ty
         (kernel, parallel.example_arguments(kernel, dtype, cache_dtype))
         for kernel in kernels_in_parts(dtype)
     ]
-    step = layer_tables.example_step(example, example, cached)
-    none = product.Product(0, 0)
+
+    def make(kind: Any, **others: Any) -> Any:
+        """Return an example of a NamedTuple; `others` are tuples among its fields."""
+        values = parallel.examples(kind._fields, dtype, cache_dtype)
+        return kind(*values)._replace(**others)
+
+    groups = make(QueryGroups)
+    work = make(AttentionWork, prefixes=groups, rest=groups)
+    step = make(layer_tables.Step, attention=work, shape=(1, 1, 1, 1))
+    none = make(product.Product)
     callers = [
         *((parallel.in_parts, (0, arguments, 1, 1)) for _, arguments in in_parts),
         (attend, (*[0] * 7, step.shape, step.attention, 0, 1.0, example, cached, 0, 1)),
         (product.compute, (none, *[0] * 9, example, 1)),
     ]
     if dtype is cache_dtype:
-        kernels = layer_tables.LayerKernels(0, 0, 0, 0, none)
+        kernels = make(layer_tables.LayerKernels, product=none)
         layers = kernels, step, np.empty(0, layer_tables.LAYER), layer_tables.NO_STATES
-        host = decode_step.example_host()
-        head = decode_step.OutputLayer._make((none, *[0] * 7, True))
+        host = make(decode_step.Host)
+        head = make(decode_step.OutputLayer, product=none)
         rows = np.empty(0, np.int64)
         callers.append((fused_layers.compute_layers, layers))
         callers.append((decode_step.sample_tokens, (*layers, host, head, rows, rows, rows)))

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import numba
 import numpy as np
 import torch
-from torch import Tensor
 
 from nanovllm.backends.cpu.attention import MIN_SAVED_TOKENS, NumbaAttention, balanced
 from nanovllm.backends.cpu.kernels import sampler
@@ -30,8 +29,9 @@ class FusedStep:
     """
 
     def __init__(self, layers: FusedLayers, attention: NumbaAttention, rows: Rows) -> None:
-        model, config = layers.model, layers.config
-        dtype = model.backend.dtype
+        model = layers.model
+        config = layers.config
+        dtype = model.backend.dtype  # also of the tables below
         self.layers = layers
         self.rows = rows
         table: Any = model.embed_tokens
@@ -78,7 +78,8 @@ class FusedStep:
 
     def __call__(self, plan: StepPlan) -> np.ndarray | None:
         """Return the tokens [T] that are sampled in a step, or None if this is not for it."""
-        chunks, decode_rows = plan.chunks, plan.decode_rows
+        chunks = plan.chunks
+        decode_rows = plan.decode_rows
         for chunk in chunks:
             is_sampled = len(chunk.token_ids) == 1 + chunk.num_drafts
             if not is_sampled or chunk.result_kind is not ResultKind.TOKEN or chunk.logprob_targets:
@@ -103,21 +104,14 @@ class FusedStep:
             places[order] = np.arange(len(groups))
         # `sample_tokens` fills these arrays in.
         queries, context_lens = np.empty((2, len(groups), size), np.int64)
-        first, tables = self.first[: len(groups)], self.tables[: len(groups)]
+        first = self.first[: len(groups)]
+        tables = self.tables[: len(groups)]
         rest = QueryGroups(queries, context_lens, first, tables)
-        work = AttentionWork(np.empty(count, np.int64), self.no_groups, rest, self.partial)
+        work = AttentionWork(
+            np.empty(count, np.int64), self.slots[:count], self.no_groups, rest, self.partial
+        )
         inputs = tuple(tensor[:count] for tensor in self.inputs)
-        step = self.layers.make_step(inputs, self.slots[:count], work)
+        step = self.layers.make_step(inputs, work)
         layers = self.layers.kernels, step, self.layers.layers, NO_STATES
         is_done = sample_tokens(*layers, self.host, self.head, rows, places, tokens)
         return tokens if is_done else None
-
-
-def fuse_step(layers: FusedLayers, attention: NumbaAttention, rows: Rows) -> FusedStep | None:
-    """Return the FusedStep of a model, or None if it does not read the model's tables."""
-    model = layers.model
-    table: Any = model.embed_tokens
-    is_read = isinstance(table, PackedWeight | Tensor)
-    if not (is_read and model.rotary.table.dtype is table.dtype is model.backend.dtype):
-        return None
-    return FusedStep(layers, attention, rows)

@@ -7,13 +7,15 @@ weights, a product of one token would read at many places of memory at once.
 from __future__ import annotations
 
 import torch
+from numba import get_num_threads
 from torch import Tensor
 from torch.nn import functional as F
 
+from nanovllm.backends.cpu.kernels.primitives import DTYPE_EXAMPLE
 from nanovllm.backends.cpu.kernels.product import (
     PackedWeight,
     Product,
-    multiply,
+    compute,
     padded_bytes,
     pointers,
 )
@@ -47,5 +49,15 @@ class PackedFloats(PackedWeight):
 
 def linear(x: Tensor, module: Linear) -> Tensor:
     """Return x [T, I] times a packed weight [O, I]: [T, O]."""
-    weight = module.weight
-    return multiply(weight.product, x, pointers(module), weight.shape[0])
+    product = module.weight.product
+    outputs = module.weight.shape[0]
+    x = x.contiguous()
+    rows, inputs = x.shape
+    out = x.new_empty((rows, outputs))
+    work = x.new_empty(rows * product.work_bytes(inputs), dtype=torch.uint8)
+    sizes = rows, inputs, outputs, work.data_ptr()
+    like = DTYPE_EXAMPLE[x.dtype]
+    compute(
+        product, x.data_ptr(), *pointers(module), out.data_ptr(), *sizes, like, get_num_threads()
+    )
+    return out

@@ -11,7 +11,7 @@ from nanovllm.backends.gpu.kernels import attention, store
 from nanovllm.backends.gpu.kernels.configs import GpuInfo, decode_tile, prefill_tile
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.batch import ForwardBatch, longest_first
-from nanovllm.models.fp8 import Scales
+from nanovllm.models.fp8 import FP8
 from nanovllm.models.layers import Norms, Rope
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.transfers import to_device
@@ -29,20 +29,14 @@ class StepLaunches(NamedTuple):
 
 
 class TritonAttention(PlainAttention):
-    def __init__(
-        self,
-        config: ModelConfig,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        fp8_scales: list[Scales] | None = None,
-    ) -> None:
-        super().__init__(config, num_blocks, block_size, dtype, device, fp8_scales)
+    def __init__(self, config: ModelConfig, *arguments: Any) -> None:
+        super().__init__(config, *arguments)
+        device = self.cache.device
+        is_fp8 = self.cache.dtype == FP8
         self.layers = [(k, v) for k, v in self.cache]  # indexing the cache takes 10 us
         self.gpu = GpuInfo.of(device)
-        self.decode_tile = decode_tile(self.gpu, config.head_dim, dtype, bool(fp8_scales))
-        self.prefill_tile = prefill_tile(self.gpu, config.head_dim, dtype)
+        self.decode_tile = decode_tile(self.gpu, config.head_dim, self.dtype, is_fp8)
+        self.prefill_tile = prefill_tile(self.gpu, config.head_dim, self.dtype)
         self.group_size = config.num_heads // config.num_kv_heads
         if self.group_size > (limit := self.decode_tile.num_rows):
             raise ValueError(
@@ -52,7 +46,7 @@ class TritonAttention(PlainAttention):
         self.num_kv_heads = config.num_kv_heads
         # All layers, and all steps of at most so many tokens, share this memory for q and results.
         shape = 2, SHARED_TOKENS, config.num_heads, config.head_dim
-        self.shared = torch.empty(shape, dtype=dtype, device=device)
+        self.shared = torch.empty(shape, dtype=self.dtype, device=device)
 
     def memory(self, num_tokens: int) -> Tensor:
         """Return memory [2, T, H, D] for q and the results of attention of a step."""
@@ -64,7 +58,8 @@ class TritonAttention(PlainAttention):
         """Set the launches of all layers, one for chunks and one for decodes."""
         q, out = self.memory(len(batch.input_ids))
         launches: list[tuple[Any, ...]] = []
-        lens, tables = batch.context_lens, batch.block_tables
+        lens = batch.context_lens
+        tables = batch.block_tables
         num_chunks = len(lens) - batch.num_decodes
         chunk_tokens = len(batch.input_ids) - batch.num_decodes
         batch.attention_metadata = StepLaunches(q, out, launches)

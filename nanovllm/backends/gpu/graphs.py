@@ -64,7 +64,8 @@ class CudaCapture:
     """A Capture whose graphs share one memory pool, because only one runs at a time."""
 
     def __init__(self) -> None:
-        self.pool, self.stream = torch.cuda.graph_pool_handle(), unused_stream()
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = unused_stream()
 
     @contextmanager
     def graph(self) -> Iterator[torch.cuda.CUDAGraph]:

@@ -114,7 +114,7 @@ def whole(tokens: int) -> int:
 
 def prefixes(step: Any) -> dict[int, int]:
     """Tokens of the step that read a prefix with others -> its length. None reads two."""
-    groups = step.work.prefixes
+    groups = step.prefixes
     read = [
         (int(token), int(length))
         for tokens, lengths in zip(groups.queries, groups.context_lens, strict=True)

@@ -36,14 +36,15 @@ class QueryGroups(NamedTuple):
         query 21      | x   x   x   x | x   x   x   x | x             |        9
         query 22      | x   x   x   x | x   x   x   x | x   x         |       10
 
-    The group begins with the token `first`, up to which another pass has computed its queries, or
-    later: in a layer with a window, with the segment of the first key that one of them sees.
+    The group begins with its token of `first_tokens`, up to which another pass has computed its
+    queries, or later: in a layer with a window, with the segment of the first key that one of them
+    sees.
     """
 
     # [P, M] int64, indices of the step's tokens, padded with -1. M * G <= MAX_ROWS, or M = 1.
     queries: np.ndarray
     context_lens: np.ndarray  # [P, M] int64, ascending and at least 1
-    first: np.ndarray  # [P] int64, a multiple of KEYS
+    first_tokens: np.ndarray  # [P] int64, multiples of KEYS
     block_tables: np.ndarray  # [P, blocks] int32
 
 
@@ -51,6 +52,7 @@ class AttentionWork(NamedTuple):
     """Two passes: prefixes that several sequences share, then the rest of their contexts."""
 
     positions: np.ndarray  # [T] int64, of the step's tokens in their contexts
+    slot_mapping: np.ndarray  # [T] int64, where their keys and values are stored
     prefixes: QueryGroups
     rest: QueryGroups
     # [T, H, D + 2] float32, or empty without prefixes: the weighted sum of values, the maximum of
@@ -123,7 +125,8 @@ def copy_tokens(keys, values, k_cache, v_cache, table, tiles, head, first, token
 def add_values(word, sums_ptr, sums_stride, weights_ptr, weights_stride, v_ptr, v_stride, steps,
                rows, distance, dim):
     """Compute sums [rows, dim] += weights [rows, steps] times values [steps, dim], in words."""
-    size, whole = bytes_of(word) * per_word(word), dim // WIDTH * WIDTH  # bytes of a word
+    size = bytes_of(word) * per_word(word)  # bytes of a word
+    whole = dim // WIDTH * WIDTH
     for c in range(0, whole, WIDTH):
         add_product(word, sums_ptr + 4 * c, sums_stride, weights_ptr, weights_stride,
                     v_ptr + size * c, v_stride, steps, rows, distance)
@@ -158,13 +161,16 @@ def attend_groups(qkv, out, partial, k_cache, v_cache, positions, queries, conte
     example, q_example = k_cache[0, 0, 0, 0], qkv[0, 0, 0]
     n = per_word(example)
     tiled = is_tiled(block_size, dim)
-    words, wide = dim // n, (dim + WIDTH - 1) // WIDTH * WIDTH
+    words = dim // n
+    wide = (dim + WIDTH - 1) // WIDTH * WIDTH
     max_rows = queries.shape[1] * q_per_kv
-    tile_bytes, head_bytes = TILE * dim * bytes_of(example), block_size * dim * bytes_of(example)
+    tile_bytes = TILE * dim * bytes_of(example)
+    head_bytes = block_size * dim * bytes_of(example)
     # Few rows of all heads are computed together, to read the cache in the order of memory.
     max_height = max(max_rows, FEW_ROWS * num_kv_heads)
     query = operands((max_height, dim), example)
-    weights, scores = operands((max_height, KEYS), example), np.empty((max_height, KEYS), f32)
+    weights = operands((max_height, KEYS), example)
+    scores = np.empty((max_height, KEYS), f32)
     sums = np.empty((max_height, wide), f32)
     oldest, visible = np.empty((2, max_height), np.int64)
     row_max, row_sum, factors = np.empty((3, max_height), f32)
@@ -175,7 +181,8 @@ def attend_groups(qkv, out, partial, k_cache, v_cache, positions, queries, conte
     tiles = np.empty(block_tables.shape[1] * block_size // TILE + AHEAD + 1, np.int64)
     item = start
     while item < stop:
-        p, first_head = item // num_kv_heads, item % num_kv_heads
+        p = item // num_kv_heads
+        first_head = item % num_kv_heads
         count = np.sum(queries[p] >= 0)
         rows = count * q_per_kv
         context_len = context_lens[p, count - 1]
@@ -193,7 +200,8 @@ def attend_groups(qkv, out, partial, k_cache, v_cache, positions, queries, conte
         query_ptr, scores_ptr = np.int64(query.ctypes.data), np.int64(scores.ctypes.data)
         weights_ptr, sums_ptr = np.int64(weights.ctypes.data), np.int64(sums.ctypes.data)
         for r in range(height):
-            token, h = queries[p, r % rows // q_per_kv], q_head(first_head, r, rows, q_per_kv)
+            token = queries[p, r % rows // q_per_kv]
+            h = q_head(first_head, r, rows, q_per_kv)
             for d in range(dim):
                 query[r, d] = operand(qkv[token, h, d], example)
             visible[r] = context_lens[p, r % rows // q_per_kv]
@@ -259,7 +267,8 @@ def attend_groups(qkv, out, partial, k_cache, v_cache, positions, queries, conte
                            np.int64(odd_value.ctypes.data), 0, 1, rows, 0, dim)
 
         for r in range(height):
-            token, h = queries[p, r % rows // q_per_kv], q_head(first_head, r, rows, q_per_kv)
+            token = queries[p, r % rows // q_per_kv]
+            h = q_head(first_head, r, rows, q_per_kv)
             if is_prefix:
                 partial[token, h, dim], partial[token, h, dim + 1] = row_max[r], row_sum[r]
                 for d in range(dim):
@@ -277,7 +286,7 @@ def attend(qkv_ptr, rows, row_heads, out_ptr, num_heads, k_ptr, v_ptr, shape, wo
 
     attend_groups_at is the address of attend_groups.
     """
-    num_kv_heads, dim = shape[1], shape[3]
+    _, num_kv_heads, _, dim = shape
     qkv = array(qkv_ptr, (rows, row_heads, dim), example)
     out = array(out_ptr, (rows, num_heads, dim), example)
     k_cache, v_cache = array(k_ptr, shape, cache_example), array(v_ptr, shape, cache_example)

@@ -34,14 +34,6 @@ class Host(NamedTuple):
     min_shared: int  # a prefix of so many tokens or more is read once for several sequences
 
 
-def example_host() -> Host:
-    """Return a Host with the types of every Host."""
-    numbers = np.empty(0, np.int64)
-    tables = np.empty((0, 0), np.int32)
-    arrays = numbers, tables, numbers, tables.astype(np.float32), numbers
-    return Host(*arrays, 0, 0, 0, 1.0, 0, 0, 0, 0)
-
-
 class OutputLayer(NamedTuple):
     """The last norm, the head and the sampler. All but the product are addresses or sizes."""
 
@@ -102,7 +94,8 @@ def look_up(host, step, rows, places, positions, tokens):
     rest.queries[:] = -1
     group, place, query = 0, np.int64(0), 0
     for t in range(step.rows):
-        row, position = rows[t], positions[t]
+        row = rows[t]
+        position = positions[t]
         embed(host, tokens[t], x[t], example)
         for rope in range(host.ropes):
             for c in range(dim):
@@ -110,12 +103,13 @@ def look_up(host, step, rows, places, positions, tokens):
                 sin[rope, t, c] = rotary[1, rope, position, c]
         step.attention.positions[t] = position
         block = np.int64(host.block_tables[row, position // block_size])
-        step.slot_mapping[t] = block * block_size + position % block_size
+        step.attention.slot_mapping[t] = block * block_size + position % block_size
         if t == 0 or row != rows[t - 1] or query == rest.queries.shape[1]:
             place, group, query = places[group], group + 1, 0
             for b in range((host.positions[row] - 1) // block_size + 1):
                 rest.block_tables[place, b] = host.block_tables[row, b]
-        rest.queries[place, query], rest.context_lens[place, query] = t, position + 1
+        rest.queries[place, query] = t
+        rest.context_lens[place, query] = position + 1
         query += 1
 
 

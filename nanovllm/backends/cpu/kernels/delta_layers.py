@@ -29,7 +29,8 @@ class HybridLayers(FusedLayers):
 
     def buffer_sizes(self) -> tuple[int, int]:
         projected, mixed = super().buffer_sizes()
-        size, heads = self.config.value_size, self.config.linear_num_value_heads
+        size = self.config.value_size
+        heads = self.config.linear_num_value_heads
         linear = self.config.conv_size + size + 2 * heads
         return max(projected, linear), max(mixed, size)
 

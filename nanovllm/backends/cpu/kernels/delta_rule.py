@@ -79,7 +79,9 @@ def advance_heads(
     [num_states, 3, C] and rule [num_states, Hv, Dk, Dv], where Dk is a multiple of 4: each load of
     a sum serves four rows of the state.
     """
-    group, keys, size = value_heads // key_heads, key_heads * key_dim, value_heads * value_dim
+    group = value_heads // key_heads
+    keys = key_heads * key_dim
+    size = value_heads * value_dim
     channels = 2 * keys + size
     x = array(x_ptr, (num_tokens, width), example)
     weight = array(weight_ptr, (4, channels), f32(0))
@@ -90,7 +92,8 @@ def advance_heads(
     conv = array(conv_ptr, (num_states, 3, channels), example)
     rule = array(rule_ptr, (num_states, value_heads, key_dim, value_dim), f32(0))
     q, k, v = np.empty(key_dim, f32), np.empty(key_dim, f32), np.empty(value_dim, f32)
-    difference, o = np.empty(value_dim, f32), np.empty(value_dim, f32)
+    difference = np.empty(value_dim, f32)
+    o = np.empty(value_dim, f32)
     for item in range(start, stop):
         key_head = item % key_heads
         row = segments[item // key_heads, 0]
@@ -153,7 +156,8 @@ def advance(
     addresses = *(t.data_ptr() for t in tensors), segments, out.data_ptr()
     sizes = *x.shape, len(rule), *layer.sizes
     arguments = (*addresses, *sizes, layer.eps, DTYPE_EXAMPLE[x.dtype])
-    items, elements = len(segments) * key_heads, value_heads * key_dim * value_dim
+    items = len(segments) * key_heads
+    elements = value_heads * key_dim * value_dim
     run(advance_heads, arguments, items, num_tokens * elements)
 
 

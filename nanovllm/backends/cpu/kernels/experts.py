@@ -25,6 +25,7 @@ from nanovllm.backends.cpu.kernels.parallel import address_for, call_at, in_part
 from nanovllm.backends.cpu.kernels.primitives import (
     DTYPE_EXAMPLE,
     array,
+    bytes_of,
     f32,
     from_float32,
     to_float32,
@@ -69,18 +70,19 @@ def expert_blocks(kernel, x_ptr, weight_ptr, scale_ptr, out_ptr, hits, ends, inp
 
 
 @compiled()
-def multiply_experts(weights, kernel, x_ptr, out_ptr, work_ptr, hits, ends, itemsize, example,
-                     parts):
+def multiply_experts(weights, kernel, x_ptr, out_ptr, work_ptr, hits, ends, example, parts):
     """Multiply the sorted rows x [N, inputs] by the weights of their experts.
 
     `kernel` is the address of expert_blocks, and `work` has prepared rows.
     """
-    product, inputs, outputs = weights.product, weights.inputs, weights.outputs
+    product = weights.product
+    inputs = weights.inputs
+    outputs = weights.outputs
     width = product.width
     x_ptr = prepared(product, x_ptr, ends[-1], inputs, work_ptr, example, parts)
     arguments = (product.kernel, x_ptr, weights.weight_ptr, weights.scale_ptr, out_ptr, hits, ends,
                  inputs, outputs, width, row_bytes(product, inputs), weights.weight_bytes,
-                 weights.scale_bytes, itemsize * outputs, example)
+                 weights.scale_bytes, bytes_of(example) * outputs, example)
     in_parts(kernel, arguments, len(hits) * ((outputs + width - 1) // width), parts)
 
 
@@ -127,8 +129,8 @@ def sum_rows(rows_ptr, weight_ptr, places, out_ptr, size, example, start, stop):
 
 
 @compiled()
-def mlp(gate_up, down, kernels, x_ptr, weight_ptr, choices, buffers, out_ptr, num_experts, itemsize,
-        example, parts):
+def mlp(gate_up, down, kernels, x_ptr, weight_ptr, choices, buffers, out_ptr, num_experts, example,
+        parts):
     """Compute out [T, E] as features/models/moe/experts.py does.
 
     `kernels` are of addresses_for. `buffers` are the addresses of scratch memory [N, E], [N, 2F]
@@ -143,7 +145,8 @@ def mlp(gate_up, down, kernels, x_ptr, weight_ptr, choices, buffers, out_ptr, nu
     hits = np.flatnonzero(counts)
     ends = np.cumsum(counts)
     next_row = ends - counts
-    tokens, places = np.empty(num_rows, np.int64), np.empty(num_rows, np.int64)
+    tokens = np.empty(num_rows, np.int64)
+    places = np.empty(num_rows, np.int64)
     for i in range(num_rows):
         places[i] = next_row[flat[i]]
         next_row[flat[i]] += 1
@@ -151,11 +154,10 @@ def mlp(gate_up, down, kernels, x_ptr, weight_ptr, choices, buffers, out_ptr, nu
     rows_ptr, both_ptr, activated_ptr, work_ptr = buffers
     multiply, gather, activate, add = kernels
     in_parts(gather, (x_ptr, tokens, rows_ptr, size, example), num_rows, parts)
-    multiply_experts(gate_up, multiply, rows_ptr, both_ptr, work_ptr, hits, ends, itemsize, example,
-                     parts)
-    in_parts(activate, (both_ptr, activated_ptr, num_rows, down.inputs, example), num_rows, parts)
-    multiply_experts(down, multiply, activated_ptr, rows_ptr, work_ptr, hits, ends, itemsize,
-                     example, parts)
+    multiply_experts(gate_up, multiply, rows_ptr, both_ptr, work_ptr, hits, ends, example, parts)
+    arguments = both_ptr, activated_ptr, num_rows, down.inputs, example
+    in_parts(activate, arguments, num_rows, parts)
+    multiply_experts(down, multiply, activated_ptr, rows_ptr, work_ptr, hits, ends, example, parts)
     arguments = rows_ptr, weight_ptr, places.reshape(choices.shape), out_ptr, size, example
     in_parts(add, arguments, len(choices), parts)
 
@@ -183,6 +185,6 @@ def expert_mlp(
     buffers.append(x.new_empty(choices.numel() * row_bytes, dtype=torch.uint8))
     x, weights = x.contiguous(), weights.contiguous()
     mlp(both, activated, addresses_for(x.dtype), x.data_ptr(), weights.data_ptr(), choices.numpy(),
-        tuple(buffer.data_ptr() for buffer in buffers), out.data_ptr(), num_experts, x.itemsize,
+        tuple(buffer.data_ptr() for buffer in buffers), out.data_ptr(), num_experts,
         DTYPE_EXAMPLE[x.dtype], get_num_threads())
     return out

@@ -74,8 +74,8 @@ def attention(kernels, step, layer, states):
     project(kernels, step, layer.projection, step.x, step.projected, step.size, width)
     rope = layer.rope * step.rope_bytes
     store = (step.projected, layer.q_norm, layer.k_norm, step.cos + rope, step.sin + rope,
-             layer.k_cache, layer.v_cache, step.slot_mapping, num_blocks, num_kv_heads, block_size,
-             dim, step.num_heads, step.row_heads, step.eps, step.example,
+             layer.k_cache, layer.v_cache, step.attention.slot_mapping, num_blocks, num_kv_heads,
+             block_size, dim, step.num_heads, step.row_heads, step.eps, step.example,
              step.weight_example, step.cache_example, layer.k_scale, layer.v_scale)
     in_parts(kernels.store, store, step.rows, parts_for(step.rows * width, step.parts))
     attend(step.projected, step.rows, step.row_heads, step.mixed, step.num_heads, layer.k_cache,
@@ -91,7 +91,8 @@ def attention(kernels, step, layer, states):
 @compiled()
 def feed_forward(kernels, step, layer):
     """Compute the second half of a layer."""
-    size, wide = step.size, step.intermediate_size
+    size = step.size
+    wide = step.intermediate_size
     norm(kernels, step, layer.post_attention_norm, step.residual)
     project(kernels, step, layer.gate_up, step.x, step.gate_up, size, 2 * wide)
     activation = (step.gate_up, step.activated, step.rows, wide, step.example)
@@ -130,7 +131,8 @@ class FusedLayers:
         self.model = model
         self.config = model.config
         products = [module.weight.product for layer in model.layers for module in layer.linears()]
-        dtype, cache_dtype = model.backend.dtype, attention.cache.dtype
+        dtype = model.backend.dtype
+        cache_dtype = attention.cache.dtype
         self.shape = attention.shape
         self.examples = [DTYPE_EXAMPLE[d] for d in (dtype, model.norm.dtype, cache_dtype)]
         activation = getattr(pointwise, f"{model.layers[0].mlp.activation}_rows")
@@ -176,11 +178,10 @@ class FusedLayers:
 
     def forward(self, batch: ForwardBatch, attention: NumbaAttention) -> Tensor:
         """Compute Qwen3.forward."""
-        plan = batch.attention_metadata
         model = self.model
         x = model.embed(batch.input_ids)
         inputs = x, torch.zeros_like(x), *model.rotary.at(batch.positions)[0]
-        step = self.make_step(inputs, plan.slot_mapping, plan.work)
+        step = self.make_step(inputs, batch.attention_metadata)
         states = self.states(batch)
         if len(x) <= FEW_TOKENS:
             compute_layers(self.kernels, step, self.layers, states)
@@ -192,9 +193,7 @@ class FusedLayers:
                 compute_layers(self.kernels, step, self.layers[i : i + 1], states)
         return pointwise.add_rms_norm(x, inputs[1], model.norm, self.config.rms_norm_eps)[0]
 
-    def make_step(
-        self, inputs: tuple[Tensor, ...], slot_mapping: np.ndarray, work: AttentionWork
-    ) -> Step:
+    def make_step(self, inputs: tuple[Tensor, ...], work: AttentionWork) -> Step:
         """Return a step with addresses of `inputs`, and of buffers that later steps use again.
 
         inputs are x, residual [T, E], cos and sin [T, D] of the first rope; the others follow them.
@@ -209,19 +208,11 @@ class FusedLayers:
             self.buffers = [x.new_empty(rows, width) for width in widths]
             work_bytes = self.kernels.product.work_bytes(max(size, mixed, wide))
             self.buffers.append(x.new_empty(rows * work_bytes, dtype=torch.uint8))
-        x_at, residual, cos, sin = (tensor.data_ptr() for tensor in inputs)
-        projected, mixed, gate_up, activated, work_at = (b.data_ptr() for b in self.buffers)
+        tensors = zip(Step._fields, (*inputs, *self.buffers), strict=False)
+        addresses: Any = {name: tensor.data_ptr() for name, tensor in tensors}
         example, weight_example, cache_example = self.examples
         return Step(
-            x=x_at,
-            residual=residual,
-            cos=cos,
-            sin=sin,
-            projected=projected,
-            mixed=mixed,
-            gate_up=gate_up,
-            activated=activated,
-            work=work_at,
+            **addresses,
             rows=rows,
             rope_bytes=rows * config.head_dim * x.itemsize,
             size=size,
@@ -230,7 +221,6 @@ class FusedLayers:
             row_heads=self.row_heads,
             eps=config.rms_norm_eps,
             shape=self.shape,
-            slot_mapping=slot_mapping,
             attention=work,
             example=example,
             weight_example=weight_example,

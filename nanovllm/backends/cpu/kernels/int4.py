@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends.cpu.jit import compiled
-from nanovllm.backends.cpu.kernels.llvm.dot import int4_rows
+from nanovllm.backends.cpu.kernels.llvm.int4 import int4_rows
 from nanovllm.backends.cpu.kernels.primitives import bytes_of, f32
 from nanovllm.backends.cpu.kernels.product import (
     PackedWeight,

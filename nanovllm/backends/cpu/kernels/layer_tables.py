@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nanovllm.backends.cpu.kernels.attention import AttentionWork, QueryGroups
+from nanovllm.backends.cpu.kernels.attention import AttentionWork
 from nanovllm.backends.cpu.kernels.product import Product
 
 PRODUCTS = "projection", "output", "gate_up", "down"  # in the order of DecoderLayer.linears
@@ -56,7 +56,6 @@ class Step(NamedTuple):
     row_heads: int  # H + 2K or more
     eps: float
     shape: tuple[int, int, int, int]  # of the K cache
-    slot_mapping: np.ndarray  # [rows] int64
     attention: AttentionWork
     example: Any  # of the dtype
     weight_example: Any  # of the dtype of the norms' weights
@@ -83,21 +82,3 @@ class States(NamedTuple):
 
 
 NO_STATES = States()
-
-
-def example_step(example: Any, weight_example: Any, cache_example: Any) -> Step:
-    """Return a step with the types of every step of these dtypes."""
-    none = np.empty((0, 0), np.int64)
-    groups = QueryGroups(none, none, none.ravel(), none.astype(np.int32))
-    addresses_and_sizes: Any = dict.fromkeys(Step._fields[:15], 0)
-    return Step(
-        **addresses_and_sizes,
-        eps=0.0,
-        shape=(1, 1, 1, 1),
-        slot_mapping=none.ravel(),
-        attention=AttentionWork(none.ravel(), groups, groups, np.empty((0, 0, 0), np.float32)),
-        example=example,
-        weight_example=weight_example,
-        cache_example=cache_example,
-        parts=1,
-    )

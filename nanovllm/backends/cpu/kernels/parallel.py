@@ -7,6 +7,7 @@ float32 and bfloat16 takes 36 s of one core instead of 81 s (EPYC with AVX512-BF
 """
 
 import inspect
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import numba
@@ -29,31 +30,30 @@ Types: TypeAlias = tuple[Any, ...]
 ADDRESSES: dict[tuple[Kernel, bytes], int] = {}
 
 
-def example_arguments(
-    kernel: Kernel,
+def examples(
+    names: Iterable[str],
     dtype: torch.dtype,
     cache_dtype: torch.dtype,
     norm_dtype: torch.dtype | None = None,
 ) -> tuple[Any, ...]:
-    """Return arguments without (start, stop) that have the types of a kernel's arguments.
+    """Return values that have the types of a kernel's arguments, or of a NamedTuple's fields.
 
-    A name has the same type in all kernels that run in parts. A name that is not listed here is an
-    address or a size. The dtypes are of the model, of the KV cache, and of the weights of norms
-    (None: of the model).
+    A name has the same type everywhere. A name that is not listed here is an address or a size. The
+    dtypes are of the model, of the KV cache, and of the weights of norms (None: of the model).
     """
     example, cached = DTYPE_EXAMPLE[dtype], DTYPE_EXAMPLE[cache_dtype]
     arguments: dict[str, Any] = {
-        **dict.fromkeys(("eps", "k_scale", "v_scale"), 0.0),
+        **dict.fromkeys(("eps", "k_scale", "v_scale", "factor"), 0.0),
         **dict.fromkeys(("is_bf16", "is_prefix"), True),
         **{"example": example, "cache_example": cached},
         "weight_example": DTYPE_EXAMPLE[norm_dtype or dtype],
     }
     for element_type, dims, names_of_arrays in (
-        (np.int64, 1, "slot_mapping seeds positions tokens hits ends first_tokens"),
+        (np.int64, 1, "slot_mapping seeds positions tokens last_tokens hits ends first_tokens"),
         (np.int64, 2, "queries context_lens places segments"),
         (np.int32, 2, "block_tables"),
         (np.float32, 1, "temperatures"),
-        (np.float32, 2, "filters"),
+        (np.float32, 2, "filters params"),
         (np.float64, 2, "packed"),
         (type(example), 3, "qkv out"),
         (np.float32, 3, "partial"),
@@ -61,8 +61,13 @@ def example_arguments(
     ):
         array = np.empty((0,) * dims, element_type)
         arguments |= dict.fromkeys(names_of_arrays.split(), array)
-    *names, _start, _stop = inspect.signature(kernel.py_func).parameters
     return tuple(arguments.get(name, 0) for name in names)
+
+
+def example_arguments(kernel: Kernel, *dtypes: torch.dtype) -> tuple[Any, ...]:
+    """Return `examples` of a kernel's arguments without (start, stop)."""
+    *names, _start, _stop = inspect.signature(kernel.py_func).parameters
+    return examples(names, *dtypes)
 
 
 def address_of(kernel: Kernel, arguments: tuple[Any, ...]) -> int:
@@ -81,7 +86,7 @@ def address_of(kernel: Kernel, arguments: tuple[Any, ...]) -> int:
 
 
 def address_for(kernel: Kernel, *dtypes: torch.dtype) -> int:
-    """Return the address of the code of a kernel for the dtypes of `example_arguments`."""
+    """Return the address of the code of a kernel for the dtypes of `examples`."""
     return address_of(kernel, example_arguments(kernel, *dtypes))
 
 

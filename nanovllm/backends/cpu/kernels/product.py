@@ -15,13 +15,11 @@ from typing import NamedTuple, Self
 
 import numpy as np
 import torch
-from numba import get_num_threads
 from torch import Tensor
 
 from nanovllm.backends.cpu.jit import Kernel, compiled, has_amx, has_sdot
 from nanovllm.backends.cpu.kernels.parallel import address_for, in_parts, parts_for
 from nanovllm.backends.cpu.kernels.primitives import (
-    DTYPE_EXAMPLE,
     array,
     bytes_of,
     f32,
@@ -113,7 +111,8 @@ class PackedWeight:
     def store(self, start: int, words: Tensor, scale: Tensor) -> None:
         """Store rows from row `start`: words [N, words] int32, and their scales [N, scales]."""
         block, place = self.places(torch.arange(start, start + len(words), device=words.device))
-        self.values[block, :, place], self.scale[block, :, place] = words, scale
+        self.values[block, :, place] = words
+        self.scale[block, :, place] = scale
 
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the words [N, words] int32 of rows [N] and their scales [N, scales]."""
@@ -247,7 +246,8 @@ def finish(sums_ptr, token_scale_ptr, stride, scale_ptr, bias_ptr, out_ptr, rows
     out = sums * token scale * scale + bias, without what has the address 0. The scales of tokens
     are `stride` bytes apart.
     """
-    itemsize, count = bytes_of(example), min(width, outputs - start)
+    itemsize = bytes_of(example)
+    count = min(width, outputs - start)
     scale = array(scale_ptr + 4 * start, (count,), f32(0))
     bias = array(bias_ptr + itemsize * start, (count,), example)
     for row in range(rows):
@@ -261,18 +261,6 @@ def finish(sums_ptr, token_scale_ptr, stride, scale_ptr, bias_ptr, out_ptr, rows
             total = total * scale[c] if scale_ptr != 0 else total
             total = total + to_float32(bias[c]) if bias_ptr != 0 else total
             out[c] = from_float32(total, example)
-
-
-def multiply(product: Product, x: Tensor, pointers: tuple[int, int, int], outputs: int) -> Tensor:
-    """Return x [T, I] times a weight: [T, O]. `pointers`: to the weight, its scale and the bias."""
-    x = x.contiguous()
-    rows, inputs = x.shape
-    out = x.new_empty((rows, outputs))
-    work = torch.empty(rows * product.work_bytes(inputs), dtype=torch.uint8, device="cpu")
-    sizes = rows, inputs, outputs, work.data_ptr()
-    compute(product, x.data_ptr(), *pointers, out.data_ptr(), *sizes, DTYPE_EXAMPLE[x.dtype],
-            get_num_threads())
-    return out
 
 
 def pointers(module: Linear) -> tuple[int, int, int]:

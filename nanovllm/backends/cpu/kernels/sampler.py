@@ -181,7 +181,8 @@ def _keep_candidates(values, maxima, top_k, tokens):
         if maxima[chunk] >= bound:
             for i in range(chunk * CHUNK, min((chunk + 1) * CHUNK, len(values))):
                 if values[i] >= bound:
-                    values[count], tokens[count] = values[i], i
+                    values[count] = values[i]
+                    tokens[count] = i
                     count += 1
     return count
 
@@ -207,7 +208,9 @@ def draw_rows(address, is_bf16, size, temperatures, seeds, positions, filters, t
     """Set tokens [R]; filters [3, R] are top_k, top_p and min_p."""
     # Allocating them for each row would cost more than drawing the row.
     room = size if np.any(temperatures[start:stop] > 0) else 0
-    values, weights, ids = np.empty(room, f32), np.empty(room, f32), np.empty(room, np.int32)
+    values = np.empty(room, f32)
+    weights = np.empty(room, f32)
+    ids = np.empty(room, np.int32)
     maxima, sums = np.empty((2, (size + CHUNK - 1) // CHUNK), f32)
     for row in range(start, stop):
         if temperatures[row] == 0:
@@ -242,7 +245,8 @@ def draw_rows(address, is_bf16, size, temperatures, seeds, positions, filters, t
 def _logprobs_of_rows(address, is_bf16, size, tokens, packed, start, stop):
     """Fill packed [R, 2 + 2k] as `token_logprobs` in models/raw_logprobs.py."""
     k = (packed.shape[1] - 2) // 2
-    values, weights = np.empty(size, f32), np.empty(size, f32)
+    values = np.empty(size, f32)
+    weights = np.empty(size, f32)
     maxima = np.empty((size + CHUNK - 1) // CHUNK, f32)
     for row in range(start, stop):
         top = _load(address, is_bf16, row * size, values, maxima)
@@ -251,11 +255,13 @@ def _logprobs_of_rows(address, is_bf16, size, tokens, packed, start, stop):
         rank = 1
         for i in range(size):
             rank += np.int64(values[i] > logit)
-        packed[row, 0], packed[row, 1] = logit - log_sum, rank
+        packed[row, 0] = logit - log_sum
+        packed[row, 1] = rank
         for i in range(k):
             chunk = np.argmax(maxima)
             rest = values[chunk * CHUNK : (chunk + 1) * CHUNK]
             token = chunk * CHUNK + np.argmax(rest)
-            packed[row, 2 + i], packed[row, 2 + k + i] = values[token] - log_sum, token
+            packed[row, 2 + i] = values[token] - log_sum
+            packed[row, 2 + k + i] = token
             values[token] = -np.inf
             maxima[chunk] = maximum(rest)

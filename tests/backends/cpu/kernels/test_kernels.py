@@ -191,7 +191,9 @@ def test_a_query_sees_nothing_of_later_tokens(dtype: torch.dtype, count: int) ->
     queries, contexts = np.arange(count)[None], np.arange(1, count + 1)[None]
     rest = QueryGroups(queries, contexts, first, np.array([[1]], np.int32))
     prefixes = QueryGroups(none, none, none.ravel(), none.astype(np.int32))
-    reads = AttentionWork(np.arange(count), prefixes, rest, np.empty((0, 0, 0), np.float32))
+    reads = AttentionWork(
+        np.arange(count), np.arange(count), prefixes, rest, np.empty((0, 0, 0), np.float32)
+    )
     found = []
     for last in (0.0, 3e38):
         values = v[1, 0].view(16 // n, 32, n)

@@ -1,4 +1,4 @@
-"""The inner loop of the CPU's products, with dot products of the processor for bfloat16 and int8.
+"""The inner loop of products in float32, bfloat16 and int8, with dot products of the processor.
 
 LLVM compiles them only for a processor with the instruction: vdpbf16ps (AVX512-BF16), vpdpbusd
 (VNNI), vpmaddwd and vpmaddubsw (AVX2), or sdot (Arm). Without vdpbf16ps, a pair of bfloat16 is two
@@ -16,7 +16,6 @@ from nanovllm.backends.cpu.jit import has_feature, has_sdot
 from nanovllm.backends.cpu.kernels.llvm.emit import (
     BYTE,
     FLOAT,
-    HALF,
     INT,
     INT16,
     INT32,
@@ -27,16 +26,13 @@ from nanovllm.backends.cpu.kernels.llvm.emit import (
     stored_to_float32,
     without_result,
 )
-from nanovllm.backends.cpu.kernels.llvm.vectors import FLOATS, LANES, copies
-from nanovllm.backends.int4 import GROUP_SIZE
+from nanovllm.backends.cpu.kernels.llvm.vectors import FLOATS, FUSED, LANES, copies
 
 HAS_AVX2, HAS_VNNI = has_feature("avx2"), has_feature("avx512vnni")
 HAS_AVX512, HAS_BF16 = has_feature("avx512f"), has_feature("avx512bf16")
 HAS_SDOT = has_sdot()
 WORDS = ir.VectorType(INT16, LANES)
 HEIGHTS = 6, 4, 2, 1  # rows that dot_rows computes at a time; for 16 columns at most 4
-AHEAD = 8192  # bytes between the weights in int4 that are used and those that are prefetched
-FUSED = ("contract",)  # a product may be fused with a sum
 
 
 def add_neighbors(builder, a, b, name):
@@ -118,7 +114,8 @@ def dot_rows(typing, word, columns, x, w, steps, out, rows, ahead):
     two sums until the end.
     """
     width = columns.literal_value
-    is_int8, is_fp8 = word == types.int32, word == types.uint8
+    is_int8 = word == types.int32
+    is_fp8 = word == types.uint8
     is_float32 = word == types.float32 or is_fp8
     is_halves = not (is_float32 or is_int8 or HAS_BF16)
     is_sdot = is_int8 and HAS_SDOT
@@ -245,85 +242,3 @@ def dot_rows(typing, word, columns, x, w, steps, out, rows, ahead):
             add_pass(row_of(x, row, x_row), first_word, place, later)
 
     return types.void(word, columns, x, w, steps, out, rows, ahead), without_result(emit)
-
-
-@intrinsic(prefer_literal=True)
-def int4_rows(typing, x, stride, weight, scale, groups, out, rows):
-    """out [rows, 16] float32 = sum over groups of scale * (start + x values).
-
-    The arguments are addresses and sizes: x has the rows of `quantize_rows`, `stride` bytes apart,
-    weight [groups, 4, 16] int32, scale [groups, 16] float16. The instruction is vpdpbusd (VNNI),
-    sdot (Arm), or vpmaddubsw (AVX2), whose sums of 16 bits hold the 16 products of a group that
-    belong to them: 16 * 15 * 127 < 2^15.
-    """
-    has_dot = HAS_VNNI or HAS_SDOT
-    lanes = 4 if HAS_SDOT else LANES if HAS_VNNI else LANES // 2
-    heights = (8, 4, 2, 1) if has_dot else (2, 1)
-    numbers, floats, halves, bytes_kind = (
-        ir.VectorType(kind, count)
-        for kind, count in ((INT32, lanes), (FLOAT, lanes), (HALF, lanes), (BYTE, 4 * lanes)))
-
-    def integer_sum(builder, start, pairs):
-        """Return start plus the products of all (weights, numbers of x)."""
-        if has_dot:
-            for pair in pairs:
-                start = add_dot(builder, start, *pair)
-            return start
-        words = ir.VectorType(INT16, 2 * lanes)
-        total = ir.Constant(words, None)
-        for pair in pairs:
-            w, number = (builder.bitcast(vector, bytes_kind) for vector in pair)
-            total = builder.add(total, add_neighbors(builder, w, number, "ub.sw"))
-        ones = ir.Constant(words, [1] * 2 * lanes)
-        return builder.add(start, add_neighbors(builder, ones, total, "wd"))
-
-    def emit(builder, x, stride, weight, scale, groups, out, rows):
-        def add_rows(row, count):
-            emit_rows(builder, row, count, x, stride, weight, scale, groups, out)
-
-        for_rows(builder, rows, heights, add_rows)
-
-    def emit_rows(builder, first_row, height, x, stride, weight, scale, groups, out):
-        x = builder.add(x, builder.mul(first_row, stride))
-        out = builder.add(out, builder.mul(first_row, INT(4 * LANES)))
-        mask, four = (ir.Constant(numbers, [n] * lanes) for n in (0x0F0F0F0F, 4))
-
-        def load(address, number, size, kind):
-            return builder.load(element(builder, address, number, size, kind), align=size)
-
-        for offset in range(0, LANES, lanes):
-            totals = [
-                cgutils.alloca_once_value(builder, ir.Constant(floats, None))
-                for _ in range(height)]
-            with cgutils.for_range(builder, groups) as loop:
-                group = loop.index
-                first = builder.add(builder.mul(group, INT(4 * LANES)), INT(offset))
-                lines = builder.mul(group, INT(4))
-                for line in range(AHEAD // 64, AHEAD // 64 + 4):
-                    number = builder.add(lines, INT(line))
-                    prefetch_line(builder, element(builder, weight, number, 64, BYTE))
-                both = [
-                    load(weight, builder.add(first, INT(p * LANES)), 4, numbers) for p in range(4)]
-                low = [builder.and_(vector, mask) for vector in both]
-                high = [builder.and_(builder.lshr(vector, four), mask) for vector in both]
-                number = builder.add(builder.mul(group, INT(LANES)), INT(offset))
-                group_scale = builder.fpext(load(scale, number, 2, halves), floats)
-                for row, total in enumerate(totals):
-                    values = builder.add(x, builder.mul(INT(row), stride))
-                    # They follow the values, their scale and the start of all groups.
-                    starts = builder.add(builder.mul(groups, INT(GROUP_SIZE)), INT(8))
-                    starts = builder.add(values, starts)
-                    start = copies(builder, load(starts, group, 4, INT32), lanes)
-                    pairs = []
-                    for p, w in enumerate(low + high):
-                        at = builder.add(builder.mul(group, INT(GROUP_SIZE // 4)), INT(p))
-                        pairs.append((w, copies(builder, load(values, at, 4, INT32), lanes)))
-                    exact = builder.sitofp(integer_sum(builder, start, pairs), floats)
-                    scaled = builder.fmul(exact, group_scale, flags=FUSED)
-                    added = builder.fadd(builder.load(total), scaled, flags=FUSED)
-                    builder.store(added, total)
-            for row, total in enumerate(totals):
-                place = element(builder, out, INT(row * LANES + offset), 4, floats)
-                builder.store(builder.load(total), place, align=4)
-
-    return types.void(x, stride, weight, scale, groups, out, rows), without_result(emit)
