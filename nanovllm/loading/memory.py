@@ -141,7 +141,7 @@ def plan_memory(
         num = num_host_blocks(config, block_bytes, left if device.type == "cpu" else None)
         budget = replace(budget, num_host_blocks=num)
     if state_bytes := model_config.state_bytes(dtype.itemsize):
-        from nanovllm.features.models.hybrid.state_memory import num_states
+        from nanovllm.features.models.hybrid.states import num_states
 
         rows, slots, size = num_states(config, state_bytes, budget.cache_bytes(free - weights))
         config = replace(config, max_num_seqs=rows)

@@ -157,7 +157,9 @@ class WeightFormat:
 
         zeros: Tensor | int
         if "qweight" in tensors:
-            values, scales, zeros = tensors["qweight"], need("scales").T, need("qzeros")
+            values = tensors["qweight"]
+            scales = need("scales").T
+            zeros = need("qzeros")
             bits = bits_per_number(name, zeros.shape[1], len(scales))
             zeros = unpack(zeros + self.zero_offset * ONES[bits], bits)  # [G, O]
             if self.method == "awq":  # [I, O / 8]
@@ -167,7 +169,8 @@ class WeightFormat:
                 values = unpack(values.T.contiguous(), bits)
             zeros = zeros.T
         elif "weight_packed" in tensors:
-            values, scales = tensors["weight_packed"], need("weight_scale")
+            values = tensors["weight_packed"]
+            scales = need("weight_scale")
             outputs, inputs = need("weight_shape").tolist()
             bits = bits_per_number(name, values.shape[1], inputs)
             values = unpack(values, bits)[:outputs, :inputs]
@@ -175,7 +178,8 @@ class WeightFormat:
             if "weight_zero_point" in tensors:
                 zeros = unpack(tensors["weight_zero_point"].T.contiguous(), bits).T[:outputs]
         else:
-            values, scales = tensors["weight"], need("weight_scale", "weight_scale_inv")
+            values = tensors["weight"]
+            scales = need("weight_scale", "weight_scale_inv")
             zeros = tensors.get("weight_zero_point", 0)
         outputs, inputs = values.shape
         parts = [x for x in (scales, zeros) if isinstance(x, Tensor)]

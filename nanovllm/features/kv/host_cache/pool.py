@@ -25,7 +25,8 @@ def num_host_blocks(config: EngineConfig, block_bytes: int, free_of_cpu: int | N
     free_of_cpu: bytes that are free next to weights and KV cache, if these are in host memory too.
     Raises ValueError if swap_space is less than one block, or more than the free host memory.
     """
-    size, free, where = int(config.swap_space * 2**30), free_of_cpu, " next to weights and KV cache"
+    size = int(config.swap_space * 2**30)
+    free, where = free_of_cpu, " next to weights and KV cache"
     if free is None:
         free, where = available_host_memory() // config.tensor_parallel_size, ""
     if size > free:

@@ -57,15 +57,15 @@ class StateBlockManager(BlockManager):
         self.free_slots = list(reversed(self.all_slots))  # taken from the end
         # Block -> its slot, the least recently used first.
         self.snapshots: OrderedDict[int, int] = OrderedDict()
-        self.latest_snapshot: dict[
-            Sequence, int
-        ] = {}  # -> the block of the snapshot that its next one replaces
-        # A snapshot whose block is not cached yet, because its last token is in flight.
-        self.uncached_snapshots: dict[Sequence, tuple[int, int]] = {}  # -> (number of tokens, slot)
-        self.fork_slots: dict[Sequence, int] = {}  # parent -> the slot that its forks begin with
-        self.resumable_at: dict[
-            Sequence, int
-        ] = {}  # -> number of tokens where its match lacked a snapshot
+        # Sequence -> the block of the snapshot that its next one replaces.
+        self.latest_snapshot: dict[Sequence, int] = {}
+        # Sequence -> (number of tokens, slot) of a snapshot whose block is not cached yet, because
+        # its last token is in flight.
+        self.uncached_snapshots: dict[Sequence, tuple[int, int]] = {}
+        # Parent -> the slot that its forks begin with.
+        self.fork_slots: dict[Sequence, int] = {}
+        # Sequence -> the number of tokens after which its match lacked a snapshot.
+        self.resumable_at: dict[Sequence, int] = {}
         self._begin_plan()
 
     def _begin_plan(self) -> None:
