@@ -259,36 +259,22 @@ def test_sums_in_int4_are_exact(tokens: int) -> None:
 @needs_numba
 @pytest.mark.parametrize("names", [(), ("avx2",), ("avx2", "avx512f")])
 def test_kernels_of_other_processors(tmp_path: Path, names: tuple[str, ...]) -> None:
-    """The tests above, and those of weights in float32, if Numba sees only some instructions."""
+    """The tests above and those of weights in float32, if Numba sees only some instructions.
+
+    Those of a Mac are in tests/test_other_systems.py.
+    """
     code = f"""
 import sys, pytest
 from nanovllm.backends.cpu import jit
 known = jit.get_host_cpu_features()
 jit.get_host_cpu_features = lambda: {{name: known.get(name, False) for name in {names}}}
-names = "of_the_kernel or kernel_equals or int4_are_exact or (test_products and float32)"
+names = "of_the_kernel or int4_are_exact or ((kernel_equals or test_products) and float32)"
 options = "-q", "-n", "0", "-k", names, "-p", "no:cacheprovider", "--noconftest"
 files = "tests/backends/test_quantized.py", "tests/backends/cpu/test_linear.py"
 sys.exit(pytest.main([*options, *files]))
 """
     done = fresh.run(code, NUMBA_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stdout
-
-
-@pytest.mark.slow
-@needs_numba
-def test_kernels_with_sdot(tmp_path: Path) -> None:
-    """The tests of kernels above, if Numba sees Arm's instruction, which is imitated."""
-    code = """
-import imitate_arm, sys, pytest
-from nanovllm.backends.cpu.kernels import product, simd
-from nanovllm.backends.cpu.kernels.llvm import dot
-assert dot.HAS_SDOT and product.WEIGHT_OFFSET == 0 and simd.READ_ONCE == simd.HEIGHT
-options = "-q", "-n", "0", "-p", "no:cacheprovider", "--noconftest"
-names = "of_the_kernel or kernel_equals or int4_are_exact"
-sys.exit(pytest.main([*options, "-k", names, "tests/backends/test_quantized.py"]))
-"""
-    done = fresh.run(code, NUMBA_CACHE_DIR=str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @needs_numba

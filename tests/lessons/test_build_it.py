@@ -10,8 +10,6 @@ import pytest
 from wrong_solutions import WRONG
 
 from lessons import build_it, score
-from nanovllm.config import EMBEDDED
-from nanovllm.loading.checkpoint import find_checkpoint
 
 pytest_plugins = ["pytester"]
 
@@ -39,12 +37,11 @@ class FirstFailures:
 
 @pytest.fixture(scope="session")
 def imported() -> None:
-    """What the checks import takes seconds: here once, and not in each run."""
-    from transformers import AutoModelForCausalLM, TypicalLogitsWarper  # noqa: F401
+    """What the checks import and the right answers take seconds: here once, and not in each run."""
+    import engine_answers
+    from transformers import TypicalLogitsWarper  # noqa: F401
 
-    from lessons import lesson02_model  # noqa: F401
-
-    AutoModelForCausalLM.from_pretrained(find_checkpoint(EMBEDDED))  # imports much more
+    engine_answers.transformers_model()  # imports much more
 
 
 @pytest.fixture

@@ -14,20 +14,16 @@ import pytest
 import torch
 from build_check import case as noted
 from build_check import expect, load, same
+from engine_answers import LONG, by_transformers, reference, tokenizer_and_ends
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
-from transformers.utils.logging import disable_progress_bar
 
 from lessons import ladder
 from lessons.lesson import ask, make_llm
-from lessons.lesson02_model import Attend, Model, attention
+from lessons.lesson02_model import Attend, Model
 from lessons.show import show_table
-from nanovllm.config import EMBEDDED
-from nanovllm.loading.checkpoint import find_checkpoint
 
 torch.set_num_threads(1)  # tiny products gain nothing from threads
-disable_progress_bar()
 LAST = int(os.environ.get("MILESTONE", "m6").removeprefix("m"))
 Engine = load("engine.py", "Engine", task=f"m{LAST}")
 BLOCK = 16  # slots
@@ -39,7 +35,6 @@ QUESTIONS = [
     "Reverse the word planet.\n",
 ]
 SYSTEM = "You are a helpful assistant.\n" * 8  # more than 32 tokens
-LONG = 12  # the most output tokens
 
 
 class Step(NamedTuple):
@@ -168,11 +163,10 @@ def since(milestone: int) -> Any:
 
 
 @functools.cache
-def shared() -> tuple[Any, Recorded, Any, set[int]]:
-    """The tokenizer, the model, transformers' model and the end tokens."""
-    llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=64)
-    model = AutoModelForCausalLM.from_pretrained(find_checkpoint(EMBEDDED), dtype=torch.float32)
-    return llm.get_tokenizer(), Recorded(), model, set(llm.engine.input_processor.eos_token_ids)
+def shared() -> tuple[Any, Recorded, set[int]]:
+    """The tokenizer, the model and the end tokens."""
+    tokenizer, ends = tokenizer_and_ends()
+    return tokenizer, Recorded(), ends
 
 
 def start(blocks: int = 64, rows: int = 4, budget: int = 64, shuffled: bool = False) -> Any:
@@ -185,17 +179,6 @@ def start(blocks: int = 64, rows: int = 4, budget: int = 64, shuffled: bool = Fa
             # With this seed, neither an ascending nor a descending table has the same blocks last.
             random.Random(2).shuffle(model.engine.blocks.free)
     return model.engine
-
-
-@functools.cache
-@torch.inference_mode()
-def by_transformers(text: str, number: int = LONG) -> list[int]:
-    tokenizer, _, model, ends = shared()
-    ids: list[int] = tokenizer.encode(text)
-    output: list[int] = []
-    while len(output) < number and not (output and output[-1] in ends):
-        output.append(int(model(torch.tensor([ids + output])).logits[0, -1].argmax()))
-    return output
 
 
 @functools.cache
@@ -230,7 +213,7 @@ def pieces(step: Step, texts: list[list[int]]) -> list[tuple[int, int, int]]:
 
 def first_difference(texts: list[list[int]]) -> str:
     """Say in which step the plan or the logits are wrong first, or "" if all are right."""
-    tokenizer, model, *_ = shared()
+    tokenizer, model, _ = shared()
     for number, step in enumerate(model.steps, 1):
         parts = pieces(step, texts)
         names = [
@@ -261,14 +244,9 @@ def first_difference(texts: list[list[int]]) -> str:
     return ""
 
 
-@functools.cache
-def reference(ids: tuple[int, ...]) -> Tensor:
-    return Model.logits(Model(), ids, range(len(ids)), attention)
-
-
 def check_case(case: Case, milestone: int) -> Any:
     """Compare the answers with transformers'. Returns the engine."""
-    tokenizer, _, _, ends = shared()
+    tokenizer, _, ends = shared()
     texts = texts_of(case)
     questions = [case.prefix + question for question in QUESTIONS[: case.number]]
     prompts = [tokenizer.encode(question) for question in questions]
@@ -406,7 +384,7 @@ def test_m4(case: Case) -> None:
 
 @since(4)
 def test_m4_a_prefix_is_computed_once() -> None:
-    tokenizer, model, _, ends = shared()
+    tokenizer, model, ends = shared()
     prompts = [tokenizer.encode(SYSTEM + question) for question in QUESTIONS[:2]]
     common = next(i for i, (a, b) in enumerate(zip(*prompts, strict=False)) if a != b)
     common = common // BLOCK * BLOCK
@@ -521,7 +499,7 @@ def as_bytes(token: int) -> bytes:
 @pytest.mark.parametrize("stops", [[], [", 7"], ["0 =", "arden"], ["\n", "5, 6, 7"]], ids=str)
 @pytest.mark.parametrize(("blocks", "budget"), [(64, 64), (4, 7)])
 def test_m6(stops: list[str], blocks: int, budget: int) -> None:
-    tokenizer, _, _, ends = shared()
+    tokenizer, _, ends = shared()
     llm = make_llm(attention_backend="sdpa", num_kv_cache_blocks=64)
     want = [output.outputs[0].text for output in ask(llm, QUESTIONS, max_tokens=LONG, stop=stops)]
     engine, given, parts = start(blocks, 3, budget), list(stops), [list[str]() for _ in QUESTIONS]
@@ -551,7 +529,7 @@ def test_m6(stops: list[str], blocks: int, budget: int) -> None:
 
 @since(6)
 def test_m6_a_stop_string_ends_a_request() -> None:
-    tokenizer, model, _, ends = shared()
+    tokenizer, model, ends = shared()
     prompt = tokenizer.encode(QUESTIONS[3])
     with torch.inference_mode():
         list(start().stream([prompt], [LONG], ends, ["3"], as_bytes))
@@ -565,7 +543,7 @@ def test_m6_a_stop_string_ends_a_request() -> None:
 
 @since(6)
 def test_m6_a_stream_is_closed_early() -> None:
-    tokenizer, model, _, ends = shared()
+    tokenizer, model, ends = shared()
     prompts = [tokenizer.encode(question) for question in QUESTIONS]
     engine, what = start(rows=3), "A stream of 5 requests with three rows"
     with torch.inference_mode():
