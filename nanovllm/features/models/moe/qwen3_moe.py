@@ -78,8 +78,9 @@ class SparseMLP(MLP):
 
 def make_mlp(config: Any, layer: int, backend: Backend) -> MLP:
     """Return the mixture of experts of a layer, or its only MLP."""
-    if layer in config.experts.layers:
-        return SparseMLP(config.hidden_size, config.experts, backend)
+    experts = config.experts
+    if experts is not None and layer in experts.layers:
+        return SparseMLP(config.hidden_size, experts, backend)
     return MLP(config.hidden_size, config.intermediate_size, backend)
 
 
