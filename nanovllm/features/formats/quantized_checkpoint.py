@@ -72,7 +72,7 @@ class WeightFormat:
         values, for a format that is not supported.
         """
         inner = check_field(path, "quantization", config.get("quantization") or {}, dict, ())
-        config = {**config, **inner}  # ModelOpt's fields are in `quantization`, or beside it
+        config = {**config, **inner}  # ModelOpt's fields may be in `quantization`
         method = config.get("quant_method") or ("modelopt" if config.get("quant_algo") else None)
         has_weights = config.get("config_groups") or config.get("quant_algo")
         if not has_weights and (method == "modelopt" or config.get("kv_cache_scheme")):

@@ -93,8 +93,8 @@ def checked(
         if config.batch_invariant:
             instead = "batch_invariant=True needs all kernels; leave it out"
         raise ValueError(f"{problem}. {instead}") from first
-    # The store of attention is not counted, because plain attention replaces it too. Nor are the
-    # products of experts, if those of other layers fail: on a GPU they are one kernel.
+    # The store of attention is not counted, because plain attention replaces it too. If `linear`
+    # fails, `expert_mlp` is not counted either: on a GPU they are one kernel.
     counted = errors.keys() - {"norm_rope_store", "expert_mlp" if "linear" in errors else ""}
     is_replaced &= len(counted) <= 1
     what = ", ".join(errors) if is_replaced else "everything"

@@ -96,11 +96,11 @@ def activation(backends: Backends, name: str, size: int) -> Comparisons:
 def sample(backends: Backends, vocab_size: int) -> Comparisons:
     """Compare tokens of greedy rows, of rows without a filter, and of rows with each filter.
 
-    The logits are in the model's dtype, and in float32 as those of requests with rules.
+    The logits are in the model's dtype, and in float32, the dtype of logits with rules.
     """
     device = backends[0].device
     # 8 pairs of tokens, of which one is at the end, have the same probabilities for each vocabulary
-    # and dtype. Roundings therefore decide no token, as they could with random logits.
+    # and dtype. With random logits, rounding could decide a token.
     logits = torch.full((48, vocab_size), -20.0, dtype=torch.float32, device=device)
     pair = torch.arange(8, device=device)
     second = torch.arange(2, device=device)[:, None]

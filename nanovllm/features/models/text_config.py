@@ -21,7 +21,7 @@ NOT_TEXT = tuple(
 
 
 class TextConfig(ModelConfig):
-    """A ModelConfig for checkpoints with other tensors than those of the text model."""
+    """A ModelConfig for checkpoints with tensors for images or for speculative decoding."""
 
     def check_options(self, config: EngineConfig) -> None:
         super().check_options(config)

@@ -35,7 +35,7 @@ PREFIX = (
 TEXT = "<Instruct>: {}\n<Query>: {}\n<Document>: {}"
 SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-# Of Qwen3-VL-Reranker.
+# The same for Qwen3-VL-Reranker.
 VL_TEXT = "<Instruct>: {}<Query>:{}\n<Document>:{}"
 VL_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n"
 VL_INSTRUCTION = "Given a search query, retrieve relevant candidates that answer the query."

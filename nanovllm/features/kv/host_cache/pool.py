@@ -46,7 +46,7 @@ class HostPool:
     """Blocks in host memory for a KV cache."""
 
     def __init__(self, num_blocks: int, cache: Tensor) -> None:
-        """Allocate `num_blocks` blocks [layers, 2, K, B, D] like those of `cache`."""
+        """Allocate `num_blocks` blocks [layers, 2, K, B, D] in the dtype of `cache`."""
         block = cache[:, :, 0]
         pinned = cache.device.type == "cuda"
         self.num_blocks = num_blocks

@@ -21,11 +21,11 @@ KV of some hundred blocks, so only these snapshots are made:
                of the sequence replaces it. If the sequence ends or is preempted, it is kept.
     fork       Before the last token of a prompt with several samples, for one step.
 
-A preempted sequence thus repeats at most one block. If no slot is free, the least recently used
+A preempted sequence repeats at most one block. If no slot is free, the least recently used
 snapshot is evicted, except the latest ones of sequences. Without any slot, there is no snapshot.
 
 The runner copies states to rows before it computes anything, and a step then writes its snapshots.
-A slot that the plan reads may thus be written by the same plan. A sequence whose match ends at a
+The same plan may therefore read a slot and write it. A sequence whose match ends at a
 snapshot of the plan that is being made has to wait for the next plan.
 """
 

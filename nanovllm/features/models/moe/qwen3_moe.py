@@ -2,7 +2,7 @@
 
 The rest of the transformer is models/qwen3.py. A router, a small linear layer, computes how well
 each expert fits a token. The token uses the k experts that fit best, and the result is the weighted
-sum of theirs (Shazeer et al. 2017, arXiv:1701.06538). A token thus reads k of X experts.
+sum of their results (Shazeer et al. 2017, arXiv:1701.06538). A token reads k of X experts.
 """
 
 from __future__ import annotations
