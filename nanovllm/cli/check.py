@@ -80,7 +80,7 @@ def run_table(command: Callable[[int], list[str]]) -> int:
     """Print a row for each kernel as it ends. Returns the exit status.
 
     `command(start)` is the command of a process that runs all rows from number `start`. It prints
-    MARK and a message in JSON, on one line. Other lines are those of libraries.
+    MARK and a message in JSON, on one line. Libraries print other lines.
     """
     start = 0
     right = 0

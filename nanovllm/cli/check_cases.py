@@ -8,6 +8,7 @@ import faulthandler
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -75,23 +76,17 @@ def main(start: int, only: list[str]) -> None:
 def about(device: torch.device) -> str:
     if device.type == "cpu":
         place = "Triton's interpreter on " * IN_INTERPRETER
-        return f"Kernels of {place}{system(device)}, {threads()}"
+        layer = ""
+        if not IN_INTERPRETER:
+            with suppress(ImportError):  # without Numba, each row fails with the reason
+                from nanovllm.backends.cpu.jit import threading_layer
+
+                layer = f" ({threading_layer()})"
+        return f"Kernels of {place}{system(device)}, {torch.get_num_threads()} threads{layer}"
     free, total = (size / 2**30 for size in torch.cuda.mem_get_info(device))
     driver = Path("/proc/driver/nvidia/version")
     version = driver.read_text().partition("\n")[0] if driver.exists() else "unknown driver"
     return f"Kernels of {system(device)}, {free:.1f} of {total:.1f} GiB free; {version}"
-
-
-def threads() -> str:
-    """Return the number of threads of a CPU, and which ones they are."""
-    number = f"{torch.get_num_threads()} threads"
-    if IN_INTERPRETER:
-        return number
-    try:
-        from nanovllm.backends.cpu.jit import threading_layer
-    except ImportError:  # without Numba, each row fails with the reason
-        return number
-    return f"{number} ({threading_layer()})"
 
 
 def result(row: Callable[[], Row], dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -146,7 +141,8 @@ def timed(item: Timed, device: torch.device, dtype: torch.dtype) -> dict[str, An
         peers = [Timed(x.sum, x.nbytes), Timed(lambda: y.copy_(x), 2 * x.nbytes)]
     each_run = [captured(x) if device.type == "cuda" else x for x in (item, *peers)]
     runs = [[each.work / seconds(each.call) for each in each_run] for _ in range(3)]
-    rate, best = max(run[0] for run in runs), [max(run[1:]) for run in runs]
+    rate = max(run[0] for run in runs)
+    best = [max(run[1:]) for run in runs]
     is_busy = max(best) > 1.25 * min(best) or rate > 1.1 * max(best)
     share = None if is_busy else rate / max(best)
     return {"seconds": item.work / rate, "rate": rate, "unit": item.unit, "share": share}
@@ -212,14 +208,14 @@ def norm_row(pair: Backends) -> Row:
 
 def silu_row(pair: Backends) -> Row:
     kernels, _ = pair
-    yield from compare.silu_and_mul(pair, 3072)
+    yield from compare.activation(pair, "silu_and_mul", 3072)
     x = new(kernels, large(kernels.device), 8192)
     yield Timed(lambda: kernels.silu_and_mul(x), 1.5 * x.nbytes)
 
 
 def sample_row(pair: Backends) -> Row:
-    kernels = pair[0]
-    rows = large(pair[0].device) // 64
+    kernels, _ = pair
+    rows = large(kernels.device) // 64
     yield from compare.sample(pair, 151_936)
     logits = new(kernels, rows, 151_936)
     row = torch.ones(rows, device=kernels.device)
@@ -229,18 +225,20 @@ def sample_row(pair: Backends) -> Row:
 
 
 def store_row(pair: Backends, heads: tuple[Any, ...], is_fp8: bool) -> Row:
-    kernels = pair[0]
-    tokens = large(pair[0].device)
+    kernels, _ = pair
+    tokens = large(kernels.device)
     num, kv_heads, dim = HEADS[0]
     for each in heads:
         for norm in (kernels.dtype, None):
             yield from compare.norm_rope_store(pair, each, norm, 16, is_fp8)
     shape: dict[str, Any] = dict(empty=0.0, contexts=[tokens], query_lens=[tokens])
     attention, _, batch = next(compare.attention_step(pair, HEADS[0], None, 16, is_fp8, **shape))
-    qkv, norms = new(kernels, tokens, (num + 2 * kv_heads) * dim), new(kernels, 2, dim)
-    rope, stored = new(kernels, 2, tokens, 1, dim), 2 * kv_heads * attention.cache.itemsize
-    work = qkv.nbytes + tokens * dim * (num * qkv.itemsize + stored)
-    args = qkv, (norms[0], norms[1]), (rope[0], rope[1]), batch
+    qkv = new(kernels, tokens, (num + 2 * kv_heads) * dim)
+    norms = new(kernels, 2, dim).unbind()
+    rope = new(kernels, 2, tokens, 1, dim).unbind()
+    kv_bytes = 2 * kv_heads * attention.cache.itemsize
+    work = qkv.nbytes + tokens * dim * (num * qkv.itemsize + kv_bytes)
+    args: Any = qkv, norms, rope, batch
     yield Timed(lambda: attention.norm_rope_store(0, *args), work)
 
 
@@ -262,33 +260,31 @@ def attention_row(pair: Backends, heads: tuple[Any, ...], is_fp8: bool, what: st
 
 def linear_row(pair: Backends) -> Row:
     """The product of one row is timed, which reads all weights."""
-    kernels = pair[0]
-    outputs = 8 * large(pair[0].device)
+    kernels, _ = pair
+    outputs = 8 * large(kernels.device)
     inputs = 2048
     yield from compare.linear(pair, "q_proj", 256, 1024, True)
     yield from compare.linear(pair, "lm_head", 250, 1100)
-    size = kernels.make_weight(outputs, inputs, ["q_proj"]).nbytes
     [module] = compare.filled([kernels], {"q_proj": outputs}, new(kernels, outputs, inputs))
     x = new(kernels, 1, inputs)
-    yield Timed(lambda: module(x), size)
+    yield Timed(lambda: module(x), module.weight.nbytes)
 
 
 def experts_row(pair: Backends) -> Row:
     """Two rows of each expert are timed, which read all weights."""
     from nanovllm.features.models.moe.experts import expert_mlp
 
-    kernels = pair[0]
+    kernels, _ = pair
     num = 32
-    size = max(64, large(pair[0].device) // 16)
+    size = max(64, large(kernels.device) // 16)
     hidden = 2048
     yield from compare.expert_mlp(pair, 16, 64, 128)
-    work = 3 * kernels.make_weight(num * hidden, size, ["experts.0.up_proj"]).nbytes
     [up], [down] = compare.expert_linears([kernels], partial(new, kernels), num, size, hidden)
     x = new(kernels, num, hidden)
     weights = new(kernels, num, 2)
     choices = torch.arange(2 * num, device=x.device).view(num, 2) % num
     mlp = kernels.expert_mlp(up, down) or expert_mlp
-    yield Timed(lambda: mlp(x, weights, choices, up, down), work)
+    yield Timed(lambda: mlp(x, weights, choices, up, down), up.weight.nbytes + down.weight.nbytes)
 
 
 def delta_rule_row(pair: Backends) -> Row:

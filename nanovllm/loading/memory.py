@@ -143,7 +143,7 @@ def plan_memory(
         free_of_cpu = left if device.type == "cpu" else None
         budget.num_host_blocks = num_host_blocks(config, block_bytes, free_of_cpu)
     if state_bytes := model_config.state_bytes(dtype.itemsize):
-        from nanovllm.features.models.hybrid.state_memory import num_states
+        from nanovllm.features.models.hybrid.states import num_states
 
         limit = budget.cache_bytes(free - weights)
         rows, budget.num_state_slots, budget.state_bytes = num_states(config, state_bytes, limit)

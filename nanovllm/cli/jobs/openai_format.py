@@ -43,10 +43,8 @@ TEMPLATE = ("add_generation_prompt", "continue_final_message", "chat_template")
 CHAT_FIELDS = {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
 CHAT_FIELDS |= {*TEMPLATE, "tools", "tool_choice", "parallel_tool_calls"}
 SAMPLING = {"response_format", *SamplingParams.__dataclass_fields__}
-SAMPLING -= {
-    "detokenize",
-    "logits_processors",
-}  # a response always has text, and JSON cannot contain functions
+# A response always has text, and JSON cannot contain functions.
+SAMPLING -= {"detokenize", "logits_processors"}
 FIELDS = {
     CHAT: SAMPLING | CHAT_FIELDS,
     COMPLETIONS: SAMPLING | {"prompt"},

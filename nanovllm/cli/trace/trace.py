@@ -45,8 +45,9 @@ class Search:
     """The state of a beam search that a trace keeps. A request drops its own state when it ends."""
 
     beams: Beams
-    results: list[tuple[float, BeamSearchSequence]]  # `beams.finished` after the last event
-    scores: dict[Sequence, float]  # `beams.scores` after the last event
+    # `beams.finished` and `beams.scores` after the last event.
+    results: list[tuple[float, Sequence, BeamSearchSequence]]
+    scores: dict[Sequence, float]
     num_seqs: int = 0  # sequences that have appeared
 
 
@@ -158,7 +159,7 @@ class Trace(Observer):
                 if (number := self._numbers.get(step.seqs[chunk.row], -1)) in counts
                 if chunk.num_drafts
             ],
-            results=list(self._results(updated)),
+            results=list(self._results()),
         )
         self._add(event)
 
@@ -179,21 +180,16 @@ class Trace(Observer):
                 likely = [(t, float(f"{math.exp(p):.4g}")) for t, p, _ in (sampled, *others)]
                 yield number, sampled[2], likely
 
-    def _results(self, updated: list[Sequence]) -> Iterator[tuple[int, int, float, str]]:
+    def _results(self) -> Iterator[tuple[int, int, float, str]]:
         """Yield `Event.results`."""
-        for arrival in {seq.arrival: None for seq in updated if seq.arrival in self._searches}:
-            search = self._searches[arrival]
-            # The beams before this commit. Their outputs differ and are equally long.
-            beams = [self._numbers[seq] for seq in self._preemptions if seq.arrival == arrival]
-            new = [entry for entry in search.beams.finished if entry not in search.results]
-            for normalized, result in new:
-                for number in beams:
-                    tokens = self._state.seqs[number].tokens
-                    if result.tokens[: len(tokens)] == tokens:
-                        # An end-of-sequence token may be missing in `tokens`.
-                        token = result.stop_reason
-                        last = token if isinstance(token, int) else result.tokens[-1]
-                        yield number, last, round(normalized, 4), result.finish_reason or ""
+        for search in self._searches.values():
+            for entry in search.beams.finished:
+                if entry not in search.results:
+                    normalized, beam, result = entry
+                    token = result.stop_reason  # which may be missing in `result.tokens`
+                    last = token if isinstance(token, int) else result.tokens[-1]
+                    reason = result.finish_reason or ""
+                    yield self._numbers[beam], last, round(normalized, 4), reason
             search.results = list(search.beams.finished)
 
     def reverted(self, error: BaseException) -> None:
@@ -207,7 +203,9 @@ class Trace(Observer):
         """Return the differences between the engine and the state after the last event."""
         scheduler = self._scheduler
         blocks = self._blocks
-        state, numbers, before = self._state, self._numbers, self._preemptions
+        state = self._state
+        numbers = self._numbers
+        before = self._preemptions
         queue = list(scheduler.waiting)
         unknown = [seq for seq in (*scheduler.running, *queue) if seq not in numbers]
         for seq in sorted(unknown, key=lambda seq: (seq.arrival, seq.index)):

@@ -8,7 +8,7 @@ al. 2021, arXiv:2106.09685):
 For an embedding table B A is transposed. `Adapter.merged` gives a view of open safetensors files in
 which W is this sum, computed in float32 when it is read. Weights are therefore fused, sharded and
 quantized as without an adapter. Other tensors of the adapter, such as biases and modules_to_save,
-replace tensors of the model; those of a vision tower are skipped, as the model's are. The names of
+replace tensors of the model. Tensors of a vision tower are skipped, as in the model. The names of
 its tensors say which modules an adapter changes; target_modules and similar fields are not read.
 """
 
@@ -117,7 +117,7 @@ class Adapter:
         replaced = dict[str, str]()  # name in the base model -> name in the adapter
         products: Products = {}
 
-        @functools.lru_cache(maxsize=4)  # those of all experts are read for each expert
+        @functools.lru_cache(maxsize=4)  # each expert reads the stacked factors of all experts
         def read(name: str) -> Tensor:
             factor: Tensor = adapter.get_tensor(name)
             return factor.float()

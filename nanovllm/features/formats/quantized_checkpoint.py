@@ -72,7 +72,7 @@ class WeightFormat:
         values, for a format that is not supported.
         """
         inner = check_field(path, "quantization", config.get("quantization") or {}, dict, ())
-        config = {**config, **inner}  # ModelOpt's fields are in `quantization`, or beside it
+        config = {**config, **inner}  # ModelOpt's fields may be in `quantization`
         method = config.get("quant_method") or ("modelopt" if config.get("quant_algo") else None)
         has_weights = config.get("config_groups") or config.get("quant_algo")
         if not has_weights and (method == "modelopt" or config.get("kv_cache_scheme")):
@@ -157,7 +157,9 @@ class WeightFormat:
 
         zeros: Tensor | int
         if "qweight" in tensors:
-            values, scales, zeros = tensors["qweight"], need("scales").T, need("qzeros")
+            values = tensors["qweight"]
+            scales = need("scales").T
+            zeros = need("qzeros")
             bits = bits_per_number(name, zeros.shape[1], len(scales))
             zeros = unpack(zeros + self.zero_offset * ONES[bits], bits)  # [G, O]
             if self.method == "awq":  # [I, O / 8]
@@ -167,7 +169,8 @@ class WeightFormat:
                 values = unpack(values.T.contiguous(), bits)
             zeros = zeros.T
         elif "weight_packed" in tensors:
-            values, scales = tensors["weight_packed"], need("weight_scale")
+            values = tensors["weight_packed"]
+            scales = need("weight_scale")
             outputs, inputs = need("weight_shape").tolist()
             bits = bits_per_number(name, values.shape[1], inputs)
             values = unpack(values, bits)[:outputs, :inputs]
@@ -175,7 +178,8 @@ class WeightFormat:
             if "weight_zero_point" in tensors:
                 zeros = unpack(tensors["weight_zero_point"].T.contiguous(), bits).T[:outputs]
         else:
-            values, scales = tensors["weight"], need("weight_scale", "weight_scale_inv")
+            values = tensors["weight"]
+            scales = need("weight_scale", "weight_scale_inv")
             zeros = tensors.get("weight_zero_point", 0)
         outputs, inputs = values.shape
         parts = [x for x in (scales, zeros) if isinstance(x, Tensor)]

@@ -93,8 +93,8 @@ def checked(
         if config.batch_invariant:
             instead = "batch_invariant=True needs all kernels; leave it out"
         raise ValueError(f"{problem}. {instead}") from first
-    # The store of attention is not counted, because plain attention replaces it too. Nor are the
-    # products of experts, if those of other layers fail: on a GPU they are one kernel.
+    # The store of attention is not counted, because plain attention replaces it too. If `linear`
+    # fails, `expert_mlp` is not counted either: on a GPU they are one kernel.
     counted = errors.keys() - {"norm_rope_store", "expert_mlp" if "linear" in errors else ""}
     is_replaced &= len(counted) <= 1
     what = ", ".join(errors) if is_replaced else "everything"
@@ -131,8 +131,8 @@ def checks(
 ) -> Iterator[tuple[str, Comparisons]]:
     """Yield (name, comparisons) of each kernel that the engine of a model uses, once for each size.
 
-    The names are the functions of comparisons.py. `model` is on the meta device. The sizes are the
-    model's where a kernel is compiled for them, and small elsewhere.
+    The names are those of functions of comparisons.py and of activations. `model` is on the meta
+    device. The sizes are the model's where a kernel is compiled for them, and small elsewhere.
     """
     kernels, plain = backends
     config = model.config
@@ -160,15 +160,13 @@ def checks(
             add(compare.attend, *sizes, config.windows[config.kv_layers[attn.layer]])
         else:
             add(compare.delta_rule, attn.sizes)
-    is_gelu = model.layers[0].mlp.activation == "gelu_and_mul"
     for module in model.linears():
         outputs, inputs = module.weight.shape
         names = [*module.projections]
         num = num_experts(names)
         is_up = names[-1].endswith("up_proj")
         if is_up:
-            activation = compare.gelu_and_mul if is_gelu else compare.silu_and_mul
-            add(activation, outputs // max(1, num) // 2)
+            add(compare.activation, model.layers[0].mlp.activation, outputs // max(1, num) // 2)
         if num and is_up:
             size = outputs // num // 2
             add(compare.expert_mlp, num, fit(size, 64) if is_cpu else size, fit(inputs, 64))
@@ -177,7 +175,8 @@ def checks(
             add(compare.linear, name, fit(outputs, 256), fit(inputs, 1024), module.bias is not None)
     add(compare.sample, min(vocab_size, 4096) if is_cpu else vocab_size)
     for function, sizes in calls:
-        yield function.__name__, function(backends, *sizes)
+        name = sizes[0] if function is compare.activation else function.__name__
+        yield name, function(backends, *sizes)
 
 
 def replay_is_right(

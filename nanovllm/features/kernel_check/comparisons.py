@@ -75,7 +75,8 @@ def normal_numbers(backend: Backend) -> Callable[..., Tensor]:
 
 def add_rms_norm(backends: Backends, size: int, weight_dtype: torch.dtype) -> Comparisons:
     new = normal_numbers(backends[0])
-    x, added, weight = new(3, size), new(3, size), new(size, dtype=weight_dtype)
+    x, added = new(2, 3, size)
+    weight = new(size, dtype=weight_dtype)
     for adds in (False, True):
         results = [
             backend.add_rms_norm(x.clone(), added.clone() if adds else None, weight, 1e-6)
@@ -85,26 +86,21 @@ def add_rms_norm(backends: Backends, size: int, weight_dtype: torch.dtype) -> Co
             yield Comparison(what, found, wanted)
 
 
-def silu_and_mul(backends: Backends, size: int) -> Comparisons:
+def activation(backends: Backends, name: str, size: int) -> Comparisons:
+    """Compare a method of the backends, such as "silu_and_mul"."""
     x = normal_numbers(backends[0])(3, 2 * size)
-    found, wanted = (backend.silu_and_mul(x.clone()) for backend in backends)
-    yield Comparison("3 rows", found, wanted)
-
-
-def gelu_and_mul(backends: Backends, size: int) -> Comparisons:
-    x = normal_numbers(backends[0])(3, 2 * size)
-    found, wanted = (backend.gelu_and_mul(x.clone()) for backend in backends)
+    found, wanted = (getattr(backend, name)(x.clone()) for backend in backends)
     yield Comparison("3 rows", found, wanted)
 
 
 def sample(backends: Backends, vocab_size: int) -> Comparisons:
     """Compare tokens of greedy rows, of rows without a filter, and of rows with each filter.
 
-    The logits are in the model's dtype, and in float32 as those of requests with rules.
+    The logits are in the model's dtype, and in float32, the dtype of logits with rules.
     """
     device = backends[0].device
     # 8 pairs of tokens, of which one is at the end, have the same probabilities for each vocabulary
-    # and dtype. Roundings therefore decide no token, as they could with random logits.
+    # and dtype. With random logits, rounding could decide a token.
     logits = torch.full((48, vocab_size), -20.0, dtype=torch.float32, device=device)
     pair = torch.arange(8, device=device)
     second = torch.arange(2, device=device)[:, None]
@@ -150,17 +146,14 @@ def expert_mlp(backends: Backends, num: int, size: int, hidden: int) -> Comparis
     from nanovllm.features.models.moe.experts import expert_mlp
 
     new = normal_numbers(backends[0])
-    gate_up, down = expert_linears(backends, new, num, size, hidden)
+    ups, downs = expert_linears(backends, new, num, size, hidden)
     for tokens in (3, 16 * num):
         x = new(tokens, hidden)
-        choices = torch.arange(2 * tokens) ** 2 % num
-        choices = choices.view(tokens, 2).to(x.device)
+        choices = (torch.arange(2 * tokens, device=x.device) ** 2 % num).view(tokens, 2)
         weights = new(tokens, 2)
         found, wanted = (
-            (first.backend.expert_mlp(first, second) or expert_mlp)(
-                x, weights, choices, first, second
-            )
-            for first, second in zip(gate_up, down, strict=True)
+            (up.backend.expert_mlp(up, down) or expert_mlp)(x, weights, choices, up, down)
+            for up, down in zip(ups, downs, strict=True)
         )
         yield Comparison(f"{tokens} tokens", found, wanted, factor=2)
 
@@ -233,14 +226,14 @@ def attention_step(
     """Yield for each backend its attention, the result of `norm_rope_store` and the batch.
 
     Sequences with one new token decode, and are last. Slots of no token contain the number `empty`.
-    heads: numbers of query heads and KV heads, and their size. norm_dtype:
-    dtype of the weights of the norms of q and k, or None for no norms. A window is at most 450, so
-    that a part of the largest context is outside it.
+    A window is at most 450, so that a part of the largest context is outside it.
+
+    heads: numbers of query heads and KV heads, and their size.
+    norm_dtype: dtype of the weights of the norms of q and k, or None for no norms.
     """
     num_heads, kv_heads, dim = heads
     kernels, _ = backends
     new = normal_numbers(kernels)
-    device = kernels.device
     num_tokens = sum(query_lens)
     # The blocks of the sequences are in any order. Padding is the null block.
     counts = [-(-context // block_size) for context in contexts]
@@ -248,7 +241,7 @@ def attention_step(
     tables = enumerate((order + 1).split(counts))
     greedy = RowSampling(temperature=0.0, seed=0)
     new_rows = [NewRow(row, table.tolist(), greedy) for row, table in tables]
-    rows = Rows(len(contexts), max(counts), block_size, device)
+    rows = Rows(len(contexts), max(counts), block_size, kernels.device)
 
     def batch_of(lens: Sequence[int], new_rows: Sequence[NewRow] = ()) -> ForwardBatch:
         """The last `lens` tokens of the contexts."""
@@ -269,7 +262,7 @@ def attention_step(
         **dict(num_heads=num_heads, num_kv_heads=kv_heads, head_dim=dim),
         **dict(kv_layers=[0], rms_norm_eps=1e-6, windows=[min(window, 450)]),
     )
-    sizes = config, sum(counts) + 1, block_size, kernels.dtype, device
+    sizes = config, sum(counts) + 1, block_size, kernels.dtype, kernels.device
     for backend in backends:
         attention = backend.attention_class(*sizes, [(0.5, 2.0)] if is_fp8 else None)
         attention.cache.copy_(torch.full((), empty))
@@ -302,7 +295,6 @@ def attend(backends: Backends, *sizes: Any) -> Comparisons:
         attention.attend(0, q, batch)
         for attention, q, batch in attention_step(backends, *sizes, empty=float("nan"))
     )
-    is_fp8 = sizes[3]
-    factor = 2 if is_fp8 else 1
+    factor = 2 if sizes[3] else 1  # in fp8
     yield Comparison("a chunk", found[:CHUNK], wanted[:CHUNK], factor)
     yield Comparison("decodes", found[CHUNK:], wanted[CHUNK:], factor)

@@ -122,8 +122,9 @@ def restore(blocks: BlockManager, saved: list[Any]) -> Iterator[tuple[Block, int
 
 def kv_of(runner: Any, block: Block) -> Any:
     """Return the memory of a block: [layers, 2, K, B, D]."""
-    cache, pool, i = runner.attention.cache, runner.host_pool, block.block_id
-    return pool.block(i) if isinstance(block, HostBlock) else cache[:, :, i]
+    if isinstance(block, HostBlock):
+        return runner.host_pool.block(block.block_id)
+    return runner.attention.cache[:, :, block.block_id]
 
 
 def checksum(metadata: dict[str, str], kv: Any) -> str:
@@ -134,7 +135,9 @@ def checksum(metadata: dict[str, str], kv: Any) -> str:
 
 def fingerprint(engine: Any, config: Any) -> dict[str, str]:
     """Return what the KV depends on besides tokens, by name. Kernels are not part of it."""
-    runner, checkpoint, ranks = engine.runner, engine.checkpoint, config.tensor_parallel_size
+    runner = engine.runner
+    checkpoint = engine.checkpoint
+    ranks = config.tensor_parallel_size
     for reason, applies in {
         "enable_prefix_caching is False": not config.enable_prefix_caching,
         f"each of tensor_parallel_size={ranks} ranks has a part of it": ranks > 1,
@@ -143,15 +146,16 @@ def fingerprint(engine: Any, config: Any) -> dict[str, str]:
     }.items():
         if applies:
             raise ValueError(f"the prefix cache cannot be saved or loaded, because {reason}")
-    digest, opened, adapter = xxh3_128(), checkpoint.opened, checkpoint.adapter
-    for path, stat in opened.items():
+    adapter = checkpoint.adapter
+    digest = xxh3_128()
+    for path, stat in checkpoint.opened.items():
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, xxh3_128).digest())
         if path.stat().st_mtime_ns != stat.st_mtime_ns:
             raise ValueError(f"{path} has changed since it was loaded; make a new LLM")
     values = {
         "model": checkpoint.directory,
-        "weights": digest.hexdigest() if opened else f"random with seed {config.seed}",
+        "weights": digest.hexdigest() if checkpoint.opened else f"random with seed {config.seed}",
         "dtype": runner.dtype,
         "block_size": config.block_size,
         "kv_cache_dtype": runner.attention.cache.dtype,

@@ -55,7 +55,7 @@ class Phi3Config(ModelConfig):
     def from_json(cls, raw: dict[str, Any], path: Path) -> ModelConfig:
         """Create a Phi3Config. Raises ValueError for missing or unsupported fields."""
         base = super().from_json({"rms_norm_eps": 1e-5} | raw, path)
-        rope, longest = base.rope, base.max_position_embeddings
+        rope = base.rope
         size = int(base.head_dim * rope.partial_rotary_factor)
         if size % 2:
             raise ValueError(f"{path}: the {size} rotated numbers of a head do not form pairs")
@@ -68,7 +68,7 @@ class Phi3Config(ModelConfig):
                 raise ValueError(f"{path}: {name} must have {size // 2} numbers, not {len(values)}")
             fields[name] = tuple(check_field(path, name, value, float, ()) for value in values)
         if rope.factor == 1:  # the default
-            fields["factor"] = longest / rope.original_max_position_embeddings
+            fields["factor"] = base.max_position_embeddings / rope.original_max_position_embeddings
         return replace(base, rope=replace(rope, **fields))
 
     def model_class(self) -> type[Phi3]:

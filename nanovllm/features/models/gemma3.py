@@ -1,4 +1,4 @@
-"""Gemma 3 (text): most layers have a window, and both kinds of layers have a rope of their own.
+"""Gemma 3 (text): most layers have a window, and layers with and without one have different ropes.
 
 The rest of the transformer is models/qwen3.py. There are norms after attention and after the MLP,
 too. All norms multiply by 1 + w in float32. The gate of the MLP is GELU. The embeddings are

@@ -21,7 +21,7 @@ NOT_TEXT = tuple(
 
 
 class TextConfig(ModelConfig):
-    """A ModelConfig for checkpoints with other tensors than those of the text model."""
+    """A ModelConfig for checkpoints with tensors for images or for speculative decoding."""
 
     def check_options(self, config: EngineConfig) -> None:
         super().check_options(config)
@@ -35,7 +35,13 @@ class TextConfig(ModelConfig):
 
     def select_tensors(self, files: dict[Path, Any]) -> dict[Path, Any]:
         """Return the files without the tensors for images and for speculative decoding (MTP)."""
-        return {path: unstacked(file, text_names(file)) for path, file in files.items()}
+        views = {}
+        for path, file in files.items():
+            # transformers 5.3 to 5.5 wrote "language_model." two or three times.
+            names = {name.replace("language_model.", ""): name for name in file.keys()}  # noqa: SIM118
+            names = {name: x for name, x in names.items() if not name.startswith(NOT_TEXT)}
+            views[path] = unstacked(file, names)
+        return views
 
 
 def with_text_config(raw: dict[str, Any]) -> dict[str, Any]:
@@ -49,10 +55,3 @@ def with_text_config(raw: dict[str, Any]) -> dict[str, Any]:
     if TIE in raw and text.get(TIE) is not True:
         own[TIE] = raw[TIE]  # true if one of the two is true
     return raw | {name: value for name, value in text.items() if value is not None} | own
-
-
-def text_names(file: Any) -> dict[str, str]:
-    """Return the tensors of the text model in a file: their usual names -> their names there."""
-    # transformers 5.3 to 5.5 wrote "language_model." two or three times.
-    names = {name.replace("language_model.", ""): name for name in file.keys()}  # noqa: SIM118
-    return {name: stored for name, stored in names.items() if not name.startswith(NOT_TEXT)}

@@ -27,6 +27,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -137,7 +138,18 @@ class Ranks(OneRank):
             layer.self_attn.o_proj.reduce = self.all_reduce
             layer.mlp.down_proj.reduce = self.all_reduce
         model.lm_head.reduce = gather_logits
-        model.embed_tokens = ShardedTable(model.embed_tokens, self)
+        model.embed = partial(self.embed, model.embed_tokens, model.embedding_factor)  # type: ignore[method-assign]
+
+    def embed(self, table: Any, factor: float, token_ids: Tensor) -> Tensor:
+        """Return the embeddings [T, E] of token ids [T]. Each is on one rank; the others add 0.
+
+        table: the rows of this rank, a tensor or another weight [V / N, E].
+        factor: multiplies the embeddings.
+        """
+        rows = token_ids - self.rank * table.shape[0]
+        is_elsewhere = (rows < 0) | (rows >= table.shape[0])
+        x: Tensor = table[rows.masked_fill(is_elsewhere, 0)]
+        return self.all_reduce(x.masked_fill_(is_elsewhere[:, None], 0)) * factor
 
     @contextmanager
     def rank_0_first(self) -> Iterator[None]:
@@ -203,25 +215,3 @@ def check_options(config: EngineConfig) -> None:
             f"tensor_parallel_size={size} needs {size} processes, and {problem}; start them with: "
             f"torchrun --nproc-per-node {size} {script}"
         )
-
-
-class ShardedTable:
-    """An embedding table whose rows are divided among the ranks."""
-
-    def __init__(self, rows: Any, ranks: Ranks) -> None:
-        """rows: the rows of this rank, a tensor or another weight [V / N, E]."""
-        self.rows, self.shape, self.dtype, self.copy_ = rows, rows.shape, rows.dtype, rows.copy_
-        self.ranks = ranks
-        self.start = ranks.rank * rows.shape[0]
-
-    def cpu(self) -> Tensor:
-        """Copy the rows of this rank, a tensor, to the CPU."""
-        rows: Tensor = self.rows
-        return rows.cpu()
-
-    def __getitem__(self, ids: Tensor) -> Tensor:
-        """Return the rows of ids [T] as [T, E]. Each row is on one rank; the others add 0."""
-        rows = ids - self.start
-        elsewhere = (rows < 0) | (rows >= self.rows.shape[0])
-        x: Tensor = self.rows[rows.masked_fill(elsewhere, 0)]
-        return self.ranks.all_reduce(x.masked_fill_(elsewhere[:, None], 0))

@@ -91,7 +91,8 @@ def _fused_rows(module: str, full_config: ModelConfig, rank: int, size: int) -> 
     parts = [(full_config.intermediate_size, 1)] * 2  # of gate_up_proj: units, rows of each
     if module == "qkv_proj":
         parts = [(full_config.num_heads, dim), (kv_heads, dim), (kv_heads, dim)]
-    kept, end = list[int](), 0
+    kept: list[int] = []
+    end = 0
     for units, rows in parts:
         start = end + rank * units // size * rows
         kept += range(start, start + -(-units // size) * rows)

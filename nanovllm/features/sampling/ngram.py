@@ -143,7 +143,8 @@ class NgramSpeculation:
         if seq.result_kind is not ResultKind.TOKEN:
             return None
         lookup: Lookup = seq.lookup or Lookup(self.max_drafts)
-        seq.lookup, is_paused = lookup, len(seq.token_ids) < lookup.pause_end
+        seq.lookup = lookup
+        is_paused = len(seq.token_ids) < lookup.pause_end
         return None if is_paused else lookup.find(seq.token_ids, self.sizes)
 
     def needs_results(self, step: InFlightStep) -> bool:

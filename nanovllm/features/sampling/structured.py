@@ -71,7 +71,8 @@ class Matcher:
         is None if `output` has ended: with async scheduling one more step runs, and its token is
         dropped. Raises GrammarError if llguidance cannot continue the output.
         """
-        state, end_tokens = self.state, self.grammar.end_tokens
+        state = self.state
+        end_tokens = self.grammar.end_tokens
         for token in output[self.num_read :]:
             if token < 0 or token in end_tokens:
                 return None

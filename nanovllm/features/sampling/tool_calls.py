@@ -54,7 +54,8 @@ def parse_tool_calls(text: str, tools: list[Fields] | None = None) -> tuple[str,
     functions = [tool["function"] for tool in tools]
     tags = Tags(text, {each["name"]: each.get("parameters") or {} for each in functions})
     calls: list[Fields] = []
-    rest, position = "", 0
+    rest = ""
+    position = 0
     for i, tag in enumerate(tags.tags):
         if tag.start() < position:
             continue
@@ -80,8 +81,8 @@ def check_tools(tools: Any) -> list[str]:
     names = []
     for i, tool in enumerate(check_scalar("tools", tools, list)):
         names.append(function_name(f"tools[{i}]", tool))
-        schema, where = tool["function"].get("parameters") or {}, f"tools[{i}].function.parameters"
-        check_scalar(where, schema, dict)
+        where = f"tools[{i}].function.parameters"
+        schema = check_scalar(where, tool["function"].get("parameters") or {}, dict)
         check_scalar(f"{where}.properties", referred(schema, schema).get("properties", {}), dict)
     return names
 
@@ -119,7 +120,8 @@ class Tags:
         self.complete = [False] * len(self.kinds)
         next_end = len(self.tags)  # of a function
         for i in reversed(range(len(self.tags))):
-            kind, end = self.kinds[i], self.ends[i + 1]
+            kind = self.kinds[i]
+            end = self.ends[i + 1]
             next_end = i if kind == END_FUNCTION else next_end
             # A function that a value quotes is a part of the value.
             is_whole = kind == "function" and self.is_joined(i, "parameter")

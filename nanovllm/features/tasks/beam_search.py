@@ -35,8 +35,8 @@ class Beams:
     scores: dict[Sequence, float]  # beam -> sum of log-probabilities
     # Beam -> candidates, for the beams that have received them.
     candidates: dict[Sequence, list[tuple[int, float]]] = field(default_factory=dict)
-    # Finished beams with their normalized scores, the best first.
-    finished: list[tuple[float, BeamSearchSequence]] = field(default_factory=list)
+    # The results with their normalized scores and the beams that they end, the best first.
+    finished: list[tuple[float, Sequence, BeamSearchSequence]] = field(default_factory=list)
 
 
 class BeamSearch(Task):
@@ -49,18 +49,19 @@ class BeamSearch(Task):
         self, inputs: InputProcessor, params: BeamSearchParams, scheduler: Scheduler
     ) -> None:
         """Check the parameters. Raises TypeError or ValueError. May compile a grammar."""
-        self.tokenizer, self.scheduler = inputs.tokenizer, scheduler
+        self.tokenizer = inputs.tokenizer
+        self.scheduler = scheduler
         self.params = params = replace(params)  # fields may have been set since the last check
-        self.vocab_size, max_num_seqs = inputs.vocab_size, scheduler.max_num_seqs
+        self.vocab_size = inputs.vocab_size
         if params.beam_width > self.vocab_size:
             raise ValueError(
                 f"beam_width={params.beam_width} is more than the vocabulary={self.vocab_size}; "
                 "lower it"
             )
-        if params.beam_width > max_num_seqs:
+        if params.beam_width > (rows := scheduler.max_num_seqs):
             raise ValueError(
-                f"beam_width={params.beam_width} is more than max_num_seqs={max_num_seqs}; lower "
-                "it or raise max_num_seqs"
+                f"beam_width={params.beam_width} is more than max_num_seqs={rows}; lower it or "
+                "raise max_num_seqs"
             )
         self.stops = frozenset() if params.ignore_eos else inputs.eos_token_ids
         self.rules: LogitRules | None = None
@@ -124,7 +125,7 @@ class BeamSearch(Task):
             tokens.pop()
         reason = "stop" if stopped else "length"
         result = BeamSearchSequence(tokens, score, reason, token if stopped else None)
-        beams.finished.append((normalized, result))
+        beams.finished.append((normalized, beam, result))
         beams.finished.sort(key=lambda entry: -entry[0])
         del beams.finished[self.params.beam_width :]
 
@@ -171,7 +172,7 @@ class BeamSearch(Task):
     def output(self, request: Request) -> BeamSearchOutput:
         """Return the results of a search, and after an abort or an error also its beams."""
         beams: Beams = request.state
-        results = [result for _, result in beams.finished]
+        results = [result for *_, result in beams.finished]
         for beam, score in beams.scores.items():
             if beam.finish_reason != "stop":
                 tokens = list(beam.token_ids)

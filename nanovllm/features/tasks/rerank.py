@@ -35,7 +35,7 @@ PREFIX = (
 TEXT = "<Instruct>: {}\n<Query>: {}\n<Document>: {}"
 SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-# Of Qwen3-VL-Reranker.
+# The same for Qwen3-VL-Reranker.
 VL_TEXT = "<Instruct>: {}<Query>:{}\n<Document>:{}"
 VL_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n"
 VL_INSTRUCTION = "Given a search query, retrieve relevant candidates that answer the query."
@@ -65,7 +65,8 @@ class Scorer:
                 f"{names[0]} has {len(queries)} texts and {names[1]} has {len(documents)}; give as "
                 f"many of both, or one text as {names[0]}"
             )
-        self.documents, self.num_queries = documents, len(queries)
+        self.documents = documents
+        self.num_queries = len(queries)
         self.params: SamplingParams | PoolingParams = PoolingParams()
         self.prompts: list[Prompt] = [*queries, *documents]  # of an embedding model
         sizes = zip(names, (len(queries), len(documents)), strict=True)
@@ -119,7 +120,8 @@ def qwen3_prompts(
 
     Raises ValueError for a model that nothing names as such a reranker.
     """
-    inputs, checkpoint = engine.input_processor, engine.checkpoint
+    inputs = engine.input_processor
+    checkpoint = engine.checkpoint
     text, suffix, default = TEXT, SUFFIX, INSTRUCTION
     if is_vl := checkpoint.model_config.architecture.startswith("Qwen3VL"):
         text, suffix, default = VL_TEXT, VL_SUFFIX, VL_INSTRUCTION
@@ -152,8 +154,10 @@ def sentence_transformers_prompts(
     roles, and the instruction is the system message. Raises ValueError for other modules or
     settings, and for a template that leaves out a text.
     """
-    inputs, directory = engine.input_processor, engine.checkpoint.directory
-    tokenizer, modules = inputs.get_tokenizer(), read_modules(directory)
+    inputs = engine.input_processor
+    tokenizer = inputs.get_tokenizer()
+    directory = engine.checkpoint.directory
+    modules = read_modules(directory)
     settings = read_pooling_settings(directory, 0)
     path = modules.get("LogitScore", directory) / "config.json"
     head = read_json(path) if modules.keys() == {"Transformer", "LogitScore"} else {}

@@ -44,21 +44,18 @@ def sleep(engine: LLMEngine, level: int) -> None:
                 f"the engine sleeps at level {missing.level}; call wake_up before sleep({level})"
             )
         makers = missing.makers if engine.blocked else makers_of(engine, level)
-        frees_weights = level == 2 or runner.device.type != "cpu"
-        if frees_weights and runner.model is not None:
-            if level == 1:
-                missing.saved = [tensor.cpu() for tensor in runner.model.tensors()]
-            on_meta = runner.model.on_meta(runner.model.config)
-            names = {tensor.name for tensor in on_meta.checkpoint_tensors()}
+        frees_weights = runner.model is not None and (level == 2 or runner.device.type != "cpu")
+        if frees_weights and level == 1:
+            missing.saved = [tensor.cpu() for tensor in runner.model.tensors()]
         with hold_interrupt():
             engine.scheduler.block_manager.reset_prefix_cache()
             missing.level = level
             missing.makers = makers
             missing.asleep = set(TAGS)
             engine.blocked = missing.reason()
-            if frees_weights and runner.model is not None:
+            if frees_weights:
                 if level == 2:
-                    missing.weights = names
+                    missing.weights = {x.name for x in runner.model.checkpoint_tensors()}
                 runner.model = None
             runner.attention = runner.states = None
             runner.graphs = runner.fused_model = runner.fused_step = None

@@ -110,7 +110,8 @@ def test_wrong_kernels_are_caught(
     heads = (4, 2, 32), dtype, 16, False
     comparisons = {
         "pointwise": lambda: itertools.chain(
-            compare.add_rms_norm(backends, 64, dtype), compare.silu_and_mul(backends, 96)
+            compare.add_rms_norm(backends, 64, dtype),
+            compare.activation(backends, "silu_and_mul", 96),
         ),
         "store": lambda: compare.norm_rope_store(backends, *heads),
         "attention": lambda: compare.attend(backends, *heads),

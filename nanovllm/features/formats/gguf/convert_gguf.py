@@ -52,7 +52,7 @@ GEMMA3_27B = 62  # layers, by which llama.cpp knows the scale of its scores
 # Other fields, with the values that change nothing.
 USUAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
-    "pooling_type": (0, 3),  # no embeddings, or those of the last token
+    "pooling_type": (0, 3),  # none, or the last token's embedding
     "rope.scale_linear": (0, 1),
     "rope.scaling.factor": (0, 1),
     "rope.scaling.type": ("none",),
@@ -180,7 +180,7 @@ class GGUF:
             raise ValueError(f"{self.path} has no field {prefix}{FIELDS[min(missing)]}")
         if EMBEDDINGS not in self.tensors:
             raise ValueError(f"{self.path} has no tensor {EMBEDDINGS}")
-        # A turn of a chat may end with a token of its own.
+        # A turn of a chat may end with another token than a text.
         kinds = ("eos", "eot", "eom")
         ends = [self.field(f"tokenizer.ggml.{kind}_token_id") for kind in kinds]
         raw |= {

@@ -8,7 +8,6 @@ are not listed here are refused, because a wrong rule would give wrong tokens wi
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import normalizers, pre_tokenizers, processors
@@ -34,7 +33,15 @@ def read_tokenizer(file: GGUF) -> Any:
             f"{file.path} has a tokenizer of the kind {kind!r} with the pre-tokenizer {pre!r}, "
             f"which is not supported; supported are llama, and gpt2 with one of {known}"
         )
-    tokenizer = load(file.path)
+    from transformers import AutoTokenizer
+
+    options: dict[str, Any] = {"gguf_file": file.path.name, "mistral_format": False}
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(file.path.parent), **options)
+    except Exception as error:  # transformers raises errors of many types
+        raise ValueError(
+            f"transformers cannot read the tokenizer of {file.path}: {error!r:.300}"
+        ) from error
     rules = tokenizer.backend_tokenizer
     if kind == "llama":  # SentencePiece, with the normalizer of Llama 2
         has_prefix = file.field("tokenizer.ggml.add_space_prefix") is not False
@@ -61,16 +68,3 @@ def read_tokenizer(file: GGUF) -> Any:
     )
     tokenizer.chat_template = file.field("tokenizer.chat_template")
     return tokenizer
-
-
-def load(path: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(
-            str(path.parent), gguf_file=path.name, mistral_format=False
-        )
-    except Exception as error:  # transformers raises errors of many types
-        raise ValueError(
-            f"transformers cannot read the tokenizer of {path}: {error!r:.300}"
-        ) from error

@@ -33,24 +33,21 @@ def find_named(model: str) -> Path | None:
     # The specification says to ignore a relative path.
     cache = (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "nanovllm"
     target = cache / f"{NAME}-{VERSION}"
-    if not target.is_dir():
-        convert_once(gguf_file(), target)
-    return target
-
-
-def convert_once(source: Path, target: Path) -> None:
-    """Convert `source`, unless another process has done it. The model runs in float32."""
+    if target.is_dir():
+        return target
+    source = gguf_file()
     from filelock import FileLock
 
     from nanovllm.features.formats.gguf.convert_gguf import convert
 
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(target.with_name(f".{target.name}.lock")):
-        if not target.is_dir():
-            for unfinished in target.parent.glob(f".{target.name}-*"):  # left by killed processes
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / f".{target.name}.lock"):
+        if not target.is_dir():  # else another process has just made it
+            for unfinished in cache.glob(f".{target.name}-*"):  # left by killed processes
                 shutil.rmtree(unfinished, ignore_errors=True)
             logger.info(f"converting {source.name} to {target}, once")
             convert(source, target, run_in="float32")
+    return target
 
 
 def gguf_file() -> Path:

@@ -25,7 +25,8 @@ def num_host_blocks(config: EngineConfig, block_bytes: int, free_of_cpu: int | N
     free_of_cpu: bytes that are free next to weights and KV cache, if these are in host memory too.
     Raises ValueError if swap_space is less than one block, or more than the free host memory.
     """
-    size, free, where = int(config.swap_space * 2**30), free_of_cpu, " next to weights and KV cache"
+    size = int(config.swap_space * 2**30)
+    free, where = free_of_cpu, " next to weights and KV cache"
     if free is None:
         free, where = available_host_memory() // config.tensor_parallel_size, ""
     if size > free:
@@ -45,7 +46,7 @@ class HostPool:
     """Blocks in host memory for a KV cache."""
 
     def __init__(self, num_blocks: int, cache: Tensor) -> None:
-        """Allocate `num_blocks` blocks [layers, 2, K, B, D] like those of `cache`."""
+        """Allocate `num_blocks` blocks [layers, 2, K, B, D] in the dtype of `cache`."""
         block = cache[:, :, 0]
         pinned = cache.device.type == "cuda"
         self.num_blocks = num_blocks

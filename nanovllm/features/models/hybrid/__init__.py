@@ -3,7 +3,6 @@
 hybrid_config  the fields of config.json, and the tensors
 qwen3_5        the model
 delta_rule     linear attention in plain torch
-states         the states on the device
+states         the states on the device, and how many there are
 state_blocks   the block manager, which keeps snapshots of states for the prefix cache
-state_memory   the memory of states, and how many there are
 """

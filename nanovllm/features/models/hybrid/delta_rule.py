@@ -8,7 +8,7 @@ keys to values. A token with key k and value v corrects it:
     S <- S + k d^T                  the correction
     o  = S^T q                      the output
 
-A convolution over the last four tokens comes before it. The sequence's state is thus S and the last
+A convolution over the last four tokens comes before it. The state of a sequence is S and the last
 three inputs of the convolution. It has the same size after any number of tokens.
 
 `decode` computes one token of many sequences, and `chunk` many tokens of each sequence, 64 at a

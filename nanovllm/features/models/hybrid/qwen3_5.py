@@ -169,8 +169,6 @@ class Qwen3_5(Qwen3):
         return layers
 
     def make_mlp(self, layer: int) -> MLP:
-        if self.config.experts is None:
-            return super().make_mlp(layer)
         return make_mlp(self.config, layer, self.backend)
 
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:

@@ -21,11 +21,11 @@ KV of some hundred blocks, so only these snapshots are made:
                of the sequence replaces it. If the sequence ends or is preempted, it is kept.
     fork       Before the last token of a prompt with several samples, for one step.
 
-A preempted sequence thus repeats at most one block. If no slot is free, the least recently used
+A preempted sequence repeats at most one block. If no slot is free, the least recently used
 snapshot is evicted, except the latest ones of sequences. Without any slot, there is no snapshot.
 
 The runner copies states to rows before it computes anything, and a step then writes its snapshots.
-A slot that the plan reads may thus be written by the same plan. A sequence whose match ends at a
+The same plan may therefore read a slot and write it. A sequence whose match ends at a
 snapshot of the plan that is being made has to wait for the next plan.
 """
 
@@ -57,15 +57,15 @@ class StateBlockManager(BlockManager):
         self.free_slots = list(reversed(self.all_slots))  # taken from the end
         # Block -> its slot, the least recently used first.
         self.snapshots: OrderedDict[int, int] = OrderedDict()
-        self.latest_snapshot: dict[
-            Sequence, int
-        ] = {}  # -> the block of the snapshot that its next one replaces
-        # A snapshot whose block is not cached yet, because its last token is in flight.
-        self.uncached_snapshots: dict[Sequence, tuple[int, int]] = {}  # -> (number of tokens, slot)
-        self.fork_slots: dict[Sequence, int] = {}  # parent -> the slot that its forks begin with
-        self.resumable_at: dict[
-            Sequence, int
-        ] = {}  # -> number of tokens where its match lacked a snapshot
+        # Sequence -> the block of the snapshot that its next one replaces.
+        self.latest_snapshot: dict[Sequence, int] = {}
+        # Sequence -> (number of tokens, slot) of a snapshot whose block is not cached yet, because
+        # its last token is in flight.
+        self.uncached_snapshots: dict[Sequence, tuple[int, int]] = {}
+        # Parent -> the slot that its forks begin with.
+        self.fork_slots: dict[Sequence, int] = {}
+        # Sequence -> the number of tokens after which its match lacked a snapshot.
+        self.resumable_at: dict[Sequence, int] = {}
         self._begin_plan()
 
     def _begin_plan(self) -> None:

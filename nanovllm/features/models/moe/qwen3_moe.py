@@ -2,7 +2,7 @@
 
 The rest of the transformer is models/qwen3.py. A router, a small linear layer, computes how well
 each expert fits a token. The token uses the k experts that fit best, and the result is the weighted
-sum of theirs (Shazeer et al. 2017, arXiv:1701.06538). A token thus reads k of X experts.
+sum of their results (Shazeer et al. 2017, arXiv:1701.06538). A token reads k of X experts.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ class SparseMLP(MLP):
 
 def make_mlp(config: Any, layer: int, backend: Backend) -> MLP:
     """Return the mixture of experts of a layer, or its only MLP."""
-    if layer in config.experts.layers:
-        return SparseMLP(config.hidden_size, config.experts, backend)
+    experts = config.experts
+    if experts is not None and layer in experts.layers:
+        return SparseMLP(config.hidden_size, experts, backend)
     return MLP(config.hidden_size, config.intermediate_size, backend)
 
 

@@ -28,7 +28,8 @@ class LogprobsBatch:
 
     def __init__(self, rows: list[tuple[int, RowRules]], state: RulesState) -> None:
         """`rows` has (index of the row's logits, rules) for each row with `logprobs`."""
-        self.rows, self.processed = rows, state.processed_logprobs
+        self.rows = rows
+        self.processed = state.processed_logprobs
         self.index = to_device(np.array([i for i, _ in rows], np.int64), state.device)
         self.most = max(row.rules.logprobs or 0 for _, row in rows)
         ids = [row.rules.logprob_token_ids for _, row in rows]

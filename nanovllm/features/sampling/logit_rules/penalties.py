@@ -77,7 +77,8 @@ class Penalties:
 
     def __init__(self, rows: list[tuple[int, int, LogitRules]], state: PenaltyState) -> None:
         """`rows` has (index of the row's logits, row, rules) of each row with penalties."""
-        self.state, device = state, state.tokens.device
+        self.state = state
+        device = state.tokens.device
         index, row_ids, rules = zip(*rows, strict=True)
         self.index = to_device(np.array(index, np.int64), device)
         self.rows = to_device(np.array(row_ids, np.int64), device)
@@ -92,7 +93,7 @@ class Penalties:
 
         `positions` [R] are the positions of the tokens to be sampled, each below `length`.
         """
-        flat, vocab_size = logits.view(-1), logits.shape[1]
+        flat = logits.view(-1)
         self.known = []
         size = max(1, TOKENS_AT_A_TIME // length)
         columns = self.index, self.rows, positions[self.index]
@@ -100,7 +101,7 @@ class Penalties:
         for index, rows, at, (repetition, frequency, presence) in parts:
             tokens, counts = self.state.read(rows, at, length)
             self.known.append((rows, at, tokens, counts))
-            where = tokens + index[:, None] * vocab_size
+            where = tokens + index[:, None] * logits.shape[1]
             x = flat[where]
             scaled = torch.where(x > 0, x / repetition, x * repetition)
             flat[where] = scaled - (frequency * counts + presence * (counts > 0))

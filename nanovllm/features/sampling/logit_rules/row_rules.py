@@ -43,7 +43,8 @@ class RulesState:
     processed_logprobs = False  # set by loading/make_runner.py
 
     def __init__(self, num_rows: int, length: int, vocab_size: int, device: torch.device) -> None:
-        self.sizes, self.device = (num_rows, length, vocab_size), device
+        self.sizes = num_rows, length, vocab_size
+        self.device = device
         # [256, 8]: for each byte of a grammar's mask, the upper limits of the logits of its tokens.
         bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
         self.caps = to_device(np.where(bits, np.inf, MASKED).astype(np.float32), device)
@@ -78,7 +79,8 @@ class RulesState:
         if (row := self.rows.get(chunk.row)) is None or chunk.output is None:
             return
         self.last_batch = None
-        row.output, row.last = list(chunk.output), None
+        row.output = list(chunk.output)
+        row.last = None
         row.drafts = chunk.token_ids[len(chunk.token_ids) - chunk.num_drafts :]
         if not row.drafts and has_penalties(row.rules):
             self.penalties.add_row(chunk.row, row.prompt, row.output)
@@ -108,7 +110,9 @@ class RulesBatch:
     def __init__(self, rows: list[tuple[int, RowRules]], state: RulesState) -> None:
         """`rows` has (index of the row's logits, rules) for each row with rules."""
         # Not `state`, which would form a cycle and keep the memory of an unused engine.
-        device, vocab_size, self.caps = state.device, state.sizes[2], state.caps
+        device = state.device
+        vocab_size = state.sizes[2]
+        self.caps = state.caps
         self.rows = [row.row for _, row in rows]
         self.length = 0  # above the positions of all tokens to be sampled; set by RulesState
         self.host_rules = [(i, row) for i, row in rows if row.needs_output]
@@ -157,13 +161,13 @@ class RulesBatch:
         if len(self.logits) < len(logits):  # a row with drafts has several
             self.logits = torch.empty_like(logits, dtype=torch.float32)
         logits = self.logits[: len(logits)].copy_(logits)
-        flat, vocab_size = logits.view(-1), logits.shape[1]
+        flat = logits.view(-1)
         if len(self.restricted):
             kept = flat[self.allowed]
             logits.index_fill_(0, self.restricted, MASKED)
             flat[self.allowed] = kept
         if len(self.edited):
-            active = positions[self.edited // vocab_size] < self.until
+            active = positions[self.edited // logits.shape[1]] < self.until
             flat.index_add_(0, self.edited, torch.where(active, self.added, 0.0))
         for penalties in self.penalties:
             penalties.apply(logits, positions, self.length)

@@ -27,7 +27,8 @@ class RowRules:
         # Weak, because a row is reused some time after its request has ended. Until then, this must
         # not keep the logits processors in memory.
         self.owner = weakref.ref(rules)
-        self.rules, self.row = replace(rules, logits_processors=()), new_row.row
+        self.rules = replace(rules, logits_processors=())
+        self.row = new_row.row
         self.prompt, self.output = new_row.prompt, list(new_row.output)
         self.phrases = [word for word in rules.bad_words if len(word) > 1]
         self.take_prompt = [takes_prompt(processor) for processor in rules.logits_processors]
@@ -57,7 +58,8 @@ class RowRules:
         result = [copy.copy(self) for _ in range(1 + len(self.drafts))]
         matcher = self.matcher and self.matcher.copy()  # it reads one draft after another
         for i, rules in enumerate(result):
-            rules.matcher, rules.drafts_before = matcher, self.drafts[:i]
+            rules.matcher = matcher
+            rules.drafts_before = self.drafts[:i]
             rules.output = self.output + rules.drafts_before
         return result
 
