@@ -4,6 +4,7 @@ import gc
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -155,6 +156,16 @@ def _gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("gpu"):
         gc.collect()
         torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def _imported_modules() -> Iterator[None]:
+    """Collections of garbage do not look at the many modules that this test has imported either."""
+    before = len(sys.modules)
+    yield
+    if len(sys.modules) > before + 50:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -88,7 +88,7 @@ CASES = [
     ("biased", 4, {"async_scheduling": True, "swap_space": 2**-9}),
     ("moe", 2, {}),  # each expert is divided
     ("phi4mini", 4, {}),  # a tensor of q, k and v is divided, with each KV head on two ranks
-    *((family, 2, {}) for family in FAMILIES),
+    *((family, 2, {}) for family in FAMILIES if family != "phi4mini"),
 ]
 
 

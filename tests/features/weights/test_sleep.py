@@ -220,13 +220,18 @@ def test_a_request_that_was_checked_before(path: Path, monkeypatch: pytest.Monke
 
 
 MEMORY = """
-import gc, psutil
+import psutil, torch
 from nanovllm import LLM, SamplingParams
 options = dict(device="cpu", dtype="float32", skip_tokenizer_init=True, num_kv_cache_blocks=200)
 llm = LLM({path!r}, block_size=64, **options)
 params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-prompts = [[i + 1] * 500 for i in range(20)]
-llm.generate(prompts, params, use_tqdm=False)
+
+def answer_and_fill_the_cache():
+    llm.generate([[1] * 20], params, use_tqdm=False)
+    with torch.inference_mode():
+        llm.engine.runner.attention.cache.fill_(1)
+
+answer_and_fill_the_cache()
 runner = llm.engine.runner
 cache = runner.attention.cache.nbytes
 weights = sum(linear.weight.shape.numel() * 4 for linear in runner.model.linears())
@@ -239,7 +244,7 @@ for level in (1, 2):
     llm.wake_up()
     if level == 2:
         llm.load_weights({path!r})
-    llm.generate(prompts, params, use_tqdm=False)
+    answer_and_fill_the_cache()
 print(cache, weights, *found)
 """
 
