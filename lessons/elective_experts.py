@@ -25,6 +25,7 @@ from nanovllm.features.models.moe.moe_config import Experts, MoeConfig
 from nanovllm.features.models.moe.qwen3_moe import SparseMLP
 from nanovllm.loading.memory import num_weights
 from nanovllm.models.backend import Backend
+from tools.benchmarks import roofline
 
 REQUESTS = (1, 2, 4, 16, 64)
 HIDDEN = 512  # numbers of a token
@@ -59,8 +60,8 @@ def run() -> None:
     total = num_weights(config.model_class().on_meta(config))
     rows = []
     for num in REQUESTS:
-        gb = 2e-9 * (total - config.experts.unused_weights(config.hidden_size, num))
-        used = config.experts.expected_hits(num)
+        gb = 2e-9 * (total - roofline.unused_weights(config.experts, config.hidden_size, num))
+        used = roofline.experts_used(config.experts, num)
         rows.append((num, f"{used:.1f}", f"{gb:.1f}", f"{gb / num:.2f}"))
     say(f"""If each token uses any 8 of 128 experts with equal probability, an expert is not used by
         one token with the probability 1 - 8/128, and by T tokens with (1 - 8/128)^T. What a decode
@@ -72,7 +73,7 @@ def run() -> None:
     show_source(
         link(SparseMLP.route, "topk"),
         link("features.models.moe.experts.Groups.of", "sort(stable"),
-        link(Experts.expected_hits),
+        link(roofline.experts_used),
     )
 
 

@@ -21,6 +21,7 @@ from nanovllm import SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.sampling import Sampling
 from nanovllm.plan import StepOutput, StepPlan
 from tools.benchmarks.modes import NoModel
 
@@ -57,6 +58,7 @@ def serve(overlap: bool) -> tuple[SlowDevice, list[list[int]], float]:
     device = SlowDevice()
     outputs = list[list[int]]()
     inputs = InputProcessor(None, 100, 100, frozenset(), SamplingParams(), 0)
+    inputs.make_task = Sampling
     engine = LLMEngine(EngineConfig(async_scheduling=overlap), device, inputs)
     for params in (SamplingParams(stop_token_ids=[18]), SamplingParams(max_tokens=40)):
         engine.add_request([0, 0, 0], params)

@@ -1,7 +1,5 @@
 """Prompts: the forms that callers may pass, and how they are parsed."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeAlias, TypedDict

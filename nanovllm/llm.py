@@ -15,11 +15,11 @@ from nanovllm.engine.chat_template import Message, as_conversations
 from nanovllm.engine.detokenizer import Tokenizer
 from nanovllm.engine.progress import Progress
 from nanovllm.engine.request import Request
+from nanovllm.engine.results import check_generated
 from nanovllm.features.tasks import results
 from nanovllm.inputs import Prompt, ShowProgress, pair_up
 from nanovllm.outputs import RequestOutput, StreamOutput
 from nanovllm.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
-from nanovllm.utils.errors import check_generated
 from nanovllm.utils.log import show_log
 
 

@@ -3,8 +3,6 @@
 A result can be read as in vLLM (`out.outputs[0].text`) and as in nano-vllm (`out["text"]`).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

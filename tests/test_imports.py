@@ -24,7 +24,7 @@ IMPORTING = {
     "llm": " load_prefix_cache load_weights loglikelihood save_prefix_cache score sleep wake_up",
     "loading.checkpoint": "__init__ as_listed config_class find_checkpoint read_config",
     "loading.make_engine": "find_files grammars load_engine make_engine make_task pooling task_maker",
-    "loading.make_runner": "load_model make_backend make_cache make_eager_runner make_fast_steps make_rules make_runner on_gpu",
+    "loading.make_runner": "load_model make_backend make_cache make_eager_runner make_fast_steps make_rules make_runner",
     "loading.memory": "plan_memory",
     "loading.select_backend": "pick_backend",
 }

@@ -1,7 +1,5 @@
 """Renders chat messages as the text of a prompt, with the chat template of the tokenizer."""
 
-from __future__ import annotations
-
 import json
 import os
 import warnings

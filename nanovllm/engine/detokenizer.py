@@ -5,8 +5,6 @@ the last of them, and tokenizers of SentencePiece's kind remove a space only at 
 DecodeStream of the package tokenizers handles both. vLLM uses it too and gives the same text.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 # Other files use this type too. transformers is only imported when a tokenizer is loaded.

@@ -16,7 +16,6 @@ from nanovllm.engine.chat_template import Message, render
 from nanovllm.engine.detokenizer import Tokenizer
 from nanovllm.engine.progress import Progress
 from nanovllm.engine.request import Request, Sample, Task
-from nanovllm.engine.sampling import Sampling
 from nanovllm.engine.sequence import Sequence
 from nanovllm.inputs import ParsedPrompt, Prompt, parse_prompt
 from nanovllm.sampling_params import SamplingParams
@@ -35,9 +34,10 @@ class InputProcessor:
     default_sampling_params: SamplingParams
     seed: int
     max_logprobs: int = 20
-    # Checks the parameters of a request, and makes its task. make_engine sets one for all tasks.
-    make_task: Callable[[InputProcessor, Any], Task] = Sampling
-    grammars: Callable[[], GrammarCompiler] = field(init=False)  # set by make_engine
+
+    # Set by make_engine. `make_task` checks the parameters of a request, and makes its task.
+    make_task: Callable[[InputProcessor, Any], Task] = field(init=False)
+    grammars: Callable[[], GrammarCompiler] = field(init=False)
 
     def check(
         self,

@@ -22,7 +22,6 @@ from nanovllm.engine.progress import Progress
 from nanovllm.engine.recovery import revert_in_flight
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import InFlightStep, Scheduler
-from nanovllm.engine.stats import stats
 from nanovllm.engine.threads import EngineLocks, hold_interrupt
 from nanovllm.inputs import Prompt
 from nanovllm.plan import Runner, StepOutput
@@ -284,4 +283,4 @@ class LLMEngine:
 
     def stats(self) -> dict[str, int | float]:
         """See `LLM.stats`. Does not wait for the lock: a step may change counters meanwhile."""
-        return stats(self.scheduler, self.progress)
+        return self.progress.stats(self.scheduler)

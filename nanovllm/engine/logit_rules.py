@@ -1,17 +1,12 @@
 """Makes the logit rules of a request, which the runner applies to its rows, from SamplingParams."""
 
-from __future__ import annotations
-
 import inspect
-from typing import TYPE_CHECKING
 
+from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.thinking import make_thinking
 from nanovllm.engine.token_logprobs import num_logprobs
 from nanovllm.plan import LogitRules
 from nanovllm.sampling_params import LogitsProcessor, SamplingParams
-
-if TYPE_CHECKING:
-    from nanovllm.engine.input_processor import InputProcessor
 
 
 def make_rules(

@@ -1,4 +1,4 @@
-"""Progress: the counters of a call, and its progress bar."""
+"""Progress: the counters of a call or of an engine, and the progress bar of a call."""
 
 from __future__ import annotations
 
@@ -34,6 +34,26 @@ class Progress:
         self.num_ended += 1
         self.num_ended_tokens += request.num_output
         self.started.discard(request)
+
+    def stats(self, scheduler: Scheduler) -> dict[str, int | float]:
+        """Return the counters of `LLM.stats`, which docs/api.md explains, of a whole engine."""
+        blocks = scheduler.block_manager
+        drafts = {} if scheduler.speculation is None else scheduler.speculation.stats()
+        return {
+            "running": len(scheduler.running),
+            "waiting": scheduler.num_unfinished - len(scheduler.running),
+            "blocks_in_use": blocks.num_blocks - blocks.num_available,
+            "blocks_evictable": len(blocks.evictable),
+            "blocks_free": len(blocks.free),
+            "prefix_hit_rate": scheduler.cached_tokens / max(1, scheduler.prompt_tokens),
+            "preemptions": scheduler.preemptions,
+            "evictions": blocks.evictions,
+            "recomputed_tokens": scheduler.recomputed_tokens,
+            "prompt_tokens": self.num_prompt_tokens,
+            "output_tokens": self.num_output_tokens,
+            **blocks.stats(),
+            **drafts,
+        }
 
     def show(self, bar: Any, scheduler: Scheduler, seconds: float) -> None:
         """Show the counters of a call, which has run for `seconds`, in its progress bar."""

@@ -5,8 +5,6 @@ queue, and their tokens are computed again. The prefix cache is cleared, because
 have left any content in blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from nanovllm.engine.policies import FIRST

@@ -1,7 +1,5 @@
 """Detection of outputs that repeat a pattern of tokens without end."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

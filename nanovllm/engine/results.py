@@ -1,26 +1,27 @@
 """What the results of a step do to requests: errors, outputs and ends.
 
-The lock of the engine is held.
+The lock of the engine is held, except in `check_generated`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.plan import RowResult, StepOutput
-from nanovllm.utils.errors import GrammarError
+from nanovllm.utils.errors import GenerationError, GrammarError
 from nanovllm.utils.log import logger
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
 
-
 ONLY_A_TOKEN = RowResult()
+# Fields of SamplingParams that exclude tokens. One or several of them can exclude every token.
+MASKS = "structured_outputs", "allowed_token_ids", "bad_words", "min_tokens", "logits_processors"
 
 
 def receive(
@@ -98,3 +99,28 @@ def _make_output(engine: LLMEngine, request: Request) -> None:
         request.output = request.task.error_output(request)
     if request.returned_by_step and request.output is not None:
         engine.finished[request.request_id] = request.output
+
+
+def why_no_token(params: Any) -> str:
+    """Return why no token could be sampled for a request with these SamplingParams."""
+    masks = [name for name in MASKS if getattr(params, name)]
+    return "the model computed NaN" + f", or {' and '.join(masks)} hid every token" * bool(masks)
+
+
+def check_generated(requests: list[Request]) -> None:
+    """Raise GenerationError if requests have ended with finish_reason "error"."""
+    outputs = [request.output for request in requests]
+    reasons = {
+        f"prompts[{i}] (request {request.request_id})": str(
+            request.error or why_no_token(request.task.params)
+        )
+        for i, request in enumerate(requests)
+        if any(sample.finish_reason == "error" for sample in request.output.outputs)
+    }
+    if reasons:
+        message = (
+            f"no token could be sampled for {', '.join(reasons)}: "
+            f"{'; '.join(dict.fromkeys(reasons.values()))}; the attribute `outputs` of this error "
+            "has the results of all requests"
+        )
+        raise GenerationError(message, outputs)

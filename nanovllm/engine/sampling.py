@@ -5,13 +5,11 @@ receive               after a step: log-probabilities, then repetitions and stop
 read_stream, output   separate the thinking from the text, and return what the caller gets
 """
 
-from __future__ import annotations
-
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from nanovllm.engine.detokenizer import MAX_CONTEXT, Detokenizer
+from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.logit_rules import make_rules
 from nanovllm.engine.repetition import as_params, find_repetition
 from nanovllm.engine.request import Request, Sample, Task
@@ -22,9 +20,6 @@ from nanovllm.engine.token_logprobs import decode_logprobs, num_logprobs
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StreamOutput
 from nanovllm.plan import FILTERS, ResultKind, RowResult, RowSampling
 from nanovllm.sampling_params import RepetitionDetectionParams, SamplingParams
-
-if TYPE_CHECKING:
-    from nanovllm.engine.input_processor import InputProcessor
 
 
 class Sampling(Task):

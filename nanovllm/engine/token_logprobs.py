@@ -1,16 +1,10 @@
 """Log-probabilities of tokens: how many a request asks for, and the texts of their tokens."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from nanovllm.engine.detokenizer import CONTEXT, Tokenizer
+from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import Logprob
 from nanovllm.plan import TokenLogprobs
-
-if TYPE_CHECKING:
-    from nanovllm.engine.input_processor import InputProcessor
 
 
 def num_logprobs(inputs: InputProcessor, name: str, value: int | None) -> int | None:

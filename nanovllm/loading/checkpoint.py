@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
 
 from nanovllm.config import EMBEDDED
 from nanovllm.models.model_config import ModelConfig, find_family, name_architectures
@@ -188,7 +187,7 @@ class Checkpoint:
             files = as_listed({path: opened(path) for path in paths}, listed)
             files = self.model_config.select_tensors(files)
             if files and self.weight_format is not None:
-                files = dict(self.weight_format.decoded(files))
+                files = self.weight_format.decoded(files)
             if files and self.adapter is not None:
                 files = self.adapter.merged(files, opened(self.adapter.path))
             yield files
@@ -215,8 +214,13 @@ class Checkpoint:
         """Compare the head in the files with the embeddings, which they may lack."""
         names = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118
         head = names[LM_HEAD].get_tensor(LM_HEAD)
+        bits = getattr(torch, f"int{8 * head.itemsize}")  # NaN is not equal to itself
         tables = (names[name].get_tensor(name) for name in EMBEDDINGS if name in names)
-        return any(are_equal(head, table) for table in tables)
+        return any(  # in parts, so that little is read of tensors that differ
+            (table.shape, table.dtype) == (head.shape, head.dtype)
+            and all(map(torch.equal, head.view(bits).split(1024), table.view(bits).split(1024)))
+            for table in tables
+        )
 
 
 def read_config(directory: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,14 +244,6 @@ def read_config(directory: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
 
         raw = override(raw, overrides)
     return raw | {"architectures": name_architectures(raw)}
-
-
-def are_equal(a: Tensor, b: Tensor) -> bool:
-    """Compare tensors in parts, so that little is read of tensors that differ. NaN equals NaN."""
-    parts = zip(a.split(1024), b.split(1024), strict=False)
-    return (a.shape == b.shape and a.dtype == b.dtype) and all(
-        torch.equal(x, y) or bool(((x == y) | (x.isnan() & y.isnan())).all()) for x, y in parts
-    )
 
 
 def read_index(directory: Path) -> dict[str, str]:
@@ -293,11 +289,9 @@ def as_listed(files: dict[Path, Any], listed: Mapping[str, Path]) -> dict[Path, 
     """Return the open files, each without the tensors that the index reads from another file."""
     names = {path: dict.fromkeys(file.keys()) for path, file in files.items()}
     for path, file in files.items():
-        kept = {
-            x: x for x in names[path] if path == (of := listed.get(x, path)) or x not in names[of]
-        }
+        kept = [x for x in names[path] if path == (of := listed.get(x, path)) or x not in names[of]]
         if len(kept) < len(names[path]):
-            from nanovllm.features.formats.adapter import MergedFile
+            from nanovllm.features.formats.tensor_view import TensorView, viewed
 
-            files[path] = MergedFile(file, kept, {})
+            files[path] = TensorView((name, viewed(file, name)) for name in kept)
     return files

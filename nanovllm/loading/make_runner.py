@@ -7,8 +7,8 @@ come last, because they read the KV cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -54,7 +54,11 @@ def make_runner(
     full_config.check_options(config)
     check_fork()
     device = pick_device(config.device)
-    on_device = on_gpu(device) if device.type == "cuda" else nullcontext()
+    on_device: AbstractContextManager[None] = nullcontext()
+    if device.type == "cuda":
+        from nanovllm.features.kernel_check.at_start import on_gpu
+
+        on_device = on_gpu(device)
     remedy = (
         "out of memory; lower max_num_seqs, max_model_len or max_num_batched_tokens, or, if they "
         "are set, num_kv_cache_blocks, kv_cache_memory_bytes and swap_space"
@@ -84,15 +88,6 @@ def make_runner(
         runner.make_fast_steps(runner)
     log_sizes(runner, budget, name, max_model_len)
     return runner
-
-
-@contextmanager
-def on_gpu(device: torch.device) -> Iterator[None]:
-    """Make `device` the current GPU, and explain an error that leaves it unusable."""
-    from nanovllm.features.kernel_check.at_start import explain_lost_device
-
-    with torch.cuda.device(device), explain_lost_device(device):
-        yield
 
 
 def make_backend(

@@ -1,10 +1,11 @@
 """Loads the tokenizer of a checkpoint."""
 
-from __future__ import annotations
-
 import threading
+from functools import cached_property
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
+
+import tokenizers
 
 from nanovllm.config import EMBEDDED
 from nanovllm.engine.detokenizer import Tokenizer
@@ -15,12 +16,44 @@ from nanovllm.utils.json_files import check_fields, read_json
 LOCK = threading.Lock()
 
 
+class EmbeddedTokenizer:
+    """The tokenizer of the embedded model, without the package transformers.
+
+    It has the attributes that the engine uses. The import of transformers takes about 0.8 times as
+    long as the import of torch, and `python example.py` needs nothing else from it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.backend_tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+        self.eos_token_id = self.backend_tokenizer.token_to_id("<|im_end|>")
+
+    @cached_property
+    def full(self) -> Tokenizer:
+        """The tokenizer of transformers."""
+        return load_full(self.directory)
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        ids: list[int] = self.backend_tokenizer.encode(text).ids  # there are no tokens to add
+        return ids
+
+    def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": [found.ids for found in self.backend_tokenizer.encode_batch(texts)]}
+
+    def apply_chat_template(self, messages: list[Any], **variables: Any) -> Any:
+        if variables.get("chat_template") or variables.get("continue_final_message"):
+            return self.full.apply_chat_template(messages, **variables)
+        import jinja2
+
+        source = (self.directory / "chat_template.jinja").read_text(encoding="utf-8")
+        template = jinja2.Template(source, trim_blocks=True, lstrip_blocks=True)
+        return template.render(variables, messages=messages)
+
+
 def load_tokenizer(directory: Path) -> Tokenizer:
     """Load the tokenizer in `directory`. Raises ValueError if it cannot be used."""
     if directory == Path(__file__).with_name(EMBEDDED):
-        from nanovllm.loading.embedded_tokenizer import EmbeddedTokenizer
-
-        return cast("Tokenizer", EmbeddedTokenizer(directory, load_full))
+        return cast("Tokenizer", EmbeddedTokenizer(directory))
     names = ("tokenizer.json", "merges.txt", "tokenizer.model")  # merges.txt is with vocab.json
     if not any((directory / name).is_file() for name in names):
         raise ValueError(

@@ -102,7 +102,6 @@ class Backend:
     linear = staticmethod(layers.linear)
     add_rms_norm = staticmethod(layers.add_rms_norm)
     silu_and_mul = staticmethod(layers.silu_and_mul)
-    multiply_by_sigmoid = staticmethod(layers.multiply_by_sigmoid)
     # x [T, I] times a small weight [O, I] that is not in a Linear, such as a router's.
     small_linear: Callable[[Tensor, Tensor], Tensor] = staticmethod(F.linear)
 
@@ -111,6 +110,11 @@ class Backend:
         """As silu_and_mul with GELU (arXiv:1606.08415), by tanh, in place of silu."""
         gate, up = x.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh") * up
+
+    @staticmethod
+    def multiply_by_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
+        """Return x * sigmoid(gate), where x is [T, n] and gate is [T, n] or [T, 1]."""
+        return x * gate.sigmoid()
 
     def delta_rule(self) -> ModuleType | None:
         """Return a module of kernels for features/models/hybrid/delta_rule.py, or None.

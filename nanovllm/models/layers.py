@@ -42,11 +42,6 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def multiply_by_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
-    """Return x * sigmoid(gate), where x is [T, n] and gate is [T, n] or [T, 1]."""
-    return x * gate.sigmoid()
-
-
 class Linear:
     """A linear layer y = x W^T + b. Projections of one input (q, k, v; gate, up) share a Linear.
 

@@ -13,8 +13,6 @@ All types but the first let a model read more positions than it was trained with
 transformers computes all but the first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace

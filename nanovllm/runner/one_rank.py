@@ -1,11 +1,6 @@
-"""OneRank: the ranks of an engine in one process. Its subclass for several is `Ranks`, in
-features/parallel/.
-"""
-
-from __future__ import annotations
+"""OneRank: the only rank of an engine. `Ranks` in features/parallel/ extends it for several."""
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
@@ -42,14 +37,3 @@ class OneRank:
     def run(self, plan: StepPlan, launch: Launch) -> Callable[[], StepOutput]:
         """Launch a step if all ranks have planned the same step."""
         return launch(plan)
-
-    def rank_0_first(self) -> AbstractContextManager[None]:
-        """Run the block on rank 0, and then on the other ranks."""
-        return nullcontext()
-
-    def leave_if_it_fails(self) -> AbstractContextManager[None]:
-        """Disconnect if the block fails, so that no other rank waits for this one."""
-        return nullcontext()
-
-    def leave(self) -> None:
-        """Disconnect from the other ranks without waiting for them. A second call does nothing."""

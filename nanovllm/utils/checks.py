@@ -4,8 +4,6 @@ A field accepts the values of its type: Annotated[int, 1, 9] is a number from 1 
 Annotated[str, "a", "b"] is one of these strings.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import math

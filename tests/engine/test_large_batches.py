@@ -11,6 +11,7 @@ from nanovllm import SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.sampling import Sampling
 from tools.benchmarks.modes import NoModel
 
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -40,6 +41,7 @@ def test_a_step_does_as_much_with_many_waiting(policy: str) -> None:
     works = []
     for count in (100, 10_000):
         inputs = InputProcessor(None, 1000, 128, frozenset(), SamplingParams(), 0)
+        inputs.make_task = Sampling
         config = EngineConfig(max_num_seqs=8, scheduling_policy=policy)
         engine = LLMEngine(config, NoModel(), inputs)
         requests = [engine.submit([i % 999, 7, 8, 9], PARAMS) for i in range(count)]

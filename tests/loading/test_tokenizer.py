@@ -1,10 +1,12 @@
 """The tokenizer of an engine, and those that are refused."""
 
 import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
@@ -13,7 +15,7 @@ from wrong_values import POINTER
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.loading.checkpoint import find_checkpoint
-from nanovllm.loading.tokenizer import load_tokenizer
+from nanovllm.loading.tokenizer import EmbeddedTokenizer, load_tokenizer
 
 EMBEDDED = find_checkpoint("qwen3-nano")
 
@@ -126,3 +128,67 @@ def test_tokenizers_without_tokenizer_json(tmp_path: Path) -> None:
     without_tokenizer_json(tmp_path, tokenizer_class="ByT5Tokenizer")
     with pytest.raises(ValueError, match="is a ByT5Tokenizer, which does not use .* tokenizers"):
         load_tokenizer(tmp_path)
+
+
+# ---- the tokenizer of the embedded model: the same ids and texts as by transformers ----
+
+TEXTS = [" ", "a", "  two  spaces ", "12345 6.7", "\r\n\t", "\x00", "日本語 🙂", "e\u0301 न\u093f"]
+TEXTS += ["<|im_start|>user\n", "<|im_end|><think>\n\n</think>", "<|im_"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> EmbeddedTokenizer:
+    return EmbeddedTokenizer(EMBEDDED)
+
+
+def test_ids_equal_transformers(tokenizer: EmbeddedTokenizer) -> None:
+    full, rng = tokenizer.full, random.Random(0)
+    texts = TEXTS + ["".join(rng.choices([*TEXTS, "word", ","], k=9)) for _ in range(300)]
+    wanted = [full.encode(text) for text in texts]
+    assert [tokenizer.encode(text, verbose=False) for text in texts] == wanted
+    assert tokenizer(texts, verbose=False)["input_ids"] == wanted
+    assert tokenizer.encode("a", add_special_tokens=False) == full.encode("a")
+    assert tokenizer.eos_token_id == full.eos_token_id
+
+
+def test_chats_equal_transformers(tokenizer: EmbeddedTokenizer) -> None:
+    roles = ["system", "user", "assistant", "user"]
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    for i, content in enumerate([*TEXTS, parts]):
+        chat = [{"role": role, "content": content} for role in roles[i % 2 : 2 + i % 3]]
+        for variables in (
+            {},
+            {"add_generation_prompt": True},
+            {"add_generation_prompt": True, "enable_thinking": False},
+            {"tools": None, "chat_template": None, "enable_thinking": None, "x": 0},
+            {"chat_template": "{{ messages[0].content }}{{ x }}", "x": False},
+            {"continue_final_message": i < len(TEXTS)},
+        ):
+            if variables.get("continue_final_message") and not str(content).strip():
+                continue
+            found = tokenizer.apply_chat_template(chat, tokenize=False, **variables)
+            assert found == tokenizer.full.apply_chat_template(chat, tokenize=False, **variables)
+
+
+def test_a_chat_template_that_is_set(embedded: LLM) -> None:
+    tokenizer = embedded.get_tokenizer()
+    before, tokenizer.chat_template = tokenizer.chat_template, "{{ messages[0].content }}!"
+    try:
+        [out] = embedded.chat([{"role": "user", "content": "hi"}], use_tqdm=False)
+        assert out.prompt == "hi!"
+    finally:
+        tokenizer.chat_template = before
+
+
+def test_the_example_does_not_import_transformers() -> None:
+    code = """
+import sys
+from nanovllm import LLM
+llm = LLM(dtype="float32", device="cpu", num_kv_cache_blocks=64)
+outputs = llm.chat([[{"role": "user", "content": "Reverse cab"}]] * 2, use_tqdm=False)
+print([output["text"] for output in outputs], "transformers" in sys.modules)
+llm.get_tokenizer()
+print("transformers" in sys.modules)
+"""
+    done = fresh.run(code)
+    assert done.stdout.split("\n")[:2] == ["['bac', 'bac'] False", "True"], done

@@ -18,6 +18,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.progress import Progress
+from nanovllm.engine.sampling import Sampling
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import RowSampling, StepOutput, StepPlan
@@ -44,6 +45,7 @@ def many(counts: tuple[int, ...] = (1000, 1_000_000)) -> None:
     params = SamplingParams(max_tokens=8)
     for n in counts:
         input_processor = InputProcessor(None, 10_000, 1024, frozenset(), SamplingParams(), 0)
+        input_processor.make_task = Sampling
         engine = LLMEngine(EngineConfig(max_num_seqs=256), NoModel(), input_processor)
         pairs = [(rng.choices(range(10_000), k=20), params) for _ in range(n)]
         tracemalloc.start()

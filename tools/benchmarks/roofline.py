@@ -16,11 +16,11 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from os.path import commonprefix
-from typing import Any
 
 import torch
 from torch.utils.benchmark import Timer
 
+from nanovllm.features.models.moe.moe_config import Experts
 from nanovllm.models.model_config import ModelConfig
 from tools.benchmarks.workloads import Workload
 
@@ -51,7 +51,7 @@ def costs(
 
     def layers_for(num_tokens: int) -> int:
         """Return the number of weights of the layers that a step of `num_tokens` reads."""
-        unused = experts.unused_weights(config.hidden_size, num_tokens) if experts else 0
+        unused = unused_weights(experts, config.hidden_size, num_tokens) if experts else 0
         return sum(linears) - round(unused)
 
     def bytes_for(num_tokens: int) -> float:
@@ -114,11 +114,26 @@ def decode_rows(work: Workload, max_num_seqs: int) -> Counter[int]:
     return rows
 
 
-def expected_hits(work: Workload, experts: Any, max_num_seqs: int) -> float:
+def experts_used(experts: Experts, num_tokens: int) -> float:
+    """Return how many experts of a layer a step of `num_tokens` uses, if all are equally likely."""
+    total = experts.num_experts
+    return total * (1 - (1 - experts.num_per_token / total) ** num_tokens)
+
+
+def unused_weights(experts: Experts, hidden_size: int, num_tokens: int) -> float:
+    """Return how many weights of experts a step of `num_tokens` tokens is expected not to use.
+
+    The projections of an expert have three weights for each hidden unit and inner unit.
+    """
+    unused = experts.num_experts - experts_used(experts, num_tokens)
+    return len(experts.layers) * unused * 3 * hidden_size * experts.size
+
+
+def expected_hits(work: Workload, experts: Experts, max_num_seqs: int) -> float:
     """Return how many of the `experts` of a layer an average decode step is expected to use."""
     rows = decode_rows(work, max_num_seqs)
-    hits = sum(steps * experts.expected_hits(num) for num, steps in rows.items())
-    return float(hits / max(1, rows.total()))
+    hits = sum(steps * experts_used(experts, num) for num, steps in rows.items())
+    return hits / max(1, rows.total())
 
 
 def bounds(cost: dict[str, int], peak: dict[str, float]) -> dict[str, tuple[float, str]]:

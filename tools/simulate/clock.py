@@ -64,8 +64,10 @@ class Roofline:
 
     def weights(self, num_tokens: int) -> float:
         """Return how many weights of the layers `num_tokens` tokens use."""
+        from tools.benchmarks.roofline import unused_weights
+
         experts = getattr(self.config, "experts", None)
-        unused = experts.unused_weights(self.config.hidden_size, num_tokens) if experts else 0.0
+        unused = unused_weights(experts, self.config.hidden_size, num_tokens) if experts else 0.0
         return self.layers - float(unused)
 
     def __call__(self, step: InFlightStep) -> float:

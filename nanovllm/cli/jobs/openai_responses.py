@@ -6,8 +6,8 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.request import Request
+from nanovllm.engine.results import why_no_token
 from nanovllm.outputs import CompletionOutput, Logprob
-from nanovllm.utils.errors import why_no_token
 
 if TYPE_CHECKING:
     from nanovllm.features.sampling.tool_calls import ToolUse

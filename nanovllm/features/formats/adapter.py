@@ -20,12 +20,12 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from nanovllm.features.formats.tensor_view import TensorView, ViewedTensor, viewed
 from nanovllm.features.models.moe.moe_config import STACKED
 from nanovllm.features.models.text_config import NOT_TEXT
 from nanovllm.models.weights import EMBEDDINGS, LM_HEAD, PREFIX
@@ -174,7 +174,10 @@ class Adapter:
             kept = {name: name for name in file.keys() if name not in replaced}  # noqa: SIM118
             if is_copied and file is base[table]:
                 kept[LM_HEAD] = table
-            views[path] = MergedFile(file, replaced if file is adapter else kept, products)
+            views[path] = TensorView(
+                (name, merged_tensor(file, stored, products.get(name)))
+                for name, stored in (replaced if file is adapter else kept).items()
+            )
         return views
 
     def rank_and_scale(self, module: str) -> tuple[int, float]:
@@ -225,30 +228,12 @@ def product(
     return (whole.T if is_transposed else whole)[rows]
 
 
-@dataclass(frozen=True)
-class MergedFile:
-    """A view of some tensors of an open safetensors file, with products added to them."""
-
-    file: Any
-    names: dict[str, str]  # in the view -> in the file
-    products: Products
-
-    def keys(self) -> list[str]:
-        return [*self.names]
-
-    def get_slice(self, name: str) -> Any:
-        """Return an object with the methods get_shape and get_dtype, of the stored tensor."""
-        return self.file.get_slice(self.names[name])
-
-    def get_tensor(self, name: str) -> Tensor:
-        """Return the tensor as it is stored, or with its product in float32."""
-        weight: Tensor = self.file.get_tensor(self.names[name])
-        return weight.float() + self.products[name]() if name in self.products else weight
-
-    def get_int4(self, name: str) -> Any:
-        """Return a packed weight, or None; see DecodedFile of quantized_checkpoint.py."""
-        get_int4 = getattr(self.file, "get_int4", None)
-        return get_int4(self.names[name]) if get_int4 and name not in self.products else None
+def merged_tensor(file: Any, name: str, product: Callable[[], Tensor] | None) -> ViewedTensor:
+    """Return a tensor of an open file as it is stored, or with its product in float32."""
+    tensor = viewed(file, name)
+    if product is None:
+        return tensor
+    return ViewedTensor(tensor.shape, tensor.dtype, lambda: tensor.read().float() + product())
 
 
 def of_module(values: Mapping[str, Any], module: str) -> Any:

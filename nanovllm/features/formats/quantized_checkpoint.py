@@ -14,7 +14,7 @@ of AutoGPTQ, and `weight_scale_inv` of DeepSeek-V3 (arXiv:2412.19437, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from nanovllm.features.formats.quantized_weight import (
     from_awq_order,
     unpack,
 )
+from nanovllm.features.formats.tensor_view import DTYPES, TensorView, ViewedTensor, viewed
 from nanovllm.utils.json_files import check_field
 
 # The suffixes of the tensors of a weight: numbers, scales, and others.
@@ -52,7 +53,6 @@ CHOICES: dict[str, dict[str, tuple[Any, ...]]] = {
         "data_type": ("int",),
     },
 }
-EIGHT = ("F8", "I8")  # how the names of dtypes with 8 bits begin in safetensors
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,39 @@ class WeightFormat:
         is_ordered = method == "gptq" and bool(config.get("desc_act"))
         return cls(method, tuple(blocks), int(is_first_version), is_ordered)
 
-    def decoded(self, files: Mapping[Path, Any]) -> dict[Path, DecodedFile]:
+    def decoded(self, files: Mapping[Path, Any]) -> dict[Path, Any]:
         """Return views of open safetensors files, in which no weight is quantized."""
         where = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118
-        return {path: DecodedFile(self, file, where) for path, file in files.items()}
+        return {path: TensorView(self._decoded(file, where)) for path, file in files.items()}
+
+    def _decoded(self, file: Any, where: Mapping[str, Any]) -> Iterator[tuple[str, ViewedTensor]]:
+        """Yield the tensors of a view. `where` has the file of each tensor of the checkpoint."""
+        for name in file.keys():  # noqa: SIM118 (not a dict)
+            stem, _, suffix = name.rpartition(".")
+            weight = f"{stem}.weight"
+            if suffix == "weight" and has_eight_bits(file, name):
+                yield weight, self._viewed(weight, where)
+            elif suffix in ("weight_packed", "qweight"):
+                yield weight, self._viewed(weight, where, is_packed=True)
+            elif suffix == "bias" and f"{stem}.qweight" in where:
+                if file.get_tensor(name).any():  # AutoGPTQ adds zeros to layers without a bias
+                    yield name, viewed(file, name)
+            # The scales of a weight that is not quantized are refused by their names.
+            elif suffix not in SCALES + OTHERS + UNUSED or (
+                suffix in SCALES and weight in where and not has_eight_bits(where[weight], weight)
+            ):
+                yield name, viewed(file, name)
+
+    def _viewed(self, name: str, where: Mapping[str, Any], is_packed: bool = False) -> ViewedTensor:
+        """Return a quantized weight, which has the dtype of its scales."""
+
+        def read(header_only: bool = False) -> QuantizedWeight:
+            return self.read(name, read_parts(name, where, header_only))
+
+        header = read(header_only=True)
+        dtype = DTYPES.get(header.scales.dtype, str(header.scales.dtype))
+        tensor = ViewedTensor([*header.values.shape], dtype, lambda: read().dequantized())
+        return tensor._replace(read_packed=read) if is_packed else tensor
 
     def read(self, name: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """Return the weight `name` that is stored as `tensors` (suffix -> tensor).
@@ -170,61 +199,24 @@ class WeightFormat:
         return QuantizedWeight(values, scales.reshape(shape), zeros, rows, groups)
 
 
-class DecodedFile:
-    """A view of an open safetensors file, with the methods that loading uses."""
+def read_parts(name: str, where: Mapping[str, Any], header_only: bool) -> dict[str, Tensor]:
+    """Return the tensors of a quantized weight, by suffix.
 
-    def __init__(self, weight_format: WeightFormat, file: Any, where: Mapping[str, Any]) -> None:
-        """`where` maps the names of all tensors of the checkpoint to their files."""
-        self.format = weight_format
-        self.file = file
-        self.where = where
-        self.quantized: dict[str, str] = {}  # name of a decoded weight -> suffix of its values
-        self.others: list[str] = []  # names of tensors that stay as they are
-        for name in file.keys():  # noqa: SIM118 (not a dict)
-            stem, _, suffix = name.rpartition(".")
-            is_packed = suffix in ("weight_packed", "qweight")
-            if is_packed or (suffix == "weight" and file.get_slice(name).get_dtype()[:2] in EIGHT):
-                self.quantized[f"{stem}.weight"] = suffix
-            elif suffix == "bias" and f"{stem}.qweight" in where:
-                if file.get_tensor(name).any():  # AutoGPTQ adds zeros to layers without a bias
-                    self.others.append(name)
-            elif suffix not in SCALES + OTHERS + UNUSED or self.is_unread(stem, suffix):
-                self.others.append(name)
+    With `header_only`, the tensor of its values is on the meta device.
+    """
+    tensors = {}
+    for suffix in (*VALUES, *SCALES, *OTHERS):
+        part = f"{name.removesuffix('weight')}{suffix}"
+        if (file := where.get(part)) is None:
+            continue
+        if header_only and suffix in VALUES:
+            shape = file.get_slice(part).get_shape()
+            tensors[suffix] = torch.empty(shape, dtype=torch.int32, device="meta")
+        else:
+            tensors[suffix] = file.get_tensor(part)
+    return tensors
 
-    def is_unread(self, stem: str, suffix: str) -> bool:
-        """Return whether a tensor has the scales of a weight that is not quantized."""
-        file = self.where.get(f"{stem}.weight") if suffix in SCALES else None
-        return file is not None and file.get_slice(f"{stem}.weight").get_dtype()[:2] not in EIGHT
 
-    def keys(self) -> list[str]:
-        return [*self.quantized, *self.others]
-
-    def get_slice(self, name: str) -> Any:
-        """Return an object with the methods get_shape and get_dtype."""
-        quantized = name in self.quantized
-        return self.read(name, header_only=True) if quantized else self.file.get_slice(name)
-
-    def get_tensor(self, name: str) -> Tensor:
-        """Return a tensor, in the dtype of its scales if it is decoded."""
-        if name in self.quantized:
-            return self.read(name).dequantized()
-        tensor: Tensor = self.file.get_tensor(name)
-        return tensor
-
-    def get_int4(self, name: str) -> QuantizedWeight | None:
-        """Return a packed weight without decoding it, or None for other tensors."""
-        return self.read(name) if self.quantized.get(name, "weight") != "weight" else None
-
-    def read(self, name: str, header_only: bool = False) -> QuantizedWeight:
-        """Return a quantized weight. With `header_only` its values are on the meta device."""
-        tensors = {}
-        for suffix in (*VALUES, *SCALES, *OTHERS):
-            part = f"{name.removesuffix('weight')}{suffix}"
-            if (file := self.where.get(part)) is None:
-                continue
-            if header_only and suffix in VALUES:
-                shape = file.get_slice(part).get_shape()
-                tensors[suffix] = torch.empty(shape, dtype=torch.int32, device="meta")
-            else:
-                tensors[suffix] = file.get_tensor(part)
-        return self.format.read(name, tensors)
+def has_eight_bits(file: Any, name: str) -> bool:
+    """Return whether a tensor of an open file has numbers of 8 bits."""
+    return file.get_slice(name).get_dtype()[:2] in ("F8", "I8")

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 ONES = {4: 0x11111111, 8: 0x01010101}  # words whose numbers of 4 or 8 bits are all 1
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the position of output 0, 1, 2, ... of each eight
 
@@ -31,13 +30,6 @@ class QuantizedWeight:
     @property
     def shape(self) -> torch.Size:
         return self.values.shape
-
-    def get_shape(self) -> list[int]:
-        """Return the shape. This and `get_dtype` are methods of the headers of safetensors."""
-        return list(self.shape)
-
-    def get_dtype(self) -> str:
-        return DTYPES.get(self.scales.dtype, str(self.scales.dtype))
 
     def dequantized(self) -> Tensor:
         """Return the weight [O, I] in the dtype of the scales, rounded once."""

@@ -109,10 +109,11 @@ def check_device(device: torch.device) -> None:
 
 
 @contextmanager
-def explain_lost_device(device: torch.device) -> Iterator[None]:
-    """Raise ValueError with a remedy if the `with` block fails and leaves the GPU unusable."""
+def on_gpu(device: torch.device) -> Iterator[None]:
+    """Make `device` the current GPU. An error that leaves it unusable is a ValueError."""
     try:
-        yield
+        with torch.cuda.device(device):
+            yield
     except Exception as error:
         try:
             check_device(device)

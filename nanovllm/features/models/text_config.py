@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.features.models.moe.moe_config import UnstackedFile
+from nanovllm.features.models.moe.moe_config import unstacked
 from nanovllm.models.model_config import ModelConfig
 
 TIE = "tie_word_embeddings"
@@ -35,7 +35,7 @@ class TextConfig(ModelConfig):
 
     def select_tensors(self, files: dict[Path, Any]) -> dict[Path, Any]:
         """Return the files without the tensors for images and for speculative decoding (MTP)."""
-        return {path: UnstackedFile(file, text_names(file)) for path, file in files.items()}
+        return {path: unstacked(file, text_names(file)) for path, file in files.items()}
 
 
 def with_text_config(raw: dict[str, Any]) -> dict[str, Any]:

@@ -141,6 +141,7 @@ class Ranks(OneRank):
 
     @contextmanager
     def rank_0_first(self) -> Iterator[None]:
+        """Run the block on rank 0, and then on the other ranks."""
         group = dist.new_group(backend="gloo", timeout=DOWNLOAD_TIMEOUT)
         if self.rank > 0:
             self._call(dist.barrier, group)
@@ -153,6 +154,7 @@ class Ranks(OneRank):
 
     @contextmanager
     def leave_if_it_fails(self) -> Iterator[None]:
+        """Disconnect if the block fails, so that no other rank waits for this one."""
         try:
             yield
         except BaseException:
@@ -160,6 +162,7 @@ class Ranks(OneRank):
             raise
 
     def leave(self) -> None:
+        """Disconnect from the other ranks without waiting for them. A second call does nothing."""
         if self.is_connected:
             self.is_connected = False
             if dist.is_initialized():  # else the script has destroyed all groups

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.features.formats.quantized_weight import DTYPES
+from nanovllm.features.formats.tensor_view import DTYPES, TensorView, ViewedTensor
 from nanovllm.models.weights import LM_HEAD, PREFIX, CheckpointTensor, check_headers
 from nanovllm.models.weights import load_weights as load_files
 from nanovllm.utils.checks import check_scalar
@@ -38,7 +37,6 @@ INCOMPLETE = (
     "load_weights until all weights are stored, or make another LLM"
 )
 KINDS = "weights must be a directory, model.state_dict(), or pairs of a name and a torch.Tensor"
-NAMES = DTYPES | {torch.float64: "F64"}  # of dtypes in safetensors
 # Errors show the first part of this path in place of the directory of a checkpoint.
 IN_MEMORY = Path("the argument of load_weights", "tensors")
 # Fields of a ModelConfig that may differ, because they do not change the computation.
@@ -81,16 +79,6 @@ def accept_requests(engine: LLMEngine) -> None:
     if not reason and runner.fused_model is None:
         runner.make_fast_steps(runner)
     engine.blocked = reason  # last: after Ctrl-C before it, another call does this
-
-
-class MemoryFile(dict[str, Tensor]):
-    """Tensors with the methods of an open safetensors file."""
-
-    get_tensor = dict.__getitem__
-
-    def get_slice(self, name: str) -> Any:
-        shape, dtype = self[name].shape, NAMES.get(self[name].dtype, str(self[name].dtype))
-        return SimpleNamespace(get_shape=lambda: shape, get_dtype=lambda: dtype)
 
 
 def return_freed_memory() -> None:
@@ -159,7 +147,7 @@ def load_weights(engine: LLMEngine, config: EngineConfig, weights: Any, is_parti
                 load_files([t for t in tensors if is_whole or t.name in names], files)
             absent = {tensor.name: tensor for tensor in tensors if tensor.name not in stored}
             if absent and not is_partial:
-                check_headers(absent, {IN_MEMORY: MemoryFile()})
+                check_headers(absent, {IN_MEMORY: TensorView()})
         except (TypeError, ValueError) as error:
             if stored:
                 error.args = (f"{error}; {INCOMPLETE}",)
@@ -195,14 +183,16 @@ def in_memory(checkpoint: Any, weights: Any) -> Iterator[Mapping[Path, Any]]:
     if not isinstance(weights, Iterable):
         raise TypeError(f"{KINDS}, not {type(weights).__name__}")
     select = checkpoint.model_config.select_tensors
-    together = MemoryFile()
+    together = TensorView()
     for pair in weights.items() if isinstance(weights, Mapping) else weights:
         name, tensor = pair if isinstance(pair, tuple | list) and len(pair) == 2 else (None, pair)
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise TypeError(f"{KINDS}, not {type(tensor).__name__} with the name {name!s:.80}")
+        dtype = DTYPES.get(tensor.dtype, str(tensor.dtype))
+        viewed = ViewedTensor([*tensor.shape], dtype, tensor.detach)
         # The head and the embeddings are compared.
         if isinstance(weights, Sized) or name.endswith(("embed_tokens.weight", LM_HEAD)):
-            together[name] = tensor.detach()
+            together[name] = viewed
         else:
-            yield select({IN_MEMORY: MemoryFile({name: tensor.detach()})})
+            yield select({IN_MEMORY: TensorView({name: viewed})})
     yield select({IN_MEMORY: together})

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.features.formats.tensor_view import TensorView, ViewedTensor, viewed
 from nanovllm.models.model_config import ANY, SIZE, ModelConfig
 from nanovllm.utils.json_files import Fields, check_field
 
@@ -60,18 +63,6 @@ class Experts:
         layers = set(range(step - 1, raw["num_hidden_layers"], step)) - set(dense)
         return cls(num_experts, num_per_token, size, normalized, frozenset(layers), *shared_size)
 
-    def expected_hits(self, num_tokens: int) -> float:
-        """Return how many experts a step of `num_tokens` tokens uses, if all are equally likely."""
-        return self.num_experts * (1 - (1 - self.num_per_token / self.num_experts) ** num_tokens)
-
-    def unused_weights(self, hidden_size: int, num_tokens: int) -> float:
-        """Return how many weights of experts a step of `num_tokens` tokens is expected not to use.
-
-        The projections of an expert have three weights for each hidden unit and inner unit.
-        """
-        unused = self.num_experts - self.expected_hits(num_tokens)
-        return len(self.layers) * unused * 3 * hidden_size * self.size
-
 
 @dataclass(frozen=True)
 class MoeConfig(ModelConfig):
@@ -92,57 +83,35 @@ class MoeConfig(ModelConfig):
 
     def select_tensors(self, files: dict[Path, Any]) -> dict[Path, Any]:
         """Return the files with one tensor per expert and projection."""
-        return {path: UnstackedFile(file) for path, file in files.items()}
+        return {
+            path: unstacked(file, {name: name for name in file.keys()})  # noqa: SIM118
+            for path, file in files.items()
+        }
 
 
-class UnstackedFile:
-    """An open safetensors file in which tensors of all experts appear as one tensor per expert.
+def unstacked(file: Any, names: dict[str, str]) -> TensorView:
+    """Return a view of an open safetensors file with one tensor per expert and projection.
 
     Two layouts exist. In one, the tensors are called experts.0.gate_proj.weight [F, E] and so on.
     In the other one they are experts.gate_up_proj [X, 2 F, E] and experts.down_proj [X, E, F].
+
+    names: the names of the tensors in the view -> their names in the file.
     """
-
-    def __init__(self, file: Any, renamed: dict[str, str] | None = None) -> None:
-        """renamed: the names of the tensors in the view -> their names in the file. None: all."""
-        self.file = file
-        self.parts: dict[str, tuple[str, tuple[Any, ...]]] = {}  # name -> (stored name, index)
-        same = {name: name for name in file.keys()}  # noqa: SIM118 (not a dict)
-        for whole, stored in (same if renamed is None else renamed).items():
-            module, _, kind = whole.rpartition(".")
-            shape = []
-            if module.endswith(".experts") and kind in STACKED:
-                shape = file.get_slice(stored).get_shape()
-            if len(shape) != 3:
-                self.parts[whole] = stored, ()
-                continue
-            size = shape[1] // len(STACKED[kind])
-            for expert in range(shape[0]):
-                for i, name in enumerate(STACKED[kind]):
-                    index = expert, slice(i * size, (i + 1) * size)
-                    self.parts[f"{module}.{expert}.{name}.weight"] = stored, index
-
-    def keys(self) -> list[str]:
-        return [*self.parts]
-
-    def get_tensor(self, name: str) -> Any:
-        stored, index = self.parts[name]
-        return self.file.get_tensor(stored)[index]  # a view: the file is memory-mapped
-
-    def get_slice(self, name: str) -> Any:
-        stored, index = self.parts[name]
-        header = self.file.get_slice(stored)
-        return ExpertHeader(header, index[1]) if index else header
+    view = TensorView()
+    for whole, stored in names.items():
+        tensor = viewed(file, stored)
+        module, _, kind = whole.rpartition(".")
+        if not (module.endswith(".experts") and kind in STACKED and len(tensor.shape) == 3):
+            view[whole] = tensor
+            continue
+        size = tensor.shape[1] // len(STACKED[kind])
+        for expert, (i, name) in product(range(tensor.shape[0]), enumerate(STACKED[kind])):
+            index = expert, slice(i * size, (i + 1) * size)
+            read = partial(read_part, tensor, index)
+            part = tensor._replace(shape=[size, tensor.shape[2]], read=read)
+            view[f"{module}.{expert}.{name}.weight"] = part
+    return view
 
 
-@dataclass(frozen=True)
-class ExpertHeader:
-    """The header of some rows of one expert."""
-
-    stacked: Any
-    rows: slice
-
-    def get_shape(self) -> list[int]:
-        return [self.rows.stop - self.rows.start, self.stacked.get_shape()[2]]
-
-    def get_dtype(self) -> str:
-        return str(self.stacked.get_dtype())
+def read_part(stacked: ViewedTensor, index: tuple[int, slice]) -> Any:
+    return stacked.read()[index]  # a view: the file is memory-mapped
