@@ -209,7 +209,7 @@ def test_questions_are_read_from_text() -> None:
     assert second == ("How many?", "1", "One.", "Count.")
 
 
-def test_answers_do_not_run_the_lesson(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_answers_do_not_run_the_lesson(monkeypatch, capsys: Any) -> None:
     lessons = {number: command.load(number) for number in command.LESSONS}
     for number, lesson in lessons.items():
         monkeypatch.setattr(lesson, "run", lambda: pytest.fail("the lesson ran"))

@@ -34,7 +34,7 @@ def scenarios(*names: str) -> pytest.MarkDecorator:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+def found(tmp_path_factory) -> Callable[[str], Any]:
     """What a scenario found."""
     path = tmp_path_factory.mktemp("dry_run")
     make_checkpoint(path / "qwen3")
@@ -158,7 +158,7 @@ FALLBACKS = {
 
 
 @pytest.fixture(scope="module")
-def fallbacks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def fallbacks(tmp_path_factory) -> Any:
     path = tmp_path_factory.mktemp("fallbacks")
     make_checkpoint(path)
     make_moe_checkpoint(path / "experts", num_hidden_layers=2, moe_intermediate_size=64)

@@ -64,7 +64,7 @@ def test_equal_in_any_steps(
     assert llm.stats()["blocks_in_use"] == llm.stats()["output_tokens"] == 0
 
 
-def test_a_stem_is_computed_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stem_is_computed_once(llm: LLM, monkeypatch) -> None:
     """Of later answers only the last partial block of the stem is computed, and no last token."""
     llm.reset_prefix_cache()
     plans: list[StepPlan] = []
@@ -151,7 +151,7 @@ def test_pairs_of_dicts(embedded: LLM) -> None:
             embedded.loglikelihood(stem, last, use_tqdm=False)
 
 
-def test_nan_ends_only_its_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_ends_only_its_request(llm: LLM, monkeypatch) -> None:
     run = llm.engine.runner.run
 
     def with_nan(plan: StepPlan) -> object:
