@@ -112,11 +112,6 @@ def test_a_page_has_its_questions_before_the_answers(number: str) -> None:
 
 
 @pytest.mark.parametrize("number", STEMS)
-def test_a_page_has_a_picture(number: str) -> None:
-    assert "```" in page(number)  # a picture of signs
-
-
-@pytest.mark.parametrize("number", STEMS)
 def test_links_lead_to_the_lines_that_the_page_shows(number: str) -> None:
     assert correct_lines(page(number)) == page(number)
     assert "#L" in page(number)

@@ -259,13 +259,11 @@ def test_a_failed_step_empties_both_tiers(path: Path, monkeypatch) -> None:
     assert tokens_of(llm, rounds=1) == wanted
 
 
-def test_names_and_memory(path: Path, monkeypatch) -> None:
-    assert EngineConfig.from_options({"kv_offloading_size": 2.5}).swap_space == 2.5
-    assert EngineConfig.from_options({"kv_offloading_size": None}).swap_space == 0
+def test_memory_of_a_gpu(monkeypatch) -> None:
     config = EngineConfig(swap_space=4)
     monkeypatch.setattr(host_pool, "available_host_memory", lambda: 3 * GIB)
     with pytest.raises(ValueError, match="takes 4,294,967,296 bytes .* 3,221,225,472 are free;"):
-        host_pool.num_host_blocks(config, 1000, None)  # on a GPU
+        host_pool.num_host_blocks(config, 1000, None)
     monkeypatch.setattr(host_pool, "available_host_memory", lambda: 5 * GIB)
     assert host_pool.num_host_blocks(config, 1000, None) == 4 * GIB // 1000
 

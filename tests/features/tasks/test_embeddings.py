@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import VOCAB, edited, make_checkpoint, random_llm
-from engines import still_serves
+from engines import EACH_WAY, still_serves
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, EmbeddingRequestOutput, PoolingParams, SamplingParams
@@ -73,18 +73,7 @@ def test_layouts(tmp_path, layout: str, tie: bool) -> None:
     assert len(llm.embed(PROMPTS[0], use_tqdm=False)) == 1
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"max_num_batched_tokens": 7},
-        {"async_scheduling": True, "max_num_batched_tokens": 50},
-        {"num_kv_cache_blocks": 8, "max_num_batched_tokens": 30, "async_scheduling": True},
-        {"enable_prefix_caching": False, "max_num_seqs": 2},
-        {"attention_backend": "sdpa"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", EACH_WAY, ids=str)
 def test_equal_in_any_steps(
     checkpoint: tuple[Path, torch.nn.Module], options: dict[str, object]
 ) -> None:
