@@ -41,7 +41,10 @@ def imported() -> None:
     import engine_answers
     from transformers import TypicalLogitsWarper  # noqa: F401
 
+    from lessons.lesson import make_llm
+
     engine_answers.transformers_model()  # imports much more
+    make_llm().generate("a", use_tqdm=False)  # with Numba, whose modules cannot be imported twice
 
 
 @pytest.fixture
