@@ -4,6 +4,7 @@ import gc
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -149,7 +150,7 @@ def share_compilation() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+def _gpu_memory(request) -> Iterator[None]:
     """The next test may need the memory of a GPU that this one has taken."""
     yield
     if request.node.get_closest_marker("gpu"):
@@ -158,7 +159,17 @@ def _gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def _imported_modules() -> Iterator[None]:
+    """Collections of garbage do not look at the many modules that this test has imported either."""
+    before = len(sys.modules)
+    yield
+    if len(sys.modules) > before + 50:
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _columns(monkeypatch) -> None:
     """The lessons wrap their text to the terminal."""
     monkeypatch.setenv("COLUMNS", "100")
 
@@ -166,7 +177,7 @@ def _columns(monkeypatch: pytest.MonkeyPatch) -> None:
 # Fixtures belong to the session: tests of all files take turns, so that those of a module would be
 # made again and again.
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
+def checkpoint(tmp_path_factory) -> tuple[Path, torch.nn.Module]:
     """A random checkpoint, and transformers' model of it. Tests change neither."""
     path = tmp_path_factory.mktemp("checkpoint")
     return path, make_checkpoint(path)
@@ -178,7 +189,7 @@ def path(checkpoint: tuple[Path, torch.nn.Module]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def large(tmp_path_factory) -> Path:
     """A checkpoint of 160 MB in bfloat16, in several files, to measure memory. Weights are 0.01."""
     from huggingface_hub import save_torch_state_dict
     from transformers import Qwen3ForCausalLM
@@ -226,7 +237,7 @@ def small_llm(path: Path) -> LLM:
 
 
 @pytest.fixture(scope="session")
-def larger_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def larger_tokenizer(tmp_path_factory) -> Path:
     """The embedded model's tokenizer with 40 more tokens: 1042 and 1043 are zebra and <|more|>."""
     from transformers import AutoTokenizer
 

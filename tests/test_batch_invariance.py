@@ -106,7 +106,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("model", "setting"), CASES)
-def test_same_bits(tmp_path: Path, model: str, setting: str) -> None:
+def test_same_bits(tmp_path, model: str, setting: str) -> None:
     MODELS[model](tmp_path)
     options = SETTINGS[setting] | {"attention_backend": "numba", "num_kv_cache_blocks": 400}
     before = torch.get_num_threads()
@@ -194,7 +194,7 @@ def maker(path: Path, model: str, setting: str) -> Callable[..., LLM]:
         *(("hybrid", "bfloat16"), ("qwen3", "int8"), ("window", "bfloat16"), ("gemma3", "float32")),
     ],
 )
-def test_kinds_of_requests(tmp_path: Path, model: str, setting: str) -> None:
+def test_kinds_of_requests(tmp_path, model: str, setting: str) -> None:
     """Random prompts, of which some share a beginning, with random budgets and sizes of blocks."""
     rng = random.Random(f"{model} {setting}")
     make, size = maker(tmp_path, model, setting), 1042 if model == "nano" else 199
@@ -219,7 +219,7 @@ def test_kinds_of_requests(tmp_path: Path, model: str, setting: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["nano", "hybrid"])
-def test_one_prompt_several_times(tmp_path: Path, model: str) -> None:
+def test_one_prompt_several_times(tmp_path, model: str) -> None:
     """As vLLM's tests/v1/determinism: equal prompts behind a prefix hit, in chunks of any size."""
     make = maker(tmp_path, model, "bfloat16")
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=5)
@@ -234,7 +234,7 @@ def test_one_prompt_several_times(tmp_path: Path, model: str) -> None:
     assert all(each == found[0] for each in found)
 
 
-def test_prefix_cache_on_disk_and_in_host_memory(tmp_path: Path) -> None:
+def test_prefix_cache_on_disk_and_in_host_memory(tmp_path) -> None:
     """Blocks that are copied to a file, or to host memory, and back."""
     make_checkpoint(tmp_path)
     options = SETTINGS["bfloat16"] | {"attention_backend": "numba"}
@@ -260,9 +260,7 @@ def clear_code() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", IN_ANOTHER_ORDER)
-def test_wrong_versions_are_caught(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_versions_are_caught(name: str, tmp_path, monkeypatch) -> None:
     place, function, text, replacement, model, setting = IN_ANOTHER_ORDER[name]
     module = importlib.import_module(f"nanovllm.backends.cpu.{place}")
     *owner, function = function.split(".")

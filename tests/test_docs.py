@@ -75,7 +75,7 @@ def needs_more(page: Path) -> bool:
         for page in pages(with_code=True)
     ],
 )
-def test_code_runs(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_runs(page: Path, capsys) -> None:
     for block in blocks(page):
         if all(word not in block or find_spec(package) for word, package in NEEDS.items()):
             exec(block, {})

@@ -25,7 +25,7 @@ def test_defaults(embedded: LLM, llm: LLM) -> None:
         llm.generate(["a", "b", [1]], use_tqdm=False)
 
 
-def test_progress_bar(embedded: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar(embedded: LLM, capsys) -> None:
     embedded.generate(["1 + 1\n", "2 + 2\n"], GREEDY)
     shown = capsys.readouterr().err
     assert "2/2" in shown

@@ -14,9 +14,7 @@ import nanovllm.__main__ as program
 
 
 @pytest.mark.parametrize("command", ["chat", "check", "convert", "run-batch"])
-def test_each_command_has_a_help_with_an_example(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_command_has_a_help_with_an_example(command: str, capsys) -> None:
     with pytest.raises(SystemExit) as end:
         status = program.main([command, "--help"])
         raise SystemExit(status)
@@ -24,7 +22,7 @@ def test_each_command_has_a_help_with_an_example(
     assert f"nanovllm {command}" in capsys.readouterr().out
 
 
-def test_the_program_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_lists_its_commands(capsys) -> None:
     assert program.main([]) == 0
     shown = capsys.readouterr().out
     assert all(f"nanovllm {command}" in shown for command in program.COMMANDS)

@@ -4,8 +4,6 @@ A process first imports the libraries, which have files of their own for each sy
 what only Linux has.
 """
 
-from pathlib import Path
-
 import fresh
 import pytest
 
@@ -84,7 +82,7 @@ def test_modules_can_be_imported() -> None:
 
 
 @pytest.mark.slow
-def test_kernels_of_a_mac(tmp_path: Path) -> None:
+def test_kernels_of_a_mac(tmp_path) -> None:
     """Tests of the kernels in float32 without what x86 and Linux have; see helpers/imitate_arm.py.
 
     Those of weights in int8 and int4 multiply with Arm's instruction SDOT, which is imitated.

@@ -44,7 +44,7 @@ def weight_class(kind: str, packed: bool = False) -> Any:
     return Int8Weight if kind == "int8" else Int4Weight
 
 
-def test_a_gpu_converts_int4_with_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_converts_int4_with_few_launches(monkeypatch) -> None:
     """In parts of at most 2^24 weights, and not as a CPU by 64 rows."""
     weight = Int4Weight.empty(partial(torch.empty, device="meta"), 5000, 4096)
     read, parts = Int4Weight.read, []
@@ -258,7 +258,7 @@ def test_sums_in_int4_are_exact(tokens: int) -> None:
 @pytest.mark.slow
 @needs_numba
 @pytest.mark.parametrize("names", [(), ("avx2",), ("avx2", "avx512f")])
-def test_kernels_of_other_processors(tmp_path: Path, names: tuple[str, ...]) -> None:
+def test_kernels_of_other_processors(tmp_path, names: tuple[str, ...]) -> None:
     """The tests above and those of weights in float32, if Numba sees only some instructions.
 
     Those of a Mac are in tests/test_other_systems.py.
@@ -296,7 +296,7 @@ def tokens(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
 
 @each_kind
 @pytest.mark.parametrize("tie", [False, True])
-def test_what_an_engine_stores(tmp_path: Path, kind: str, tie: bool) -> None:
+def test_what_an_engine_stores(tmp_path, kind: str, tie: bool) -> None:
     """Layers in `kind`, the head in int8, the rest as it is; sizes as they are reported."""
     make_checkpoint(tmp_path, tie=tie)
     llm = random_llm(tmp_path, quantization=kind, dtype="bfloat16")
@@ -318,7 +318,7 @@ def test_what_an_engine_stores(tmp_path: Path, kind: str, tie: bool) -> None:
     assert isinstance(runner.fused_model, FusedLayers)
 
 
-def test_sizes_of_known_shapes(tmp_path: Path) -> None:
+def test_sizes_of_known_shapes(tmp_path) -> None:
     """GB in bfloat16, int8 and int4. A table that is not tied stays in bfloat16."""
     sizes = {"qwen3-0.6b": (1.192, 0.598, 0.404), "qwen3-8b": (16.381, 8.819, 5.775)}
     for shape, wanted in sizes.items():

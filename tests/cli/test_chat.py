@@ -5,7 +5,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def talk(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> Talk:
+def talk(embedded: LLM, monkeypatch) -> Talk:
     """Runs `nanovllm chat` on these lines -> exit status, and the messages of each prompt."""
     prompts: list[Any] = []
     render = embedded.engine.input_processor.chat_prompt
@@ -57,7 +56,7 @@ def test_a_question_that_does_not_fit_is_left_out(talk: Talk, capsys: Capture) -
 
 
 def test_the_prefix_cache_outlives_the_chat(
-    talk: Talk, embedded: LLM, tmp_path: Path, capsys: Capture
+    talk: Talk, embedded: LLM, tmp_path, capsys: Capture
 ) -> None:
     arguments, cached = ("--system", "word " * 100, "--prefix-cache", str(tmp_path / "new")), []
     for _ in range(2):
@@ -91,7 +90,7 @@ def test_a_mistyped_command_is_no_question(talk: Talk, capsys: Capture) -> None:
     assert "unknown command '/clear'; known: /new, /quit" in said
 
 
-def test_a_terminal_without_the_characters(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_without_the_characters(embedded: LLM, monkeypatch) -> None:
     answer = [StreamOutput(0, 0, "Größe", [], "stop")]
     monkeypatch.setattr(embedded, "stream", lambda *_: (new for new in answer), raising=False)
     monkeypatch.setattr("nanovllm.cli.chat.LLM", lambda *_, **__: embedded)
@@ -114,7 +113,7 @@ def test_an_answer_that_is_cut_is_marked(talk: Talk, capsys: Capture) -> None:
 
 
 def test_an_answer_without_a_token_is_an_error(
-    talk: Talk, embedded: LLM, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    talk: Talk, embedded: LLM, monkeypatch, capsys: Capture
 ) -> None:
     failed = StreamOutput(0, 0, "", [], "error")
     monkeypatch.setattr(embedded, "stream", lambda *_: (new for new in [failed]), raising=False)
@@ -124,7 +123,7 @@ def test_an_answer_without_a_token_is_an_error(
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_conversation(
-    talk: Talk, embedded: LLM, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    talk: Talk, embedded: LLM, monkeypatch, capsys: Capture
 ) -> None:
     stream = embedded.stream
 
@@ -149,7 +148,7 @@ def test_a_model_that_does_not_exist(capsys: Capture) -> None:
 
 
 def test_thinking_is_dimmed_in_a_terminal(
-    talk: Talk, embedded: LLM, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    talk: Talk, embedded: LLM, monkeypatch, capsys: Capture
 ) -> None:
     """It is no part of the conversation, nor of what goes to a pipe."""
     parts = [("So", ""), ("", "\n5"), ("", "!")]

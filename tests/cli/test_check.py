@@ -40,9 +40,7 @@ send(done=True)
 """
 
 
-def test_a_crash_and_a_hanging_row_are_reported_and_the_others_run(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_crash_and_a_hanging_row_are_reported_and_the_others_run(capsys) -> None:
     assert check.run_table(lambda start: python(f"START = {start}\n{CHILD}{ROWS}")) == 1
     shown = capsys.readouterr().out
     assert shown.count("a processor") == 1
@@ -56,7 +54,7 @@ def test_a_crash_and_a_hanging_row_are_reported_and_the_others_run(
     assert "rows that are right: 2; rows that are wrong or have failed: 3\n(" in shown
 
 
-def test_a_failure_that_ends_the_process_is_one_failure(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_that_ends_the_process_is_one_failure(capsys) -> None:
     """As after an illegal access of memory on a GPU."""
     rows = """
 row(0, lambda: (send(result="FAILED", why="illegal access"), time.sleep(0.1), 1 / 0))
@@ -83,9 +81,7 @@ def test_words_of_rows(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("compiler", "shown"), [("/nonexistent", " (not found)"), ("sh", "")])
-def test_the_c_compiler_of_triton(
-    compiler: str, shown: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_c_compiler_of_triton(compiler: str, shown: str, monkeypatch) -> None:
     """It does not search for another one if CC is set."""
     monkeypatch.setenv("CC", compiler)
     assert check.about()[-1].endswith(f"C compiler {compiler}{shown}")
@@ -110,7 +106,7 @@ def test_the_threads_of_the_kernels_are_named() -> None:
     assert done.stderr.count("its own threads (workqueue)") == 1
 
 
-def test_a_process_that_does_not_start(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_process_that_does_not_start(capsys) -> None:
     assert check.run_table(lambda start: python("import no_such_module")) == 1
     assert "ModuleNotFoundError: No module named 'no_such_module'" in capsys.readouterr().out
 
@@ -133,7 +129,7 @@ def test_an_interrupt_ends_both_processes() -> None:
 
 
 @pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], dict[str, Any]]:
+def rows(monkeypatch) -> Callable[[bool], dict[str, Any]]:
     """A function that returns the rows with Triton's interpreter, or those of the CPU's kernels."""
 
     def find(interpreter: bool) -> dict[str, Any]:
@@ -145,7 +141,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], dict[str, Any]]:
     return find
 
 
-def test_a_gpu_is_timed_without_python(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_timed_without_python(monkeypatch) -> None:
     """Each run is ten calls of a CUDA graph."""
     monkeypatch.setattr(graphs, "CudaCapture", lambda: lambda function: function)
     calls: list[int] = []
@@ -173,10 +169,7 @@ def test_all_kernels_of_the_cpu_are_right(rows: Callable[[bool], dict[str, Any]]
     ("fault", "result"), [(1.1, "WRONG"), (float("nan"), "WRONG"), (None, "FAILED")]
 )
 def test_a_wrong_kernel_is_reported(
-    rows: Callable[[bool], dict[str, Any]],
-    fault: float | None,
-    result: str,
-    monkeypatch: pytest.MonkeyPatch,
+    rows: Callable[[bool], dict[str, Any]], fault: float | None, result: str, monkeypatch
 ) -> None:
     kernel = CpuBackend.silu_and_mul
 
@@ -202,9 +195,7 @@ def test_a_wrong_kernel_is_reported(
         ([1, 4, 1, 4, 1, 4], None),  # faster than torch's product, which cannot be
     ],
 )
-def test_shares_on_a_busy_machine(
-    times: list[float], share: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shares_on_a_busy_machine(times: list[float], share: float | None, monkeypatch) -> None:
     """The kernel and torch's product take turns."""
     turns, half = iter(times), check_cases.Timed(list, 1024.0**3, "TFLOP/s")
     monkeypatch.setattr(check_cases, "seconds", lambda call: next(turns))

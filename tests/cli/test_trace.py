@@ -290,7 +290,7 @@ def embedded_run() -> Trace:
 
 
 @pytest.mark.slow
-def test_the_example_prints_a_trace(monkeypatch, capsys, tmp_path: Path) -> None:
+def test_the_example_prints_a_trace(monkeypatch, capsys, tmp_path) -> None:
     monkeypatch.setattr("sys.argv", ["example.py", "--trace"])
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(Path(__file__).parents[2] / "example.py"), run_name="__main__")
@@ -355,7 +355,7 @@ def test_the_most_likely_tokens() -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no device"), KeyboardInterrupt()])
-def test_a_failed_run_leaves_a_trace(llm: LLM, error: BaseException, tmp_path: Path) -> None:
+def test_a_failed_run_leaves_a_trace(llm: LLM, error: BaseException, tmp_path) -> None:
     run, calls = llm.engine.runner.run, iter(range(100))
 
     def fails(plan):
@@ -384,7 +384,7 @@ def test_a_failed_run_leaves_a_trace(llm: LLM, error: BaseException, tmp_path: P
     assert again.num_steps > 7
 
 
-def test_bad_input(llm: LLM, tmp_path: Path) -> None:
+def test_bad_input(llm: LLM, tmp_path) -> None:
     for wrong in (5, None, LLM, llm.engine.runner):
         with pytest.raises(TypeError, match="a Trace records an LLM or its LLMEngine, not "):
             Trace(wrong)
@@ -411,7 +411,7 @@ def page_data(page: str) -> dict:
     return json.loads(text[1])
 
 
-def test_the_page_has_the_trace(embedded_run: Trace, tmp_path: Path) -> None:
+def test_the_page_has_the_trace(embedded_run: Trace, tmp_path) -> None:
     embedded_run.save(tmp_path / "trace.html")
     data = page_data((tmp_path / "trace.html").read_text())
     assert data["events"] == json.loads(json.dumps(embedded_run.events))
@@ -509,7 +509,7 @@ return JSON.stringify({ seen, moves, jumps, errors });
     "which", ["failed", "hostile", "random", "drafts", "chunk", "embedded", "beams"]
 )
 def test_the_browser_agrees_in_every_step(
-    small, which: str, embedded_run: Trace, beam_run: tuple[Trace, list], tmp_path: Path
+    small, which: str, embedded_run: Trace, beam_run: tuple[Trace, list], tmp_path
 ) -> None:
     """Block tables, slots, tokens, queues and counts on the page are those of the trace."""
     llm = small(which != "drafts")

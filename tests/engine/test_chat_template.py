@@ -157,7 +157,7 @@ def test_a_broken_chat_template(embedded: LLM) -> None:
             embedded.chat(chat, chat_template=template, use_tqdm=False)
 
 
-def test_chat_templates_of_another_type(embedded: LLM, tmp_path: Path) -> None:
+def test_chat_templates_of_another_type(embedded: LLM, tmp_path) -> None:
     """A path is a common mistake, and would be the text of every prompt."""
     chat = [{"role": "user", "content": "hi"}]
     for template in (5, b"{{ 1 }}", Path("a.jinja"), ["{{ 1 }}"]):

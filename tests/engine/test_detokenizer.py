@@ -1,7 +1,6 @@
 """The text of an output, in pieces: spaces and characters of several tokens, by each kind of tokenizer."""
 
 import random
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,7 +133,7 @@ def test_the_texts_of_tokens_are_the_text(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "metaspace"])
-def test_generate_and_stream_return_the_same_text(kind: str, tmp_path: Path) -> None:
+def test_generate_and_stream_return_the_same_text(kind: str, tmp_path) -> None:
     rules = sentence_piece(kind)
     make_checkpoint(tmp_path, vocab_size=rules.get_vocab_size(), eos_token_id=2)
     PreTrainedTokenizerFast(

@@ -23,7 +23,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     ("part", "function"), [("scheduler", "commit"), ("scheduler", "add"), ("results", "end")]
 )
 def test_an_abandoned_stream_is_collected_while_the_engine_changes(
-    path: Path, part: str, function: str, monkeypatch: pytest.MonkeyPatch
+    path: Path, part: str, function: str, monkeypatch
 ) -> None:
     """Its finalizer aborts requests in the middle of any code of the same thread."""
     llm = random_llm(path)
@@ -56,9 +56,7 @@ def test_an_abandoned_stream_is_collected_while_the_engine_changes(
 # ---- what a request's own data raise ends that request ----
 
 
-def test_a_failing_logits_processor_ends_its_own_request_only(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failing_logits_processor_ends_its_own_request_only(path: Path, caplog) -> None:
     """The thread that runs the step, which may be another's, goes on."""
     llm = random_llm(path)
 
@@ -144,9 +142,7 @@ def test_a_policy_that_raises_queues_nothing(path: Path) -> None:
     assert is_idle(llm.engine)
 
 
-def test_a_request_that_failed_ends_although_its_step_fails_too(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_failed_ends_although_its_step_fails_too(path: Path, monkeypatch) -> None:
     """Its other samples wait for the prompt, and are counted once."""
     llm = random_llm(path, max_num_batched_tokens=4)
     end, calls = results.end, 0

@@ -70,7 +70,7 @@ def test_tokens_that_the_model_does_not_have(larger_tokenizer: Path, backend: st
     assert not llm.engine.has_unfinished_requests()
 
 
-def test_text_that_makes_no_tokens(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_that_makes_no_tokens(embedded: LLM, monkeypatch) -> None:
     for call in (
         lambda: embedded.generate("\ud800", use_tqdm=False),
         lambda: embedded.chat([{"role": "user", "content": "\ud800"}], use_tqdm=False),

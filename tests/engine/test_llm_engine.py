@@ -194,19 +194,13 @@ def launched(step: int) -> list[tuple[str, int]]:
     return [("schedule", step), ("run", step)]
 
 
-def test_the_next_step_is_launched_before_tokens_are_read(make) -> None:
-    llm = make(True)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_whether_the_next_step_is_launched_before_tokens_are_read(make, overlap: bool) -> None:
+    llm, wanted = make(overlap), []
     llm.generate([[1, 2], [0]], greedy(max_tokens=4), use_tqdm=False)
-    wanted = launched(0)
-    for step in range(1, 4):
-        wanted += [*launched(step), ("wait", step - 1)]
-    assert llm.engine.runner.events == [*wanted, ("wait", 3)]
-
-
-def test_without_overlap_tokens_are_read_first(make) -> None:
-    llm = make(False)
-    llm.generate([[1, 2], [0]], greedy(max_tokens=4), use_tqdm=False)
-    wanted = [event for step in range(4) for event in (*launched(step), ("wait", step))]
+    for step in range(4 + overlap):
+        wanted += launched(step) if step < 4 else []
+        wanted += [("wait", step - overlap)] if step >= overlap else []
     assert llm.engine.runner.events == wanted
 
 

@@ -139,7 +139,7 @@ def test_the_text_of_a_stop_token(embedded: LLM, asynchronous: bool) -> None:
         assert pieces[-1].stop_reason == 7
 
 
-def test_spaces_are_not_cleaned_up(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spaces_are_not_cleaned_up(embedded: LLM, monkeypatch) -> None:
     """Whatever the tokenizer's default is: in samples, beams and the texts of single tokens."""
     tokenizer = embedded.get_tokenizer()
     for name in ("", "_for_bpe_even_though_it_will_corrupt_output"):

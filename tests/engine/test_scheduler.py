@@ -117,7 +117,7 @@ def test_sjf_overtaking_is_bounded() -> None:
     assert 400 / AGING / 2 < overtook <= 400 / AGING + 1
 
 
-def test_preempted_first_under_any_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preempted_first_under_any_policy(monkeypatch) -> None:
     """A policy may return negative keys, such as one that admits the longest outputs first."""
     monkeypatch.setitem(POLICIES, "longest", lambda seq, _: -seq.max_length)
     engine = Engine(blocks=6, size=2, seqs=2, budget=100, policy="longest")

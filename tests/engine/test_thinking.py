@@ -27,7 +27,7 @@ def thinker() -> LLM:
 
 
 @pytest.fixture(scope="session")
-def spelled(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+def spelled(tmp_path_factory) -> LLM:
     """The embedded model with a tokenizer in which each marker is several tokens."""
     path = tmp_path_factory.mktemp("spelled") / "model"
     shutil.copytree(find_checkpoint("qwen3-nano"), path)
@@ -127,7 +127,7 @@ def test_a_call_ends_the_thinking(thinker: LLM, spelled: LLM) -> None:
         assert sample.text
 
 
-def test_markers_that_are_special_tokens(tmp_path: Path) -> None:
+def test_markers_that_are_special_tokens(tmp_path) -> None:
     """The parsers see them, and texts have none of them."""
     shutil.copytree(find_checkpoint("qwen3-nano"), tmp_path / "model")
     rules = (tmp_path / "model" / "tokenizer.json").read_text()
@@ -277,7 +277,7 @@ def test_what_is_refused(path: Path, embedded: LLM) -> None:
     assert SamplingParams(thinking_token_budget=-1).clone().thinking_token_budget == -1
 
 
-def test_a_model_without_markers(spelled: LLM, tmp_path: Path) -> None:
+def test_a_model_without_markers(spelled: LLM, tmp_path) -> None:
     source = Path(spelled.engine.checkpoint.directory)
     shutil.copytree(source, tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
@@ -288,7 +288,7 @@ def test_a_model_without_markers(spelled: LLM, tmp_path: Path) -> None:
         llm.generate("a", SamplingParams(thinking_token_budget=3), use_tqdm=False)
 
 
-def test_a_file_of_requests(thinker: LLM, tmp_path: Path) -> None:
+def test_a_file_of_requests(thinker: LLM, tmp_path) -> None:
     """The text of a completion is whole, as in vLLM, and so are the offsets of its tokens."""
     chat = {"messages": [{"role": "user", "content": "What is 2 + 3?"}], "max_tokens": 8}
     thinks = {"logit_bias": {"1036": 100}, "thinking_token_budget": 2}
@@ -359,7 +359,7 @@ def test_a_grammar_forbids_the_end_in_the_thinking_and_a_second_thinking(thinker
 
 
 @pytest.mark.extra
-def test_a_token_that_ends_the_thinking_and_goes_on(tmp_path: Path) -> None:
+def test_a_token_that_ends_the_thinking_and_goes_on(tmp_path) -> None:
     """The grammar reads the rest of its text, and forbids the token if it forbids the rest."""
     pytest.importorskip("llguidance")
     path = Path(shutil.copytree(find_checkpoint("qwen3-nano"), tmp_path / "model"))

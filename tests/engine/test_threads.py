@@ -252,7 +252,7 @@ def test_forked_processes() -> None:
             assert "get_context('spawn')" in second
 
 
-def test_ctrl_c_twice(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_twice(path: Path, monkeypatch) -> None:
     """The second comes before the step that the first has ended is reverted."""
     llm = random_llm(path)
     engine, run, hold = llm.engine, llm.engine.runner.run, llm_engine.hold_interrupt

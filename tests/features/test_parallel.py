@@ -56,7 +56,7 @@ FAMILIES = "qwen3vl", "phi4mini", "smollm3", "ministral3", "granite", "gemma3", 
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def paths(tmp_path_factory) -> dict[str, str]:
     path = tmp_path_factory.mktemp("ranks")
     make_checkpoint(path / "qwen3")  # 4 query heads, 2 KV heads, 199 tokens
     make_checkpoint(path / "qwen2", family="qwen2", tie=True)
@@ -88,7 +88,7 @@ CASES = [
     ("biased", 4, {"async_scheduling": True, "swap_space": 2**-9}),
     ("moe", 2, {}),  # each expert is divided
     ("phi4mini", 4, {}),  # a tensor of q, k and v is divided, with each KV head on two ranks
-    *((family, 2, {}) for family in FAMILIES),
+    *((family, 2, {}) for family in FAMILIES if family != "phi4mini"),
 ]
 
 
@@ -178,7 +178,7 @@ def test_quantization(
         assert 0 < errors[1] < 1.3 * errors[0], name
 
 
-def test_an_adapter(ranks: Job, paths: dict[str, str], tmp_path: Path) -> None:
+def test_an_adapter(ranks: Job, paths: dict[str, str], tmp_path) -> None:
     tensors = lora(load_file(Path(paths["qwen3"]) / "model.safetensors"), "_proj|lm_head")
     adapter = str(save_adapter(tmp_path, tensors, lora_alpha=8))
     [one] = values(ranks("greedy", 1, path=paths["qwen3"], adapter=adapter))
@@ -268,7 +268,7 @@ def test_the_fewest_blocks(ranks: Job, paths: dict[str, str]) -> None:
 # ---- before anything is loaded ----
 
 
-def test_not_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_not_started_by_torchrun(monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/tmp/some_script.py"])
     with pytest.raises(
         ValueError,
@@ -341,7 +341,7 @@ def test_slices_make_the_whole(size: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_script_of_the_documentation(tmp_path: Path) -> None:
+def test_the_script_of_the_documentation(tmp_path) -> None:
     """Started by torchrun itself, which ends both ranks when one fails."""
     page = (ROOT / "docs" / "tensor_parallel.md").read_text()
     script = tmp_path / "script.py"
@@ -357,7 +357,7 @@ def test_the_script_of_the_documentation(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_quantized_checkpoint(ranks: Job, tmp_path: Path) -> None:
+def test_a_quantized_checkpoint(ranks: Job, tmp_path) -> None:
     """Each rank loads its slices of the decoded weights."""
     make_checkpoint(tmp_path)
     quantize_checkpoint(tmp_path, "gptq desc_act")

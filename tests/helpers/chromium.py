@@ -57,9 +57,12 @@ class Page:
             self.evaluate("new Promise(resolve => setTimeout(resolve, 100))")
         raise AssertionError(f"{condition} is false after {seconds} seconds")
 
-    def screenshot(self, path: Path, width: int, height: int) -> None:
+    def resize(self, width: int, height: int) -> None:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
+
+    def screenshot(self, path: Path, width: int, height: int) -> None:
+        self.resize(width, height)
         self.evaluate("new Promise(resolve => setTimeout(resolve, 500))")
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
@@ -78,7 +81,7 @@ def open_page(url: str, width: int = 1200, height: int = 1400) -> Iterator[Page]
             os.close(read)
             os.close(write)
             page = Page(send, receive)
-            page.screenshot(Path(profile, "size.png"), width, height)
+            page.resize(width, height)
             page.call("Page.navigate", url=url)
             try:
                 yield page

@@ -3,9 +3,20 @@
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.llm_engine import LLMEngine
+
+# A prompt whole, in chunks, planned ahead, preempted, without prefix hits, and in small blocks.
+EACH_WAY: list[dict[str, Any]] = [
+    {},
+    {"max_num_batched_tokens": 7},
+    {"async_scheduling": True, "max_num_batched_tokens": 50},
+    {"num_kv_cache_blocks": 8, "max_num_batched_tokens": 30, "async_scheduling": True},
+    {"enable_prefix_caching": False, "max_num_seqs": 2},
+    {"attention_backend": "sdpa", "block_size": 4, "num_kv_cache_blocks": 256},
+]
 
 
 def is_idle(engine: LLMEngine) -> bool:

@@ -3,7 +3,6 @@
 import itertools
 import json
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -58,7 +57,7 @@ class FakeRunner:
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def make(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     monkeypatch.setattr(loading, "make_runner", FakeRunner)
 

@@ -18,9 +18,7 @@ EXERCISES = range(1, len(break_it.FAULTS) + 1)
 @pytest.mark.parametrize(
     "number", [pytest.param(i, marks=() if i in FEW else pytest.mark.slow) for i in EXERCISES]
 )
-def test_exercise_asks(
-    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exercise_asks(number: int, monkeypatch, capsys) -> None:
     """It shows what happens, and does not say what broke."""
     name = break_it.NAMES[number - 1]
     if number not in FEW:  # one failing history is made shorter, and in fewer ways
@@ -47,9 +45,7 @@ def test_histories_of_single_samples_are_preferred() -> None:
 
 
 @pytest.mark.parametrize("number", [*FEW, 2])
-def test_exercise_answers(
-    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exercise_answers(number: int, monkeypatch, capsys) -> None:
     monkeypatch.setattr(break_it, "FAILURES", 1)
     name = break_it.NAMES[number - 1]
     mutant = break_it.FAULTS[name]
@@ -64,7 +60,7 @@ def test_exercise_answers(
 
 @pytest.mark.parametrize(("function", "right"), [("copy_on_write", True), ("match", False)])
 def test_a_shared_block_is_written_by_two_functions(
-    function: str, right: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    function: str, right: bool, monkeypatch, capsys
 ) -> None:
     monkeypatch.setattr(break_it, "FAILURES", 1)
     monkeypatch.setattr(break_it, "VARIATIONS", 3)
@@ -80,15 +76,13 @@ def test_a_shared_block_is_written_by_two_functions(
         ("a resumed chunk starts one token late", "prompt: nothing"),
     ],
 )
-def test_what_answers_the_question_is_shown(
-    name: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_answers_the_question_is_shown(name: str, shown: str, monkeypatch, capsys) -> None:
     monkeypatch.setattr(break_it, "FAILURES", 1)
     break_it.run(str(1 + break_it.NAMES.index(name)))
     assert shown in " ".join(capsys.readouterr().out.split())
 
 
-def test_each_exercise_has_a_theme_and_a_level(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_exercise_has_a_theme_and_a_level(capsys) -> None:
     assert sorted(i for ids, _ in break_it.THEMES.values() for i in ids) == list(EXERCISES)
     assert set(break_it.EASY) | set(break_it.HARD) <= set(EXERCISES)
     assert not set(break_it.EASY) & set(break_it.HARD)
@@ -126,13 +120,7 @@ def test_shorter_histories_fail_too() -> None:
         (["puzzle", "6"], "a number from 1 to 5, not '6'"),
     ],
 )
-def test_command_refuses(
-    args: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_command_refuses(args: list[str], message: str, monkeypatch, capsys, caplog) -> None:
     # The command sets the level of the log; pytest restores it.
     caplog.set_level(logging.INFO, "nanovllm")
     monkeypatch.setattr(sys, "argv", ["lessons", *args])

@@ -41,11 +41,14 @@ def imported() -> None:
     import engine_answers
     from transformers import TypicalLogitsWarper  # noqa: F401
 
+    from lessons.lesson import make_llm
+
     engine_answers.transformers_model()  # imports much more
+    make_llm().generate("a", use_tqdm=False)  # with Numba, whose modules cannot be imported twice
 
 
 @pytest.fixture
-def check(imported: None, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Check:
+def check(imported: None, pytester, monkeypatch) -> Check:
     """Run the checks of some tasks on solutions, in this process -> exit status, output.
 
     They need nothing of conftest.py. pytester forgets the modules that they import, and takes a
@@ -76,12 +79,7 @@ def test_the_solutions_pass(check: Check) -> None:
 
 
 @pytest.mark.slow
-def test_the_stubs_fail(
-    check: Check,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_stubs_fail(check: Check, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     for task in TASKS:
         build_it.write(task)
@@ -96,7 +94,7 @@ def test_the_stubs_fail(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(TIMES))
-def test_wrong_solutions_are_refused(check: Check, number: int, tmp_path: Path) -> None:
+def test_wrong_solutions_are_refused(check: Check, number: int, tmp_path) -> None:
     """The first wrong solution of each task, then the second, and so on, for the right reason."""
     wrong = {task: WRONG[task][number] for task in TASKS if number < len(WRONG[task])}
     for path in (EXERCISES / "solutions").glob("*.py"):
@@ -113,9 +111,7 @@ def test_wrong_solutions_are_refused(check: Check, number: int, tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("milestone", ENGINES)
-def test_an_engine_passes_its_milestone(
-    check: Check, milestone: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_passes_its_milestone(check: Check, milestone: str, monkeypatch) -> None:
     monkeypatch.setenv("MILESTONE", milestone)
     status, output = check(EXERCISES / "solutions" / f"{milestone}.py", "engine")
     assert status == 0, output
@@ -126,7 +122,7 @@ def test_an_engine_passes_its_milestone(
     ("milestone", "number"), [(name, i) for name in ENGINES for i in range(len(WRONG[name]))]
 )
 def test_wrong_engines_are_refused(
-    check: Check, milestone: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    check: Check, milestone: str, number: int, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setenv("MILESTONE", milestone)
     old, new, message = WRONG[milestone][number]
@@ -147,9 +143,7 @@ def test_each_task_has_wrong_solutions() -> None:
     assert sum(len(WRONG[task]) for task in ENGINES) >= 20
 
 
-def test_milestones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_milestones(tmp_path, monkeypatch, capsys) -> None:
     """All are about one file, and each checks the parts of the earlier ones first."""
     monkeypatch.chdir(tmp_path)
     for milestone in build_it.PARTS:
@@ -165,7 +159,7 @@ def test_milestones(
 
 
 @pytest.mark.slow
-def test_a_check_as_json(tmp_path: Path) -> None:
+def test_a_check_as_json(tmp_path) -> None:
     solution = EXERCISES / "solutions" / "slots.py"
     (tmp_path / "slots.py").write_text(solution.read_text().replace("+ count", "- count"))
     for file, passed in ((solution, True), (tmp_path / "slots.py", False)):
@@ -175,9 +169,7 @@ def test_a_check_as_json(tmp_path: Path) -> None:
         assert ("All checks of slots pass." in result["output"]) == passed
 
 
-def test_the_score(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_score(tmp_path, monkeypatch, capsys) -> None:
     """Nothing is recorded before the first call of `show`."""
     monkeypatch.chdir(tmp_path)
     score.record("task", "slots")
@@ -200,7 +192,7 @@ def test_the_score(
 
 
 @pytest.mark.slow
-def test_a_solution_is_checked_from_any_directory(tmp_path: Path) -> None:
+def test_a_solution_is_checked_from_any_directory(tmp_path) -> None:
     solution = EXERCISES / "solutions" / "slots.py"
     text = solution.read_text()
     (tmp_path / "mine.py").write_text(text.replace("start + count)", "start + count - 1)"))
@@ -213,14 +205,14 @@ def test_a_solution_is_checked_from_any_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_missing_solution_is_named(check: Check, tmp_path: Path) -> None:
+def test_a_missing_solution_is_named(check: Check, tmp_path) -> None:
     status, output = check(tmp_path / "none.py", "policy")
     assert status == 2
     assert f"There is no file {tmp_path / 'none.py'}. `python -m lessons build" in output
     assert "build_check.py:" not in output  # no traceback
 
 
-def test_a_check_that_does_not_end_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_does_not_end_fails(monkeypatch) -> None:
     monkeypatch.setattr(build_it, "MAX_SECONDS", 0.2)
     build_it.pytest_runtest_setup()
     with pytest.raises(pytest.fail.Exception, match="does not end within 0.2 seconds"):
@@ -228,7 +220,7 @@ def test_a_check_that_does_not_end_fails(monkeypatch: pytest.MonkeyPatch) -> Non
             pass
 
 
-def test_tasks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tasks_are_listed(capsys) -> None:
     build_it.run()
     lines = capsys.readouterr().out.splitlines()
     listed = [
@@ -237,7 +229,7 @@ def test_tasks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert listed == list(build_it.TASKS)
 
 
-def test_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_overwritten(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "filter.py").write_text("mine")
     with pytest.raises(FileExistsError, match=r"filter\.py exists and is not overwritten"):

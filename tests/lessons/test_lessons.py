@@ -46,7 +46,7 @@ def test_links_name_the_line() -> None:
         link(Scheduler.preempt, "there is no such line")
 
 
-def test_answers_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_are_compared(capsys) -> None:
     questions = [
         Question("One?", "1", "Why one.", "Look at one."),
         Question("Two?", "2000 or two", "Why two.", "Look at two."),
@@ -99,9 +99,7 @@ def test_a_ratio_of_noise_is_no_gain() -> None:
 
 
 @pytest.mark.parametrize("columns", [44, 80, 100, 200])
-def test_nothing_is_wider_than_the_terminal(
-    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_wider_than_the_terminal(columns: int, monkeypatch, capsys) -> None:
     """Text wraps, a table becomes a list, and a picture stays as it is."""
     monkeypatch.setenv("COLUMNS", str(columns))
     words = "many words in one paragraph " * 20
@@ -115,7 +113,7 @@ def test_nothing_is_wider_than_the_terminal(
     assert ("second number: 2 2" in " ".join(printed.split())) == (columns < 100)
 
 
-def test_tables_are_aligned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_are_aligned(capsys) -> None:
     show_table(("name", "n"), [("a", 1), ("long name", 100)])
     assert capsys.readouterr().out == "name         n\na            1\nlong name  100\n\n"
 
@@ -130,10 +128,7 @@ def test_tables_are_aligned(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_a_question_waits_for_an_answer_in_a_terminal(
-    typed: list[str],
-    shown: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    typed: list[str], shown: str, monkeypatch, capsys
 ) -> None:
     """A wrong answer may be given once more."""
     left = iter(typed)
@@ -204,11 +199,7 @@ def test_lesson_5() -> None:
 
 
 @pytest.mark.slow
-def test_command(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_command(monkeypatch, capsys, caplog) -> None:
     done = fresh.run(fresh.module("lessons", "5"))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Lesson 5: blocks, block tables, slots.")
@@ -224,11 +215,7 @@ def test_command(
     assert "block_table =" not in compared
 
 
-def test_the_list(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_list(monkeypatch, capsys, caplog) -> None:
     caplog.set_level(logging.INFO, "nanovllm")
     monkeypatch.setattr(sys, "argv", ["lessons"])
     command.main()
@@ -238,9 +225,7 @@ def test_the_list(
     assert "python -m lessons ladder " in printed
 
 
-def test_only_commands_that_show_times_say_that_the_machine_is_busy(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_commands_that_show_times_say_that_the_machine_is_busy(monkeypatch, capsys) -> None:
     monkeypatch.setattr(command.machine, "other_load", lambda since: 0.5)
     command.run("break", {})
     command.run("build", {})

@@ -27,7 +27,7 @@ def test_structured_outputs() -> None:
 
 
 @pytest.mark.slow
-def test_fp8_cache(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_cache(capsys, monkeypatch) -> None:
     monkeypatch.setattr(fp8_cache, "SAMPLES", fp8_cache.SAMPLES[:4])
     fp8_cache.run()
     printed = capsys.readouterr().out
@@ -38,7 +38,7 @@ def test_fp8_cache(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_latency(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latency(capsys, monkeypatch) -> None:
     for name, value in dict(REQUESTS=6, TOKENS=4, LOADS=(2.0,)).items():
         monkeypatch.setattr(latency, name, value)
     serve, calls = latency.serve, []

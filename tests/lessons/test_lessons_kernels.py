@@ -96,7 +96,7 @@ def test_rounding_loses_half_a_step_at_most() -> None:
 
 
 @pytest.mark.slow
-def test_int8(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8(capsys, monkeypatch) -> None:
     monkeypatch.setattr(int8, "SAMPLES", int8.SAMPLES[::8])
     int8.run()
     printed = capsys.readouterr().out

@@ -40,7 +40,7 @@ def test_a_key_depends_on_the_tokens_up_to_its_own() -> None:
 
 
 @pytest.mark.slow
-def test_lesson_3(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lesson_3(capsys, monkeypatch) -> None:
     # Without the longest, which takes as long as all others together.
     monkeypatch.setattr(lesson03_kv_cache, "LENGTHS", lesson03_kv_cache.LENGTHS[:-1])
     lesson03_kv_cache.run()
@@ -59,7 +59,7 @@ def test_lesson_3(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_ladder(embedded: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ladder(embedded: LLM, capsys) -> None:
     pytest.importorskip("numba")
     number, rungs = ladder.ROWS + 1, ladder.RUNGS
     results = ladder.climb(rungs, number, repeats=1)

@@ -94,7 +94,7 @@ def refused(tmp_path: Path, number: int, lines: str) -> str:
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_lines(number: int, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_lines(number: int, tmp_path, recwarn: pytest.WarningsRecorder) -> None:
     """Another right line than the one that is hidden, wrong ones and nonsense."""
     assert not refused(tmp_path, number, LINES[number - 1])
     (wrong, message), *lines = WRONG[number - 1]
@@ -108,7 +108,7 @@ def test_lines(number: int, tmp_path: Path, recwarn: pytest.WarningsRecorder) ->
 
 
 @pytest.mark.parametrize("number", CHANGES)
-def test_wrong_loops_and_kernels_are_refused(number: int, tmp_path: Path) -> None:
+def test_wrong_loops_and_kernels_are_refused(number: int, tmp_path) -> None:
     kernels = pytest.importorskip("lessons.puzzles")
     right = textwrap.dedent(puzzle_it.parts(kernels, NAMES[number - 1])[1])
     assert not refused(tmp_path, number, right)
@@ -119,9 +119,7 @@ def test_wrong_loops_and_kernels_are_refused(number: int, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_kernel_in_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_kernel_in_a_file(tmp_path, monkeypatch, capfd: pytest.CaptureFixture[str]) -> None:
     """It is written, is not overwritten, and shows what its programs load and store."""
     kernels = pytest.importorskip("lessons.puzzles")
     monkeypatch.chdir(tmp_path)

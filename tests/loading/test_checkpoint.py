@@ -31,7 +31,7 @@ OTHER_KINDS = {field: WRONG[kind] for field, kind in {**GENERATION, "eos_token_i
 @pytest.mark.parametrize("field", sorted(OTHER_KINDS.keys() | OUTSIDE.keys()))
 @pytest.mark.parametrize("do_sample", [True, False, None])
 def test_wrong_values_in_generation_config(
-    path: Path, tmp_path: Path, field: str, do_sample: bool | None
+    path: Path, tmp_path, field: str, do_sample: bool | None
 ) -> None:
     """Also if it is greedy."""
     edited(path, tmp_path)
@@ -49,14 +49,14 @@ def test_wrong_values_in_generation_config(
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors"])
-def test_git_lfs_pointer(path: Path, tmp_path: Path, name: str) -> None:
+def test_git_lfs_pointer(path: Path, tmp_path, name: str) -> None:
     edited(path, tmp_path)
     (tmp_path / name).write_text(POINTER)
     with pytest.raises(ValueError, match=f"{name} is a git-lfs pointer.*'git lfs pull'"):
         random_llm(tmp_path)
 
 
-def test_broken_json(path: Path, tmp_path: Path) -> None:
+def test_broken_json(path: Path, tmp_path) -> None:
     edited(path, tmp_path)
     for text, word in (
         ("[1]", "must hold an object"),
@@ -84,7 +84,7 @@ def test_models_that_are_no_directory(model: Any, error: type[Exception], words:
         LLM(model)
 
 
-def test_files_that_are_missing_or_broken(path: Path, tmp_path: Path) -> None:
+def test_files_that_are_missing_or_broken(path: Path, tmp_path) -> None:
     """Each file is added to those before it."""
     config = (path / "config.json").read_bytes()
     for name, content, words in (
@@ -104,7 +104,7 @@ def test_files_that_are_missing_or_broken(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_config", [False, True])
-def test_an_adapter(path: Path, tmp_path: Path, has_config: bool) -> None:
+def test_an_adapter(path: Path, tmp_path, has_config: bool) -> None:
     if has_config:
         (tmp_path / "config.json").write_text((path / "config.json").read_text())
     (tmp_path / "adapter_model.safetensors").touch()
@@ -114,7 +114,7 @@ def test_an_adapter(path: Path, tmp_path: Path, has_config: bool) -> None:
         LLM(str(tmp_path))
 
 
-def test_weights_in_the_format_of_mlx(path: Path, tmp_path: Path) -> None:
+def test_weights_in_the_format_of_mlx(path: Path, tmp_path) -> None:
     """Older versions of MLX write no quantization_config."""
     edited(path, tmp_path, quantization={"group_size": 64, "bits": 4})
     with pytest.raises(
@@ -123,7 +123,7 @@ def test_weights_in_the_format_of_mlx(path: Path, tmp_path: Path) -> None:
         random_llm(tmp_path)
 
 
-def test_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hub_that_cannot_be_reached(monkeypatch, tmp_path) -> None:
     def offline(*args: object, **kwargs: object) -> str:
         raise ConnectionError("no route to host")
 
@@ -148,7 +148,7 @@ LAYOUTS: dict[str, tuple[list[str], str | None, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_index_decides(path: Path, tmp_path: Path, name: str) -> None:
+def test_the_index_decides(path: Path, tmp_path, name: str) -> None:
     """Weights of a stale file were loaded, or a tensor in two files was refused."""
     shards, stale, with_all = LAYOUTS[name]
     edited(path, tmp_path)
@@ -176,14 +176,14 @@ def test_the_index_decides(path: Path, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("weight_map", [["a"], {"a": 3}])
-def test_a_broken_index(path: Path, tmp_path: Path, weight_map: object) -> None:
+def test_a_broken_index(path: Path, tmp_path, weight_map: object) -> None:
     edited(path, tmp_path)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ValueError, match=rf"{INDEX}: weight_map.* must be"):
         random_llm(tmp_path)
 
 
-def test_generation_config(tmp_path: Path) -> None:
+def test_generation_config(tmp_path) -> None:
     make_checkpoint(tmp_path)
     for raw, want in (
         ({}, SamplingParams()),
@@ -218,9 +218,7 @@ def test_generation_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "weights", [[INDEX, *SHARDS], ["model.safetensors"], [INDEX, "model.safetensors"]], ids=str
 )
-def test_files_that_are_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: list[str]
-) -> None:
+def test_files_that_are_fetched(tmp_path, monkeypatch, weights: list[str]) -> None:
     """The hub is a list of names. An index may be left from other weights."""
     wanted = {"config.json", "1_Pooling/config.json", *weights}
     others = {"consolidated.safetensors", "original/params.json", "onnx/model.safetensors", "a.bin"}
@@ -240,9 +238,7 @@ def test_files_that_are_fetched(
         assert found == {x for x in wanted if has_weights or not x.endswith(".safetensors")}
 
 
-def test_a_cache_that_others_have_filled(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_cache_that_others_have_filled(path: Path, tmp_path, monkeypatch, caplog) -> None:
     """Offline, huggingface_hub refuses a snapshot if a file that matches is missing."""
     repo, commit = tmp_path / "models--a--b", "0" * 40
     snapshot = repo / "snapshots" / commit

@@ -29,9 +29,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize(("options", "word"), SIZES, ids=str)
-def test_sizes_that_cannot_be_allocated(
-    path: Path, monkeypatch: pytest.MonkeyPatch, options: dict, word: str
-) -> None:
+def test_sizes_that_cannot_be_allocated(path: Path, monkeypatch, options: dict, word: str) -> None:
     monkeypatch.setattr(start, "load_model", load := Mock())
     with pytest.raises(ValueError, match=word):
         random_llm(path, **options)
@@ -39,9 +37,7 @@ def test_sizes_that_cannot_be_allocated(
 
 
 @pytest.mark.parametrize("part", ["Rows", "load_model"])
-def test_other_parts_that_cannot_be_allocated(
-    path: Path, monkeypatch: pytest.MonkeyPatch, part: str
-) -> None:
+def test_other_parts_that_cannot_be_allocated(path: Path, monkeypatch, part: str) -> None:
     def fail(*args: object, **kwargs: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory") if part == "Rows" else MemoryError
 
@@ -50,7 +46,7 @@ def test_other_parts_that_cannot_be_allocated(
         random_llm(path)
 
 
-def test_states_are_counted_once_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_are_counted_once_on_a_gpu(monkeypatch) -> None:
     """They are allocated, so they are no longer free, when the blocks are counted."""
     gib = 2**30
     states = SimpleNamespace(nbytes=gib)

@@ -16,9 +16,7 @@ from nanovllm.loading import memory
 POSITIONS = 512
 
 
-def test_requests_as_long_as_the_memory_of_a_cpu(
-    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_requests_as_long_as_the_memory_of_a_cpu(path: Path, monkeypatch, caplog) -> None:
     """A request without max_tokens ends there; before, it was refused."""
     caplog.set_level(logging.INFO, "nanovllm")
     whole = random_llm(path, num_kv_cache_blocks=None)
@@ -56,9 +54,7 @@ def test_requests_as_long_as_the_requested_cache(path: Path) -> None:
     assert len(output.outputs[0].token_ids) == 93
 
 
-def test_max_model_len_of_more_tokens_than_the_cache(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_max_model_len_of_more_tokens_than_the_cache(path: Path, monkeypatch) -> None:
     """The message names what to change, and that works."""
     whole = random_llm(path).engine.runner
     block = whole.model.config.block_bytes(16, whole.dtype.itemsize)
@@ -88,7 +84,7 @@ def blocks_of_a_gpu(monkeypatch: pytest.MonkeyPatch, room: int, **options: int) 
     return num
 
 
-def test_requests_as_long_as_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_as_long_as_the_memory_of_a_gpu(monkeypatch) -> None:
     assert blocks_of_a_gpu(monkeypatch, 25_610) == 2560  # all positions, and the null block
     assert blocks_of_a_gpu(monkeypatch, 25_600) == 2559
     assert blocks_of_a_gpu(monkeypatch, 20) == 1
@@ -117,9 +113,7 @@ def test_logit_rules_take_memory_when_requests_use_them(path: Path) -> None:
     assert rules.penalties.tokens.shape == rules.penalties.counts.shape == rules.sizes[:2]
 
 
-def test_too_little_memory_for_penalties_ends_only_that_request(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_memory_for_penalties_ends_only_that_request(path: Path, monkeypatch) -> None:
     new_empty = torch.Tensor.new_empty
 
     def fail(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
@@ -138,7 +132,7 @@ def test_too_little_memory_for_penalties_ends_only_that_request(
     assert [len(output.outputs[0].token_ids) for output in outputs] == [5, 5]
 
 
-def test_advice_for_a_cache_that_does_not_fit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advice_for_a_cache_that_does_not_fit(path: Path, monkeypatch) -> None:
     """On a CPU it names no option that has an effect on a GPU only."""
     monkeypatch.setattr(memory, "available_host_memory", lambda: 64 << 20)
     with pytest.raises(

@@ -24,9 +24,7 @@ needs_numba = pytest.mark.skipif(
 
 
 @needs_numba
-def test_without_numba(
-    path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_numba(path, monkeypatch, caplog) -> None:
     """The same tokens by torch's attention, and one line that says what is missing."""
     prompts = [[1 + (7 * i + n) % 150 for i in range(n)] for n in (1, 5, 40, 80)]
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -45,9 +43,7 @@ def test_without_numba(
 
 
 @needs_numba
-def test_batch_invariance_waits_for_the_kernels(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batch_invariance_waits_for_the_kernels(path: Path, monkeypatch) -> None:
     kernel_files = import_module("nanovllm.backends.cpu.kernel_files")
     monkeypatch.setattr(kernel_files, "is_ready", lambda dtype: False)
     kinds = [
@@ -91,7 +87,7 @@ def test_float16_is_not_numbas(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])
-def test_auto_dtype_on_a_cpu(has_bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_dtype_on_a_cpu(has_bf16: bool, monkeypatch) -> None:
     """A checkpoint in float32 stays so: smollm2-135m answers wrongly in bfloat16."""
     monkeypatch.setattr(select_backend, "cpu_has_fast_bf16", lambda: has_bf16)
     cpu, fast = torch.device("cpu"), torch.bfloat16 if has_bf16 else torch.float32
@@ -114,9 +110,7 @@ CHOICES: dict[tuple[int, int], tuple[str, torch.dtype, bool]] = {
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="the choice needs Triton")
 @pytest.mark.parametrize("capability", CHOICES, ids=str)
-def test_the_choice_for_each_capability(
-    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_choice_for_each_capability(capability: tuple[int, int], monkeypatch, caplog) -> None:
     """A GPU that is older than the kernels runs plain torch with one warning."""
     kind, dtype, has_chunks = CHOICES[capability]
     gpu = torch.device("cuda", 0)

@@ -20,7 +20,7 @@ from nanovllm.loading.tokenizer import EmbeddedTokenizer, load_tokenizer
 EMBEDDED = find_checkpoint("qwen3-nano")
 
 
-def test_an_end_token_that_the_model_does_not_have(larger_tokenizer: Path, tmp_path: Path) -> None:
+def test_an_end_token_that_the_model_does_not_have(larger_tokenizer: Path, tmp_path) -> None:
     """No output can end with it, so it is left out."""
     tokenizer = AutoTokenizer.from_pretrained(larger_tokenizer)
     tokenizer.eos_token = "<|more|>"
@@ -36,7 +36,7 @@ BROKEN = ["", "{", "[]", "null", "[" * 100_000, "\xff", POINTER]
 
 @pytest.mark.parametrize("text", BROKEN, ids=lambda text: text[:8])
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_broken_tokenizer(path: Path, tmp_path: Path, name: str, text: str) -> None:
+def test_broken_tokenizer(path: Path, tmp_path, name: str, text: str) -> None:
     shutil.copytree(EMBEDDED, tmp_path, dirs_exist_ok=True)
     (tmp_path / name).write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=name):
@@ -56,7 +56,7 @@ CLASSES = ["GPT2Tokenizer", "LlamaTokenizerFast", "Qwen2Tokenizer", "T5Tokenizer
 
 @pytest.mark.parametrize("tokenizer_class", CLASSES)
 @pytest.mark.parametrize("name", PARTS)
-def test_tokenizer_json_decides(tmp_path: Path, name: str, tokenizer_class: str | None) -> None:
+def test_tokenizer_json_decides(tmp_path, name: str, tokenizer_class: str | None) -> None:
     """AutoTokenizer replaces its parts by those of the class in tokenizer_config.json."""
     raw = json.loads((EMBEDDED / "tokenizer.json").read_text())
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw | PARTS[name]))
@@ -71,7 +71,7 @@ def test_tokenizer_json_decides(tmp_path: Path, name: str, tokenizer_class: str 
         assert loaded.backend_tokenizer.decode(ids) == file.decode(ids)
 
 
-def test_a_tokenizer_that_cannot_encode(tmp_path: Path) -> None:
+def test_a_tokenizer_that_cannot_encode(tmp_path) -> None:
     """It was loaded, and requests failed, some with an error that was wrong."""
     words = {"type": "WordLevel", "vocab": {"the": 0}, "unk_token": "?"}
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": words, "added_tokens": []}))
@@ -91,7 +91,7 @@ def without_tokenizer_json(path: Path, **fields: str) -> Path:
 
 
 @pytest.mark.parametrize("fields", [{"use_cache": "x"}, {"pad_token_id": "x"}], ids=str)
-def test_a_config_that_transformers_refuses(tmp_path: Path, fields: dict) -> None:
+def test_a_config_that_transformers_refuses(tmp_path, fields: dict) -> None:
     """It is read with a tokenizer that has no tokenizer.json."""
     shutil.copytree(find_checkpoint("qwen3-nano"), tmp_path, dirs_exist_ok=True)
     (tmp_path / "tokenizer.json").rename(tmp_path / "tokenizer.model")
@@ -101,7 +101,7 @@ def test_a_config_that_transformers_refuses(tmp_path: Path, fields: dict) -> Non
         LLM(str(tmp_path))
 
 
-def test_mistral_common_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistral_common_is_not_used(tmp_path, monkeypatch) -> None:
     """Where it is installed, transformers prefers its tokenizer for models with tekken.json."""
     asked = []
 
@@ -119,7 +119,7 @@ def test_mistral_common_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert asked == [False]
 
 
-def test_tokenizers_without_tokenizer_json(tmp_path: Path) -> None:
+def test_tokenizers_without_tokenizer_json(tmp_path) -> None:
     without_tokenizer_json(tmp_path, tokenizer_class="GPT2Tokenizer")
     assert load_tokenizer(tmp_path).encode("<|im_end|>") == [1035]
     (tmp_path / "merges.txt").unlink()

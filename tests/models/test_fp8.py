@@ -162,7 +162,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("family", "case"), [("qwen2", "plain"), ("qwen3", "block of 3"), ("llama", "preemption")]
 )
-def test_engines(tmp_path: Path, family: str, case: str) -> None:
+def test_engines(tmp_path, family: str, case: str) -> None:
     """Prompts, prefix hits, forks and chunks; the same steps as the engine in float32."""
     make_checkpoint(tmp_path, family)
     options = CASES[case]
@@ -182,7 +182,7 @@ def test_engines(tmp_path: Path, family: str, case: str) -> None:
         assert rounded.stats()["preemptions"] > 0
 
 
-def test_memory_halves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_halves(tmp_path, caplog) -> None:
     """Twice as many blocks in as many bytes, and the line of the log says so."""
     make_checkpoint(tmp_path)
     options: dict[str, Any] = dict(dtype="bfloat16", num_kv_cache_blocks=None)
@@ -214,7 +214,7 @@ def add_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("name", "backend"), [*zip(NAMES, ["sdpa", "numba", "numba"], strict=True)]
 )
-def test_scales_of_a_checkpoint(tmp_path: Path, name: str, backend: str) -> None:
+def test_scales_of_a_checkpoint(tmp_path, name: str, backend: str) -> None:
     make_checkpoint(tmp_path)
     load = partial(random_llm, tmp_path, attention_backend=backend)
     without = load().generate(PROMPTS, PARAMS, use_tqdm=False)
@@ -236,7 +236,7 @@ def test_scales_of_a_checkpoint(tmp_path: Path, name: str, backend: str) -> None
     assert [x["token_ids"] for x in ignored] == [x["token_ids"] for x in without]
 
 
-def test_scales_that_some_layers_lack(tmp_path: Path) -> None:
+def test_scales_that_some_layers_lack(tmp_path) -> None:
     make_checkpoint(tmp_path)
     add_tensors(
         tmp_path, {"model.layers.1.self_attn.v_scale": torch.tensor([3.0], dtype=torch.bfloat16)}
@@ -248,7 +248,7 @@ def test_scales_that_some_layers_lack(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, NAN, math.inf, [1.0, 2.0]])
-def test_bad_scales(tmp_path: Path, value: Any) -> None:
+def test_bad_scales(tmp_path, value: Any) -> None:
     make_checkpoint(tmp_path)
     add_tensors(tmp_path, {"model.layers.1.self_attn.k_scale": torch.tensor(value)})
     with pytest.raises(ValueError, match=r"layers.1.self_attn.k_scale must be one finite number"):
@@ -256,7 +256,7 @@ def test_bad_scales(tmp_path: Path, value: Any) -> None:
     random_llm(tmp_path)
 
 
-def test_a_checkpoint_whose_kv_cache_alone_is_quantized(tmp_path: Path) -> None:
+def test_a_checkpoint_whose_kv_cache_alone_is_quantized(tmp_path) -> None:
     make_checkpoint(tmp_path)
     path = tmp_path / "config.json"
     whole = path.read_text()
@@ -286,11 +286,7 @@ def test_a_checkpoint_whose_kv_cache_alone_is_quantized(tmp_path: Path) -> None:
     ],
 )
 def test_old_gpus_are_refused(
-    capability: tuple[int, int],
-    device: str,
-    options: dict[str, str],
-    is_refused: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int], device: str, options: dict[str, str], is_refused: bool, monkeypatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

@@ -48,7 +48,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize(("changes", "word"), CONFIGS, ids=str)
-def test_configs(path: Path, tmp_path: Path, changes: dict, word: str) -> None:
+def test_configs(path: Path, tmp_path, changes: dict, word: str) -> None:
     with pytest.raises(ValueError, match=word):
         random_llm(edited(path, tmp_path, **changes))
 
@@ -63,13 +63,13 @@ def test_configs(path: Path, tmp_path: Path, changes: dict, word: str) -> None:
     ],
     ids=str,
 )
-def test_fields_that_change_nothing(path: Path, tmp_path: Path, changes: dict) -> None:
+def test_fields_that_change_nothing(path: Path, tmp_path, changes: dict) -> None:
     found = Checkpoint(edited(path, tmp_path, **changes)).model_config
     assert found == Checkpoint(path).model_config
 
 
 @pytest.mark.parametrize("field", [name for name in FIELDS if name not in GENERATION])
-def test_wrong_values_in_config(path: Path, tmp_path: Path, field: str) -> None:
+def test_wrong_values_in_config(path: Path, tmp_path, field: str) -> None:
     kind, limits = FIELDS[field]
     for wrong in WRONG[kind] + ([limits[1] + 1] if kind is int else []):
         changes = {field: wrong}
@@ -80,7 +80,7 @@ def test_wrong_values_in_config(path: Path, tmp_path: Path, field: str) -> None:
             _ = Checkpoint(tmp_path).model_config
 
 
-def test_numbers_of_a_file_become_those_of_their_fields(path: Path, tmp_path: Path) -> None:
+def test_numbers_of_a_file_become_those_of_their_fields(path: Path, tmp_path) -> None:
     """JSON has one kind of number: 1 can stand for 1.0, and 64.0 for 64."""
     config = json.loads((edited(path, tmp_path) / "config.json").read_text())
     numbers = {n: float(v) for n, v in config.items() if type(v) is int and n in FIELDS}
@@ -102,7 +102,7 @@ def test_numbers_of_a_file_become_those_of_their_fields(path: Path, tmp_path: Pa
     assert len(llm.generate([[1, 2]], use_tqdm=False)[0]["token_ids"]) <= 9
 
 
-def test_stored_dtype_that_the_engine_does_not_run_in(path: Path, tmp_path: Path) -> None:
+def test_stored_dtype_that_the_engine_does_not_run_in(path: Path, tmp_path) -> None:
     for stored, dtype in (("float64", None), ("torch.bfloat16", "bfloat16")):
         edited(path, tmp_path, dtype=stored)
         assert Checkpoint(tmp_path).model_config.dtype == dtype
@@ -110,7 +110,7 @@ def test_stored_dtype_that_the_engine_does_not_run_in(path: Path, tmp_path: Path
 
 @pytest.mark.parametrize("dtype", ["os.system", "auto", "int8", "torch", ""])
 @pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
-def test_stored_dtypes_that_are_none(path: Path, tmp_path: Path, field: str, dtype: str) -> None:
+def test_stored_dtypes_that_are_none(path: Path, tmp_path, field: str, dtype: str) -> None:
     names = {"dtype": None, "torch_dtype": None, field: dtype}
     with pytest.raises(
         ValueError, match=rf"config\.json: {field} must be one of float32, bfloat16"
@@ -134,7 +134,7 @@ def test_stored_dtypes_that_are_none(path: Path, tmp_path: Path, field: str, dty
     ],
     ids=str,
 )
-def test_windows(path: Path, tmp_path: Path, changes: dict, windows: tuple[int, ...]) -> None:
+def test_windows(path: Path, tmp_path, changes: dict, windows: tuple[int, ...]) -> None:
     """As in transformers: which layers have a window, and when there is none."""
     slides = {"use_sliding_window": True, "layer_types": None, "sliding_window": 64}
     assert Checkpoint(edited(path, tmp_path, **slides | changes)).model_config.windows == windows

@@ -90,7 +90,7 @@ SHAPES = [
 
 @pytest.mark.parametrize(("family", "head_dim", "kv_heads", "group", "tie", "block"), SHAPES)
 def test_shapes(
-    tmp_path: Path, family: str, head_dim: int, kv_heads: int, group: int, tie: bool, block: int
+    tmp_path, family: str, head_dim: int, kv_heads: int, group: int, tie: bool, block: int
 ) -> None:
     model = make_checkpoint(tmp_path, family, head_dim, kv_heads, group, tie)
     llm = random_llm(tmp_path, block_size=block, num_kv_cache_blocks=4096 // block)
@@ -169,7 +169,7 @@ def test_preemption(small) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_biases_of_attention(tmp_path: Path, family: str) -> None:
+def test_biases_of_attention(tmp_path, family: str) -> None:
     """attention_bias: in Qwen3 and Llama it is a bias of all four projections."""
     model = make_checkpoint(tmp_path, family, attention_bias=True)
     assert model.model.layers[0].self_attn.o_proj.bias is not None
@@ -193,7 +193,7 @@ ROPES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rope", ROPES)
-def test_rope_forms(tmp_path: Path, rope: dict) -> None:
+def test_rope_forms(tmp_path, rope: dict) -> None:
     """Both forms of config.json: rope_parameters, and rope_theta with rope_scaling."""
     import json
 

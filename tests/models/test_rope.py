@@ -45,7 +45,7 @@ def test_the_frequencies_are_those_of_transformers(params: dict[str, Any], dim: 
     assert factor == pytest.approx(want_factor, abs=1e-12)
 
 
-def test_yarn_extends_the_context(tmp_path: Path) -> None:
+def test_yarn_extends_the_context(tmp_path) -> None:
     """As the cards of Qwen2.5 and Qwen3 say: by config.json, or by hf_overrides."""
     model = make_checkpoint(tmp_path, max_position_embeddings=64)
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

@@ -46,7 +46,7 @@ def sampling_batch(
         "nanovllm.backends.gpu.kernels.sampler",
     ]
 )
-def backend(request: pytest.FixtureRequest) -> ModuleType:
+def backend(request) -> ModuleType:
     if "gpu" in request.param and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs Triton's interpreter")
     return pytest.importorskip(request.param)
@@ -209,7 +209,7 @@ def test_draw_inverts_the_distribution(vocab: int) -> None:
     assert (u <= at + 1e-6).all()
 
 
-def test_draw_with_a_sum_in_the_order_of_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draw_with_a_sum_in_the_order_of_a_tree(monkeypatch) -> None:
     """On a GPU a cumulative sum may change in the last place at a probability of 0."""
 
     def scan(x: torch.Tensor, dim: int) -> torch.Tensor:

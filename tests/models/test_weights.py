@@ -29,9 +29,7 @@ def shard(path: Path, into: Path) -> None:
     (into / "config.json").write_text((path / "config.json").read_text())
 
 
-def test_each_file_is_opened_once(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_file_is_opened_once(path: Path, tmp_path, monkeypatch) -> None:
     """For the head, the headers, the weights and the scales; then closed, also on errors."""
     shard(path, many := tmp_path)
     opened, read = [], []
@@ -60,7 +58,7 @@ def test_each_file_is_opened_once(
 
 @pytest.mark.parametrize("flag", [False, True])
 @pytest.mark.parametrize("is_equal", [False, True])
-def test_a_head_in_the_file_is_used(flag: bool, is_equal: bool, tmp_path: Path) -> None:
+def test_a_head_in_the_file_is_used(flag: bool, is_equal: bool, tmp_path) -> None:
     """As in transformers: both are one tensor if config.json says so and they are equal."""
     make_checkpoint(tmp_path, tie=True)
     edited(tmp_path, tmp_path, tie_word_embeddings=flag)
@@ -82,7 +80,7 @@ def test_a_head_in_the_file_is_used(flag: bool, is_equal: bool, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("flags", [(True, True), (True, False), (False, True), (None, True)])
-def test_a_tied_head_of_a_nested_config(flags: tuple[bool | None, bool], tmp_path: Path) -> None:
+def test_a_tied_head_of_a_nested_config(flags: tuple[bool | None, bool], tmp_path) -> None:
     """tie_word_embeddings may stand at one level only."""
     make_hybrid_checkpoint(tmp_path, "F", nested=True, tie_word_embeddings=True)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -95,7 +93,7 @@ def test_a_tied_head_of_a_nested_config(flags: tuple[bool | None, bool], tmp_pat
     assert llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
 
 
-def test_a_missing_head(tmp_path: Path) -> None:
+def test_a_missing_head(tmp_path) -> None:
     make_checkpoint(tmp_path, tie=True)
     edited(tmp_path, tmp_path, tie_word_embeddings=False)
     llm = random_llm(tmp_path)
@@ -105,7 +103,7 @@ def test_a_missing_head(tmp_path: Path) -> None:
         llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
 
 
-def test_several_wrong_tensors_are_all_named(tmp_path: Path) -> None:
+def test_several_wrong_tensors_are_all_named(tmp_path) -> None:
     make_checkpoint(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.norm.weight"]
@@ -123,7 +121,7 @@ def test_several_wrong_tensors_are_all_named(tmp_path: Path) -> None:
         assert part in str(error.value)
 
 
-def test_nothing_is_stored_if_a_tensor_does_not_fit(tmp_path: Path) -> None:
+def test_nothing_is_stored_if_a_tensor_does_not_fit(tmp_path) -> None:
     """An error must not come after minutes of loading."""
     save_file({"a": torch.zeros(2), "b": torch.zeros(3)}, tmp_path / "model.safetensors")
     stored: list[torch.Tensor] = []
@@ -135,7 +133,7 @@ def test_nothing_is_stored_if_a_tensor_does_not_fit(tmp_path: Path) -> None:
     assert not stored
 
 
-def test_repeated_tensors_and_integers_are_refused(tmp_path: Path) -> None:
+def test_repeated_tensors_and_integers_are_refused(tmp_path) -> None:
     make_checkpoint(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.norm.weight"
@@ -159,9 +157,7 @@ def test_repeated_tensors_and_integers_are_refused(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_weights_that_do_not_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict
-) -> None:
+def test_weights_that_do_not_fit(tmp_path, monkeypatch, config: dict) -> None:
     """Refused before loading begins; the size is that of the loaded model."""
     make_checkpoint(tmp_path, **config)
     llm = random_llm(tmp_path, attention_backend="sdpa")  # which does not pack the weights
@@ -182,7 +178,7 @@ def test_weights_that_do_not_fit(
         random_llm(tmp_path, dtype="bfloat16", load_format="dummy")
 
 
-def test_dummy_weights_need_only_a_config(tmp_path: Path) -> None:
+def test_dummy_weights_need_only_a_config(tmp_path) -> None:
     make_checkpoint(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     tokens = [

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import psutil
 import pytest
@@ -40,9 +39,7 @@ def test_the_measurements_for_what_is_next_run_in_the_interpreter() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no groups of processes")
-def test_a_command_that_fails_or_hangs_does_not_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_that_fails_or_hangs_does_not_end_the_run(tmp_path, monkeypatch, capsys) -> None:
     hang = (
         "import subprocess, sys, time\n"
         "other = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'])\n"
@@ -76,9 +73,7 @@ def test_a_command_that_fails_or_hangs_does_not_end_the_run(
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no groups of processes")
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_a_run_that_is_cut_loses_nothing(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_is_cut_loses_nothing(tmp_path, name: str, monkeypatch, capsys) -> None:
     """What was printed is in the file, with how the commands before have ended."""
     cut = f"import os, signal, time; os.kill(os.getppid(), signal.{name}); time.sleep(100)"
     steps = [Step("first", 60, "", ("-c", "print('one')")), Step("second", 60, "", ("-c", cut))]

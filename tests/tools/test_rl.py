@@ -39,7 +39,7 @@ def test_the_test_has_no_question_of_the_training() -> None:
 
 
 @pytest.mark.slow
-def test_the_reward_rises(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_reward_rises(capsys) -> None:
     rl.train(seed=3, steps=4, dtype="float32")
     printed = capsys.readouterr().out
     before, after = map(float, re.findall(r"([\d.]+)%", printed))

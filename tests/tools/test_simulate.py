@@ -149,7 +149,7 @@ def run(capsys: Any, *arguments: str) -> dict[str, float]:
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     table = {"seconds": [(1, 0.01), (100, 0.02)], "per_key": 0}
     Path("table.json").write_text(json.dumps(table))
@@ -172,7 +172,7 @@ def test_the_command(capsys: Any) -> None:
     assert "<html" in Path("page.html").read_text()
 
 
-def test_ctrl_c_shows_what_there_is(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_shows_what_there_is(capsys: Any, monkeypatch) -> None:
     step = Simulation.step
 
     def interrupted(self: Simulation) -> None:

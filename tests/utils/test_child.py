@@ -4,17 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import nanovllm
 from nanovllm.utils import child
 
 PACKAGE = Path(nanovllm.__file__).parent
 
 
-def test_children_import_what_this_process_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_children_import_what_this_process_does(tmp_path, monkeypatch) -> None:
     """Nothing from the current directory, and what only this process's path has."""
     for name in ("json", "numba", "torch", "nanovllm"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the current directory')")

@@ -13,7 +13,7 @@ MIB = 2**20
 
 
 @pytest.fixture
-def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def group(tmp_path, monkeypatch) -> Path:
     """A control group without files, as on a system without containers."""
     monkeypatch.setattr(host, "CONTROL_GROUP", tmp_path)
     monkeypatch.setattr(host, "GROUPS_OF_PROCESS", tmp_path / "groups")
@@ -42,13 +42,7 @@ PLACES = [
 @pytest.mark.parametrize(("limit", "free"), [("max", 64), (50 * MIB, 50 - 30 + 10), ("0", 0)])
 @pytest.mark.parametrize(("files", "place", "groups"), PLACES)
 def test_memory_of_a_container(
-    files: tuple[str, ...],
-    place: str,
-    groups: str,
-    limit: str,
-    free: int,
-    group: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    files: tuple[str, ...], place: str, groups: str, limit: str, free: int, group: Path, monkeypatch
 ) -> None:
     """What it uses counts, but not the page cache that Linux can reclaim."""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: Mock(available=64 * MIB))
@@ -64,7 +58,7 @@ def test_memory_of_a_container(
     assert host.available_host_memory() == max(0, free - 10 * (limit != "max")) * MIB
 
 
-def test_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores(monkeypatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5, 3}, raising=False)
     assert host.available_cores() == [3, 5]
     monkeypatch.delattr(os, "sched_getaffinity")
@@ -106,7 +100,7 @@ def test_quota_of_version_1(place: str, text: str, cores: int, group: Path) -> N
     ],
 )
 def test_bfloat16_is_not_fast_on_arm(
-    machine: str, flags: str | None, has_bf16: bool, monkeypatch: pytest.MonkeyPatch
+    machine: str, flags: str | None, has_bf16: bool, monkeypatch
 ) -> None:
     monkeypatch.setattr("platform.machine", lambda: machine)
     read = Mock(return_value=flags) if flags else Mock(side_effect=FileNotFoundError)

@@ -3,13 +3,12 @@
 import logging
 import time
 
-import pytest
 from engines import run_in_threads
 
 from nanovllm.utils.log import show_log
 
 
-def test_the_log_is_set_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_is_set_up_once(monkeypatch) -> None:
     class Slow(logging.StreamHandler):
         def __init__(self) -> None:
             time.sleep(0.1)

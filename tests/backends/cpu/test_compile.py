@@ -40,7 +40,7 @@ def start(
 
 
 @pytest.mark.slow
-def test_a_later_start_computes_the_same_bits(tmp_path: Path) -> None:
+def test_a_later_start_computes_the_same_bits(tmp_path) -> None:
     """The process that compiled a kernel called another copy of a function than later ones."""
     code = """
 import hashlib
@@ -53,9 +53,7 @@ print(hashlib.sha256(token_logprobs(logits, torch.arange(400), 3).numpy()).hexdi
 
 
 @pytest.mark.slow
-def test_first_start_answers_while_kernels_are_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_start_answers_while_kernels_are_compiled(tmp_path, monkeypatch) -> None:
     """Two first starts, of which one compiles, and a later one that uses what was compiled.
 
     One kernel is missing, because to compile all of them would take half a minute more. During the
@@ -91,7 +89,7 @@ def test_first_start_answers_while_kernels_are_compiled(
     assert "compil" not in log
 
 
-def test_nothing_imports_numba_before_the_kernels_are_compiled(tmp_path: Path) -> None:
+def test_nothing_imports_numba_before_the_kernels_are_compiled(tmp_path) -> None:
     code = (
         "import sys, types; from nanovllm.backends.cpu import kernel_files\n"
         "calls = []\n"
@@ -106,9 +104,7 @@ def test_nothing_imports_numba_before_the_kernels_are_compiled(tmp_path: Path) -
     assert log.count("compiled in the background") == 1
 
 
-def test_plain_torch_where_kernels_cannot_be_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_plain_torch_where_kernels_cannot_be_compiled(tmp_path, monkeypatch, caplog) -> None:
     """Of a model that is large enough to wait for the kernels."""
 
     def fail(*arguments: object) -> None:
@@ -130,7 +126,7 @@ def test_plain_torch_where_kernels_cannot_be_compiled(
         pick_backend("numba", cpu, torch.float32, num_weights=lambda: 10**9)
 
 
-def test_each_processor_and_dtype_has_its_marker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_processor_and_dtype_has_its_marker(monkeypatch) -> None:
     markers = {kernel_files.marker(dtype) for dtype in (torch.float32, torch.bfloat16)}
     assert len(markers - {None}) == 2
     digests, read = {kernel_files.digest()}, Path.read_bytes
@@ -146,7 +142,7 @@ def test_each_processor_and_dtype_has_its_marker(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names a processor of another kind")
-def test_kernels_compile_for_other_processors(tmp_path: Path) -> None:
+def test_kernels_compile_for_other_processors(tmp_path) -> None:
     """LLVM accepts the kernels for a processor that this one need not be. They do not run, so that
     they are not optimized.
     """
@@ -223,7 +219,7 @@ FOR_ARM = dict(NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES=FEATURES, NUMBA_OPT=
 
 
 @pytest.mark.slow
-def test_kernels_compile_for_arm(tmp_path: Path) -> None:
+def test_kernels_compile_for_arm(tmp_path) -> None:
     """For Linux and for Apple's cores, from code that has no instruction of this processor.
 
     A call of a function that Numba does not have there would end the process.
@@ -280,7 +276,7 @@ INSTRUCTIONS = {
 
 
 @pytest.mark.slow
-def test_arms_dot_product(tmp_path: Path) -> None:
+def test_arms_dot_product(tmp_path) -> None:
     """It is in the inner loops of int8 and int4, which do not become longer."""
     lines, _ = start(tmp_path, ASSEMBLY + SDOT, PYTHONWARNINGS="ignore", **FOR_ARM)
     cpus = "neoverse-n1", "neoverse-v1", "apple-m1"
@@ -309,7 +305,7 @@ def test_arms_dot_product(tmp_path: Path) -> None:
     ],
 )
 def test_sdot_is_for_processors_that_have_it(
-    name: str, flags: str | None, has_sdot: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, flags: str | None, has_sdot: bool, monkeypatch
 ) -> None:
     monkeypatch.setattr(jit, "get_host_cpu_name", lambda: name)
     read = Mock(return_value=flags) if flags else Mock(side_effect=OSError)
@@ -321,7 +317,7 @@ def test_sdot_is_for_processors_that_have_it(
             assert not jit.has_sdot.__wrapped__()
 
 
-def test_directory_of_compiled_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_of_compiled_code(tmp_path, monkeypatch) -> None:
     """It is somewhere else if it cannot be made where it should be. Nothing is removed."""
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     old = tmp_path / "kernels-of-somebody-else" / "code.nbc"
@@ -344,7 +340,7 @@ def test_directory_of_compiled_code(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_code_follows_the_sources_of_other_kernels(tmp_path: Path) -> None:
+def test_code_follows_the_sources_of_other_kernels(tmp_path) -> None:
     """A kernel of the sampler calls `exp` of cpu/primitives.py, which Numba's cache overlooks. It is
     compiled again if a text has changed, not if a time has.
     """
@@ -372,7 +368,7 @@ def test_code_follows_the_sources_of_other_kernels(tmp_path: Path) -> None:
     assert {Path(d).parent for d in directories} == {package / "backends" / "cpu" / "__pycache__"}
 
 
-def test_nowhere_to_keep_kernels(tmp_path: Path) -> None:
+def test_nowhere_to_keep_kernels(tmp_path) -> None:
     """Neither __pycache__ nor a home that can be written: one line says so and what helps, and the
     answer comes at once.
     """

@@ -76,7 +76,7 @@ def test_more_threads_than_blocks(threads: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tie", [False, True])
-def test_engine_packs(tmp_path: Path, tie: bool, dtype: str) -> None:
+def test_engine_packs(tmp_path, tie: bool, dtype: str) -> None:
     make_checkpoint(tmp_path, tie=tie)
     model = random_llm(tmp_path, dtype=dtype).engine.runner.model
     weights = [module.weight for module in model.linears()]
@@ -124,7 +124,7 @@ print((peak - before) / size)
 
 
 @pytest.mark.slow
-def test_loading_holds_no_weight_twice(tmp_path: Path) -> None:
+def test_loading_holds_no_weight_twice(tmp_path) -> None:
     sizes = dict(hidden_size=1024, intermediate_size=3072, vocab_size=10_000, num_hidden_layers=4)
     make_config(**sizes).save_pretrained(tmp_path)
     done = fresh.run(MEMORY.format(path=tmp_path))

@@ -45,7 +45,7 @@ def best(who: str) -> int:
 
 
 @pytest.fixture(autouse=True)
-def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def restored(monkeypatch) -> Iterator[None]:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = torch.get_num_threads()
     yield
@@ -109,7 +109,7 @@ class Cores:
 
 
 @pytest.mark.parametrize("who", NEIGHBOURS)
-def test_neighbours_before_a_call(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbours_before_a_call(who: str, monkeypatch) -> None:
     """The pause between two calls is measured too."""
     cores = Cores(monkeypatch)
     limited = cores.limit()
@@ -122,7 +122,7 @@ def test_neighbours_before_a_call(who: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("who", NEIGHBOURS)
-def test_neighbours_during_a_call(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbours_during_a_call(who: str, monkeypatch) -> None:
     cores = Cores(monkeypatch)
     limited = cores.limit()
     assert set(cores.steps(limited, 1)) == {2}
@@ -135,7 +135,7 @@ def test_neighbours_during_a_call(who: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert set(cores.steps(limited, 5)[5:]) == {2}, "from 0.3 s on"
 
 
-def test_a_limit_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_is_tried_again(monkeypatch) -> None:
     """Also if the cores are never idle, so that only a trial shows that a thread gets a core."""
     cores = Cores(monkeypatch)
     limited = cores.limit()
@@ -147,7 +147,7 @@ def test_a_limit_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(used[-50:]) == {2}
 
 
-def test_a_long_step_changes_between_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_step_changes_between_its_layers(monkeypatch) -> None:
     cores = Cores(monkeypatch)
     limited = cores.limit()
     limited.adjust()  # no step runs
@@ -161,7 +161,7 @@ def test_a_long_step_changes_between_its_layers(monkeypatch: pytest.MonkeyPatch)
     assert torch.get_num_threads() == 2
 
 
-def test_many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_cores(monkeypatch) -> None:
     """Numbers of threads from 16 on, by what was waited and what is free."""
     monkeypatch.setattr(thread_limit, "available_cores", lambda: list(range(16)))
     monkeypatch.setattr(thread_limit, "quota", lambda cores: cores)
@@ -179,7 +179,7 @@ def test_many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         assert limited.limit == number
 
 
-def test_a_number_that_the_user_chose_is_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_that_the_user_chose_is_the_most(monkeypatch) -> None:
     cores = Cores(monkeypatch)
     limited = cores.limit()
     cores.who = "one"
@@ -192,9 +192,7 @@ def test_a_number_that_the_user_chose_is_the_most(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("value", ["2", "all of them", ""])
-def test_the_environment_does_not_make_threads_wait(
-    value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_does_not_make_threads_wait(value: str, monkeypatch) -> None:
     """OMP_NUM_THREADS, which torch has read, is no reason to spin next to a busy process."""
     monkeypatch.setenv("OMP_NUM_THREADS", value)
     cores = Cores(monkeypatch)
@@ -203,7 +201,7 @@ def test_the_environment_does_not_make_threads_wait(
     assert cores.steps(limited, 5)[-1] == 1
 
 
-def test_steps_of_an_engine_follow_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_an_engine_follow_it(path: Path, monkeypatch) -> None:
     """Layer by layer, in torch and in Numba, whose teams are as before after the steps."""
     numba = pytest.importorskip("numba")
     if numba.config.NUMBA_NUM_THREADS < 2:
@@ -231,7 +229,7 @@ def test_steps_of_an_engine_follow_it(path: Path, monkeypatch: pytest.MonkeyPatc
     assert torch.get_num_threads() == numba.get_num_threads() == 2
 
 
-def test_loading_is_limited(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_is_limited(path: Path, monkeypatch) -> None:
     """A weight in int4 has many small operations, and each would wait for a busy core."""
     torch.set_num_threads(2)
     running, used = [], []

@@ -24,12 +24,7 @@ def test_token_sizes(maximum: int) -> None:
 
 @pytest.mark.parametrize("num", [0, 3])
 @pytest.mark.parametrize("error", [None, RuntimeError("unsupported")])
-def test_some_sizes_can_be_captured(
-    num: int,
-    error: Exception | None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_some_sizes_can_be_captured(num: int, error: Exception | None, monkeypatch, caplog) -> None:
     """The largest are captured, until the memory is nearly full or a capture fails."""
     free = itertools.chain([1 << 30] * num, itertools.repeat(1 << 30 if error else 1 << 20))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 80 << 30))
@@ -49,7 +44,7 @@ def test_some_sizes_can_be_captured(
     assert ("unsupported" if error else "nearly full") in record.getMessage()
 
 
-def test_steps_larger_than_all_graphs_are_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_larger_than_all_graphs_are_eager(monkeypatch) -> None:
     monkeypatch.setattr(ChunkGraphs, "_capture", lambda self, size, attention: size)
     model: Any = SimpleNamespace(logits=None, forward=lambda *args: "eager")
     attention: Any = SimpleNamespace(cache=torch.empty(0))

@@ -32,9 +32,7 @@ def answer(llm: LLM, prompts: list[list[int]], params: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("hybrid", [False, True])
-def test_experts_have_the_tokens_of_transformers_captured_and_eager(
-    hybrid: bool, tmp_path: Path
-) -> None:
+def test_experts_have_the_tokens_of_transformers_captured_and_eager(hybrid: bool, tmp_path) -> None:
     sizes = dict(moe_intermediate_size=64, shared_expert_intermediate_size=64)
     model = make_moe_checkpoint(tmp_path, hybrid=hybrid, **sizes)
     prompts = [[i + 1] * (3 * i + 1) for i in range(12)]
@@ -45,7 +43,7 @@ def test_experts_have_the_tokens_of_transformers_captured_and_eager(
 
 
 @pytest.mark.parametrize("model", ["qwen3", "hybrid"])
-def test_captured_and_eager_steps_are_close_in_bfloat16(model: str, tmp_path: Path) -> None:
+def test_captured_and_eager_steps_are_close_in_bfloat16(model: str, tmp_path) -> None:
     """Log-probabilities of the first tokens: of graphs of chunks, and of the delta rule."""
     make_hybrid_checkpoint(tmp_path) if model == "hybrid" else make_checkpoint(tmp_path)
     prompts = [[i + 1] * (11 * i + 1) for i in range(12)]
@@ -60,7 +58,7 @@ def test_captured_and_eager_steps_are_close_in_bfloat16(model: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["plain", "int4", "hybrid"])
-def test_new_weights_and_sleep(tmp_path: Path, kind: str) -> None:
+def test_new_weights_and_sleep(tmp_path, kind: str) -> None:
     """Captured steps read new weights where the old ones were, and are captured after sleep."""
     make = make_hybrid_checkpoint if kind == "hybrid" else make_checkpoint
     models = [make(tmp_path / str(seed), seed=seed) for seed in range(2)]
@@ -87,7 +85,7 @@ def test_new_weights_and_sleep(tmp_path: Path, kind: str) -> None:
         assert answer(llm, prompts, params) == wanted[level - 1]
 
 
-def test_what_graphs_read_is_not_freed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_graphs_read_is_not_freed(path: Path, monkeypatch) -> None:
     """As far as torch sees it: tests/helpers/dry_run.py checks what Triton's kernels read."""
     graph = torch.cuda.graph
     if "check_input_liveness" not in inspect.signature(graph).parameters:
@@ -134,7 +132,7 @@ def test_capture_sizes(path: Path, num: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8], ids=str)
-def test_copies_of_the_host_pool(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_copies_of_the_host_pool(monkeypatch, dtype: torch.dtype) -> None:
     """Blocks that are saved, overwritten at once, and loaded elsewhere, several times over."""
     monkeypatch.setattr(host_pool, "CHUNK_BYTES", 7 * 3 * 2 * 2 * 16 * 64 * dtype.itemsize)
     cache = torch.randn(3, 2, 40, 2, 16, 64, device=DEVICE).to(dtype)
@@ -168,7 +166,7 @@ def test_tokens_with_a_host_cache(path: Path, eager: bool) -> None:
     assert stats["host_loads"] > 20
 
 
-def test_graphs_fit_in_the_margin(tmp_path: Path) -> None:
+def test_graphs_fit_in_the_margin(tmp_path) -> None:
     """What the graphs of 28 layers and 512 rows take outside torch's allocator."""
     make_checkpoint(tmp_path, num_hidden_layers=28)
     taken = []

@@ -1,7 +1,6 @@
 """Answers of trained and of large models on a GPU."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import references
@@ -80,7 +79,7 @@ QWEN3_8B = QWEN3_06B | dict(
 
 @pytest.mark.parametrize("shape", [QWEN3_06B, QWEN3_8B], ids=["0.6b", "8b"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_real_shapes_against_transformers(tmp_path: Path, shape: dict, dtype: str) -> None:
+def test_real_shapes_against_transformers(tmp_path, shape: dict, dtype: str) -> None:
     """Log-probabilities of prompts, by transformers on the same card."""
     torch.manual_seed(0)
     with torch.device(DEVICE):

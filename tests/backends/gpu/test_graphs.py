@@ -83,9 +83,7 @@ def test_a_replay_writes_one_slot_a_row_and_the_null_block(path: Path) -> None:
     assert batches.count([1, 2, 3]) > 10  # in the graph of 4, and row 0 is free
 
 
-def test_rules_are_forgotten_with_their_request(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rules_are_forgotten_with_their_request(path: Path, monkeypatch) -> None:
     """A row that once had rules costs later requests nothing: no token is sampled twice."""
     llm = make_llm(path, graphs=True, max_num_seqs=4, async_scheduling=False)
     greedy = dict(temperature=0, max_tokens=6, ignore_eos=True)
@@ -97,9 +95,7 @@ def test_rules_are_forgotten_with_their_request(
     assert [rules for *_, rules in calls] == [None]  # of the prompt; decodes sample in the graph
 
 
-def test_an_engine_with_graphs_is_freed_at_once(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_with_graphs_is_freed_at_once(path: Path, monkeypatch) -> None:
     """Its memory must not wait for Python's collector: the next engine may need it."""
 
     def capture(function: Callable[[], None]) -> Callable[[], None]:
@@ -164,7 +160,7 @@ def test_an_error_at_any_line(path: Path) -> None:
         assert len(failures) == 1
 
 
-def test_engines_capture_on_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_capture_on_streams_of_their_own(monkeypatch) -> None:
     """torch returns the same streams in turn; a graph that is freed harms others on its stream."""
     numbers = itertools.count()
 

@@ -8,7 +8,6 @@ import importlib.util
 import os
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -292,7 +291,7 @@ def test_quantized_linear(
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("weight_class", [Int8Weight, Int4Weight])
 def test_many_rows_convert_a_part_of_the_weights_at_a_time(
-    weight_class: type[Int8Weight], bias: bool, monkeypatch: pytest.MonkeyPatch
+    weight_class: type[Int8Weight], bias: bool, monkeypatch
 ) -> None:
     torch.manual_seed(0)
     weight = weight_class.empty(torch.empty, 70, 64)
@@ -311,9 +310,7 @@ def test_many_rows_convert_a_part_of_the_weights_at_a_time(
     assert sizes == [32, 32, 6]
 
 
-def test_a_row_and_a_query_have_the_same_bits_in_any_part(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_row_and_a_query_have_the_same_bits_in_any_part(monkeypatch) -> None:
     """The kernels of batch_invariant=True, also of a last token alone, as a decode has it."""
     from triton.runtime import interpreter
 
@@ -487,7 +484,7 @@ def first_above(weights, targets, out, N: tl.constexpr):
     tl.store(out + i, sampler._first_above(weight, tl.load(targets + i)))
 
 
-def test_a_hidden_token_is_never_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hidden_token_is_never_drawn(monkeypatch) -> None:
     """The cumulative sum is in the order of a tree, and targets are equal to its elements."""
 
     def scan(x: np.ndarray) -> np.ndarray:
@@ -529,7 +526,7 @@ def test_the_engine_answers_with_the_kernels() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_with_the_kernels(family: str, tmp_path: Path) -> None:
+def test_families_with_the_kernels(family: str, tmp_path) -> None:
     model = make_family_checkpoint(tmp_path, family)
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1)
     llm = random_llm(tmp_path, attention_backend="triton")
@@ -537,7 +534,7 @@ def test_families_with_the_kernels(family: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, tuple]]:
+def launches(monkeypatch) -> Callable[..., dict[str, tuple]]:
     """A function that calls a wrapper of a kernel module as on a GPU, without the interpreter.
 
     It returns {kernel: (what Triton specializes on, options)} of the launches.

@@ -55,7 +55,7 @@ def write_tasks(path: Path, num_docs: int) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is not missing")
-def test_a_device_that_lm_eval_asks_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_device_that_lm_eval_asks_for(caplog) -> None:
     """Its command passes cuda:0 by default, which may also be what the user asks for."""
     pytest.importorskip("lm_eval")
     from nanovllm.cli.jobs.lm_eval import NanoVLLM
@@ -118,7 +118,7 @@ def test_thinking() -> None:
 
 
 @pytest.mark.slow
-def test_lm_eval_gives_the_figures_of_its_own_model(tmp_path: Path) -> None:
+def test_lm_eval_gives_the_figures_of_its_own_model(tmp_path) -> None:
     lm_eval = pytest.importorskip("lm_eval")
     pytest.importorskip("accelerate")
     from lm_eval.tasks import TaskManager
@@ -165,7 +165,7 @@ def test_lm_eval_gives_the_figures_of_its_own_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_lm_evals_command_knows_the_model(tmp_path: Path) -> None:
+def test_lm_evals_command_knows_the_model(tmp_path) -> None:
     pytest.importorskip("lm_eval")
     write_tasks(tmp_path, 8)
     options = "--model nanovllm --model_args model=qwen3-nano,attention_backend=sdpa --device cpu"

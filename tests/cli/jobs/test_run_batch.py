@@ -71,7 +71,7 @@ def few(count: int = 6) -> list[dict[str, Any]]:
 # ---- results ----
 
 
-def test_results_equal_the_library(embedded: LLM, tmp_path: Path) -> None:
+def test_results_equal_the_library(embedded: LLM, tmp_path) -> None:
     prompts = ["Spell garden\n", "What is 12 + 30?\n"]
     sampled = {"n": 2, "seed": 5, "temperature": 1.5, "max_tokens": 8, "top_k": 20}
     lines = [
@@ -192,7 +192,7 @@ def test_fields_become_parameters(embedded: LLM) -> None:
 
 
 @pytest.mark.extra
-def test_results_have_the_types_of_openai(embedded: LLM, tmp_path: Path) -> None:
+def test_results_have_the_types_of_openai(embedded: LLM, tmp_path) -> None:
     types = pytest.importorskip("openai.types")
     chat_types = pytest.importorskip("openai.types.chat")
     more = {"n": 2, "max_tokens": 2}
@@ -251,9 +251,7 @@ WRONG: list[tuple[Any, str]] = [
 ]
 
 
-def test_wrong_lines_stop_nothing(
-    embedded: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_lines_stop_nothing(embedded: LLM, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(embedded.engine.scheduler, "max_num_seqs", 1)
     lines: list[Any] = []
     for i, (wrong, _) in enumerate(WRONG):
@@ -279,7 +277,7 @@ def test_wrong_lines_stop_nothing(
         assert one["custom_id"] == (custom_id if isinstance(custom_id, str) else None)
 
 
-def test_chat_templates_of_lines(embedded: LLM, tmp_path: Path) -> None:
+def test_chat_templates_of_lines(embedded: LLM, tmp_path) -> None:
     """A template may never end, so a line may have one only if the option says so."""
     template = "{{ messages[0].content }}"
     fields = [{"chat_template": template}, {"chat_template_kwargs": {"chat_template": template}}]
@@ -293,7 +291,7 @@ def test_chat_templates_of_lines(embedded: LLM, tmp_path: Path) -> None:
             assert trusted or "--trust-chat-templates" in one["error"]["error"]["message"]
 
 
-def test_a_request_that_fails_while_it_runs(embedded: LLM, tmp_path: Path) -> None:
+def test_a_request_that_fails_while_it_runs(embedded: LLM, tmp_path) -> None:
     eos = sorted(embedded.engine.input_processor.eos_token_ids)
     hidden = ask("Hi", min_tokens=3, allowed_token_ids=eos)
     lines = [line("hidden", CHAT, **hidden), *few(2)]
@@ -323,7 +321,7 @@ def finish(source: Path, target: Path) -> int:
     return num_done
 
 
-def test_a_kill_after_every_byte(tmp_path: Path) -> None:
+def test_a_kill_after_every_byte(tmp_path) -> None:
     """A kill leaves a prefix of the output. From each, a start goes on to the same results."""
     source, target = save(tmp_path / "in.jsonl", few(2)), tmp_path / "out.jsonl"
     assert finish(source, target) == 0
@@ -336,9 +334,7 @@ def test_a_kill_after_every_byte(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="Windows has other signals")
-def test_ctrl_c_and_kill_9(
-    embedded: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_and_kill_9(embedded: LLM, tmp_path, capsys) -> None:
     lines = [line(f"q{i}", CHAT, **ask(f"Count from {i + 1} to {i + 21}")) for i in range(30)]
     source, target = save(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     arguments = ["-i", str(source), "-o", str(target)]
@@ -364,12 +360,7 @@ def test_ctrl_c_and_kill_9(
         assert body(got[f"q{i}"])["choices"][0]["message"]["content"] == want
 
 
-def test_errors_and_another_try(
-    embedded: LLM,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_errors_and_another_try(embedded: LLM, tmp_path, monkeypatch, capsys) -> None:
     """The status says whether a line has an error, also of an earlier run."""
     monkeypatch.setattr("nanovllm.cli.jobs.run_batch.LLM", lambda *_, **__: embedded)
     lines = [line("a", CHAT, model="other", **ask("What is 12 + 30?")), *few(2)]
@@ -398,7 +389,7 @@ def test_errors_and_another_try(
 # ---- one clear error ----
 
 
-def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+def test_files_that_cannot_be_used(tmp_path) -> None:
     source, target = save(tmp_path / "in.jsonl", few(2)), tmp_path / "out.jsonl"
     finish(source, target)
     whole = target.read_bytes()
@@ -429,9 +420,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     refused(source, target, every)
 
 
-def test_one_process_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_process_writes(tmp_path, monkeypatch, capsys) -> None:
     source, target = save(tmp_path / "in.jsonl", few(2)), tmp_path / "out.jsonl"
     finish(source, target)
     whole = target.read_bytes()
@@ -463,9 +452,7 @@ def test_one_process_writes(
         (["--model", "/nowhere"], "/nowhere"),
     ],
 )
-def test_wrong_options(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
-) -> None:
+def test_wrong_options(tmp_path, capsys, more: list[str], message: str) -> None:
     """The same command would fail again, so the message does not propose it."""
     source, target = save(tmp_path / "in.jsonl", few()), tmp_path / "out.jsonl"
     assert main(["-i", str(source), "-o", str(target), *more]) == 1

@@ -43,7 +43,7 @@ def pair(
     [{}, {"attention_backend": "sdpa"}, {"quantization": "int8"}, {"quantization": "int4"}],
     ids=str,
 )
-def test_every_linear_layer(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_every_linear_layer(tmp_path, options: dict[str, Any]) -> None:
     """Fused, packed and quantized weights are the merged ones, to rounding."""
     base, adapter, merged = pair(tmp_path, "_proj|lm_head")
     found = random_llm(base, adapter=adapter, **options)
@@ -55,7 +55,7 @@ def test_every_linear_layer(tmp_path: Path, options: dict[str, Any]) -> None:
             torch.testing.assert_close(weight, wanted[name], rtol=1e-6, atol=1e-6)
 
 
-def test_experts(tmp_path: Path) -> None:
+def test_experts(tmp_path) -> None:
     base, adapter, merged = pair(tmp_path, r"experts\.\d\.|q_proj", moe=True)
     wanted = tokens(random_llm(merged))
     assert tokens(random_llm(base, adapter=adapter)) == wanted != tokens(random_llm(base))
@@ -63,9 +63,7 @@ def test_experts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [None, "0.18.1", "0.21.2"])
 @pytest.mark.parametrize(("kind", "sizes"), [("both", (48, 64)), ("gate_up_proj", (32, 64))])
-def test_stacked_experts(
-    tmp_path: Path, version: str | None, kind: str, sizes: tuple[int, int]
-) -> None:
+def test_stacked_experts(tmp_path, version: str | None, kind: str, sizes: tuple[int, int]) -> None:
     """One factor has all experts. Old versions of PEFT exchange inputs and outputs."""
     inner, hidden = sizes  # of a square parameter, only the version says its order
     make_moe_checkpoint(tmp_path / "base", moe_intermediate_size=inner, num_hidden_layers=1)
@@ -101,7 +99,7 @@ def test_stacked_experts(
                 torch.testing.assert_close(file.get_tensor(name), wanted[name])
 
 
-def test_ranks_and_scales_of_modules(tmp_path: Path) -> None:
+def test_ranks_and_scales_of_modules(tmp_path) -> None:
     """A pattern is the end of a name or a regular expression; the first that matches counts."""
     make_checkpoint(tmp_path / "base")
     base = load_file(tmp_path / "base" / "model.safetensors")
@@ -132,7 +130,7 @@ def test_ranks_and_scales_of_modules(tmp_path: Path) -> None:
         torch.testing.assert_close(weight, wanted[name], rtol=1e-6, atol=1e-6)
 
 
-def test_tensors_that_replace_tensors(tmp_path: Path) -> None:
+def test_tensors_that_replace_tensors(tmp_path) -> None:
     """Of modules_to_save and biases, and of a module that is also the base of factors."""
     make_checkpoint(tmp_path / "base", "qwen2")
     base = load_file(tmp_path / "base" / "model.safetensors")
@@ -154,7 +152,7 @@ def test_tensors_that_replace_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "model.language_model."])
-def test_other_prefixes(tmp_path: Path, prefix: str) -> None:
+def test_other_prefixes(tmp_path, prefix: str) -> None:
     """Of an adapter that was trained without the head, or with a model that has a vision tower."""
     base, adapter, merged = pair(tmp_path)
     wanted, file = tokens(random_llm(merged)), adapter / "adapter_model.safetensors"
@@ -167,7 +165,7 @@ def test_other_prefixes(tmp_path: Path, prefix: str) -> None:
     assert tokens(random_llm(base, adapter=adapter)) == wanted
 
 
-def test_a_quantized_base_model(tmp_path: Path) -> None:
+def test_a_quantized_base_model(tmp_path) -> None:
     """Its weights are decoded, merged, and quantized again if int4 is asked for."""
     make_checkpoint(tmp_path / "base")
     decoded = quantize_checkpoint(tmp_path / "base", "gptq")
@@ -184,7 +182,7 @@ def test_a_quantized_base_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keeps_tied", [False, True])
-def test_embeddings_and_head_that_are_one_tensor(tmp_path: Path, keeps_tied: bool) -> None:
+def test_embeddings_and_head_that_are_one_tensor(tmp_path, keeps_tied: bool) -> None:
     """They differ if one of them changes, unless ensure_weight_tying asks for one tensor."""
     model = make_checkpoint(tmp_path / "base", tie=True)
     embed, head = "model.embed_tokens.weight", "lm_head.weight"
@@ -237,7 +235,7 @@ PEFT = {"use_dora": True, "layer_replication": [[0, 2]], "trainable_token_indice
     ],
     ids=str,
 )
-def test_what_is_not_supported(tmp_path: Path, config: dict[str, Any], words: str) -> None:
+def test_what_is_not_supported(tmp_path, config: dict[str, Any], words: str) -> None:
     base, adapter, _ = pair(tmp_path)
     path = adapter / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
@@ -248,9 +246,7 @@ def test_what_is_not_supported(tmp_path: Path, config: dict[str, Any], words: st
 @pytest.mark.parametrize(
     ("base", "level"), [("/x/Base", "INFO"), (None, "INFO"), ("org/Other-1B", "WARNING")]
 )
-def test_the_log_names_the_base_model(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, base: str | None, level: str
-) -> None:
+def test_the_log_names_the_base_model(tmp_path, caplog, base: str | None, level: str) -> None:
     path, adapter, _ = pair(tmp_path)
     config = json.loads((adapter / "adapter_config.json").read_text())
     config["base_model_name_or_path"] = base
@@ -260,7 +256,7 @@ def test_the_log_names_the_base_model(
     assert record.levelname == level
 
 
-def test_an_adapter_of_another_model(tmp_path: Path, path: Path) -> None:
+def test_an_adapter_of_another_model(tmp_path, path: Path) -> None:
     make_checkpoint(tmp_path / "large", hidden_size=96)
     tensors = lora(load_file(tmp_path / "large" / "model.safetensors"), "layers.0.*q_proj")
     with pytest.raises(ValueError, match=r"lora_A.weight is \[4, 96\], expected \[4, 64"):
@@ -281,7 +277,7 @@ def test_an_adapter_of_another_model(tmp_path: Path, path: Path) -> None:
         random_llm(path, adapter=save_adapter(tmp_path / "a", {"model.norm.weight": torch.ones(5)}))
 
 
-def test_files_that_are_missing_or_damaged(tmp_path: Path, path: Path) -> None:
+def test_files_that_are_missing_or_damaged(tmp_path, path: Path) -> None:
     with pytest.raises(ValueError, match="adapter: there is no directory '/nowhere'"):
         random_llm(path, adapter="/nowhere")
     with pytest.raises(ValueError, match=r"adapter_config\.json cannot be read \(No such file"):
@@ -339,7 +335,7 @@ def test_files_that_are_missing_or_damaged(tmp_path: Path, path: Path) -> None:
     ],
     ids=str,
 )
-def test_peft(tmp_path: Path, family: str, tie: bool, config: dict[str, Any]) -> None:
+def test_peft(tmp_path, family: str, tie: bool, config: dict[str, Any]) -> None:
     """The weights are those of merge_and_unload, bit for bit in float32."""
     peft = pytest.importorskip("peft")
     model = make_checkpoint(tmp_path / "base", family, tie=tie)

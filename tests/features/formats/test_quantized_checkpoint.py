@@ -32,7 +32,7 @@ PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9], [11] * 20]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_formats(name: str, tmp_path: Path) -> None:
+def test_formats(name: str, tmp_path) -> None:
     """The weights are equal bit for bit, and so are the tokens of the decoded checkpoint."""
     make_checkpoint(tmp_path)
     decoded = quantize_checkpoint(tmp_path, name, shards=3)
@@ -54,7 +54,7 @@ def test_formats(name: str, tmp_path: Path) -> None:
     ("place", "name"),
     [("compression_config", "compressed W8A8"), ("hf_quant_config.json", "modelopt channel")],
 )
-def test_other_places_of_the_config(tmp_path: Path, place: str, name: str) -> None:
+def test_other_places_of_the_config(tmp_path, place: str, name: str) -> None:
     """The old field of compressed-tensors, and the file of ModelOpt, which may be alone."""
     make_checkpoint(tmp_path)
     decoded = quantize_checkpoint(tmp_path, name)
@@ -69,7 +69,7 @@ def test_other_places_of_the_config(tmp_path: Path, place: str, name: str) -> No
     assert all(torch.equal(weight, decoded[key].float()) for key, weight in weights.items())
 
 
-def test_modelopt_may_quantize_only_the_cache(path: Path, tmp_path: Path) -> None:
+def test_modelopt_may_quantize_only_the_cache(path: Path, tmp_path) -> None:
     edited(path, tmp_path)
     (tmp_path / "hf_quant_config.json").write_text(
         '{"quantization": {"quant_algo": null, "kv_cache_quant_algo": "FP8"}}'
@@ -77,7 +77,7 @@ def test_modelopt_may_quantize_only_the_cache(path: Path, tmp_path: Path) -> Non
     assert len(random_llm(tmp_path).generate([1], GREEDY, use_tqdm=False)) == 1
 
 
-def test_dummy_weights(tmp_path: Path) -> None:
+def test_dummy_weights(tmp_path) -> None:
     make_checkpoint(tmp_path)
     quantize_checkpoint(tmp_path, "gptq")
     for path in tmp_path.glob("*.safetensors"):
@@ -89,7 +89,7 @@ def test_dummy_weights(tmp_path: Path) -> None:
     ("name", "method"),
     [("awq", "awq"), ("awq", "awq_marlin"), ("gptq", "gptq"), ("fp8", "fp8"), ("fp8", "modelopt")],
 )
-def test_the_name_of_the_format_as_quantization(tmp_path: Path, name: str, method: str) -> None:
+def test_the_name_of_the_format_as_quantization(tmp_path, name: str, method: str) -> None:
     """As in scripts for vLLM: it is accepted for a checkpoint that has this format."""
     make_checkpoint(tmp_path)
     key = next(key for key in FORMATS if key.startswith(name))
@@ -127,7 +127,7 @@ LIST = "can be 'fp8', 'fbgemm_fp8', 'modelopt', 'compressed-tensors', 'awq', 'gp
         ),
     ],
 )
-def test_formats_that_are_not_supported(config: dict, words: str, tmp_path: Path) -> None:
+def test_formats_that_are_not_supported(config: dict, words: str, tmp_path) -> None:
     """They are refused before the weights or the tokenizer are read."""
     make_checkpoint(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
@@ -153,7 +153,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj."
         ("gptq", {"qzeros": torch.ones(2, 12).int()}, "packs 128 numbers into 12 words .* 4 and 8"),
     ],
 )
-def test_tensors_that_do_not_fit(name: str, changes: dict, words: str, tmp_path: Path) -> None:
+def test_tensors_that_do_not_fit(name: str, changes: dict, words: str, tmp_path) -> None:
     make_checkpoint(tmp_path)
     quantize_checkpoint(tmp_path, name)
     path = next(tmp_path.glob("*.safetensors"))
@@ -167,7 +167,7 @@ def test_tensors_that_do_not_fit(name: str, changes: dict, words: str, tmp_path:
         random_llm(tmp_path)
 
 
-def test_biases_that_are_zero(tmp_path: Path) -> None:
+def test_biases_that_are_zero(tmp_path) -> None:
     """AutoGPTQ adds them to layers without a bias. Other biases that the model lacks are refused."""
     make_checkpoint(tmp_path)
     quantize_checkpoint(tmp_path, "gptq")
@@ -180,7 +180,7 @@ def test_biases_that_are_zero(tmp_path: Path) -> None:
         random_llm(tmp_path)
 
 
-def test_a_config_whose_weights_are_not_quantized(tmp_path: Path) -> None:
+def test_a_config_whose_weights_are_not_quantized(tmp_path) -> None:
     make_checkpoint(tmp_path)
     wanted = weights_of(random_llm(tmp_path, attention_backend="sdpa"))
     raw = json.loads((tmp_path / "config.json").read_text())
@@ -204,7 +204,7 @@ MIXED_GROUPS = {
         (scheme("pack-quantized") | {"config_groups": MIXED_GROUPS}, packed),
     ],
 )
-def test_layers_that_differ_in_bits_and_groups(config: dict, encode: Any, tmp_path: Path) -> None:
+def test_layers_that_differ_in_bits_and_groups(config: dict, encode: Any, tmp_path) -> None:
     def differ(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         is_down = weight.shape[1] == 96
         return encode(weight, bits=8, group=16) if is_down else encode(weight)
@@ -216,7 +216,7 @@ def test_layers_that_differ_in_bits_and_groups(config: dict, encode: Any, tmp_pa
         assert torch.equal(weight, decoded[key].float()), key
 
 
-def test_float8_with_more_exponent_bits(tmp_path: Path) -> None:
+def test_float8_with_more_exponent_bits(tmp_path) -> None:
     tensors, _ = fp8(torch.randn(32, 16), (32, 16))
     tensors["weight"] = tensors["weight"].to(torch.float8_e5m2)
     found = WeightFormat.from_config(FP8_BLOCKS, tmp_path).read("x.weight", tensors)
@@ -268,7 +268,7 @@ def test_compressed_tensors_gives_the_same_weights() -> None:
         ("compressed W8A8", False),
     ],
 )
-def test_int4_keeps_the_numbers(name: str, is_kept: bool, tmp_path: Path) -> None:
+def test_int4_keeps_the_numbers(name: str, is_kept: bool, tmp_path) -> None:
     """Weights in symmetric groups of 32 inputs or more are not quantized a second time."""
     make_checkpoint(tmp_path)
     decoded = quantize_checkpoint(tmp_path, name)
@@ -283,7 +283,7 @@ def test_int4_keeps_the_numbers(name: str, is_kept: bool, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["compressed W4A16", "gptq symmetric", "awq", "gptq"])
-def test_int4_of_a_quantized_hybrid_model(name: str, tmp_path: Path) -> None:
+def test_int4_of_a_quantized_hybrid_model(name: str, tmp_path) -> None:
     """Its layers reorder the rows of some weights. Symmetric weights keep their numbers."""
     make_hybrid_checkpoint(tmp_path, "LF")
     decoded = quantize_checkpoint(tmp_path, name)
@@ -307,7 +307,7 @@ def test_int4_of_a_quantized_hybrid_model(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-def test_weights_that_are_no_linear_layers(quantization: str | None, tmp_path: Path) -> None:
+def test_weights_that_are_no_linear_layers(quantization: str | None, tmp_path) -> None:
     """A router, the gate of a shared expert and embeddings can be quantized too."""
     config, encode = FORMATS["compressed W4A16"]
     suffixes = ("_proj.weight", "gate.weight", "embed_tokens.weight")
@@ -321,7 +321,7 @@ def test_weights_that_are_no_linear_layers(quantization: str | None, tmp_path: P
     assert llm.generate(PROMPTS, GREEDY, use_tqdm=False)
 
 
-def test_slices_of_int4_groups(tmp_path: Path) -> None:
+def test_slices_of_int4_groups(tmp_path) -> None:
     """A rank keeps the numbers of its rows, and of its columns if they begin with a group."""
     tensors, decoded = packed(torch.randn(16, 128), group=64)
     config = scheme("pack-quantized", 4, strategy="group", group_size=64)

@@ -36,7 +36,7 @@ needs_numba = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def paths(tmp_path_factory) -> dict[str, Path]:
     """Random checkpoints, by name."""
     path = tmp_path_factory.mktemp("check")
     make_checkpoint(path / "dense")
@@ -64,10 +64,7 @@ def make_backends(weights: str, dtype: torch.dtype) -> Any:
     ],
 )
 def test_right_kernels_pass(
-    paths: dict[str, Path],
-    model: str,
-    weights: str,
-    dtype: torch.dtype,
+    paths: dict[str, Path], model: str, weights: str, dtype: torch.dtype
 ) -> None:
     backends = make_backends(weights, dtype)
     config = Checkpoint(paths[model]).model_config
@@ -85,9 +82,7 @@ def test_right_kernels_pass(
 @needs_interpreter
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: "-".join(wrong[1:]))
-def test_wrong_kernels_are_caught(
-    wrong: tuple[str, str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_kernels_are_caught(wrong: tuple[str, str, str, str], tmp_path, monkeypatch) -> None:
     """A mask, a scale or a row of each Triton kernel."""
     name, kernel, text, replacement = wrong
     file_name = "linear" if name in ("int8", "int4", "experts") else name
@@ -149,9 +144,7 @@ def filled_memory() -> Iterator[None]:
 
 
 @needs_numba
-def test_wrong_kernels_of_a_cpu(
-    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_wrong_kernels_of_a_cpu(path: Path, monkeypatch, caplog) -> None:
     """Plain torch with one warning, because it cannot read the packed weights of the others."""
     from nanovllm.backends.cpu.backend import CpuBackend
 
@@ -177,9 +170,7 @@ def test_wrong_kernels_of_a_cpu(
 
 
 @needs_numba
-def test_kernels_of_a_cpu_are_checked_once(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_of_a_cpu_are_checked_once(path: Path, tmp_path, monkeypatch) -> None:
     """A file remembers it, next to the code of the kernels."""
     from nanovllm.backends.cpu.backend import CpuBackend
 

@@ -60,7 +60,7 @@ def is_empty(llm: LLM) -> bool:
 
 
 @pytest.fixture(scope="module")
-def saved(path: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+def saved(path: Path, tmp_path_factory) -> tuple[Path, list[list[int]]]:
     """A directory with the prefix cache of an engine in float32, and the engine's tokens."""
     directory, llm = tmp_path_factory.mktemp("saved"), random_llm(path)
     outputs = tokens(run(llm))
@@ -134,9 +134,7 @@ def test_fault_is_caught(name: str) -> None:
     ],
     ids=str,
 )
-def test_the_same_kv_and_tokens(
-    path: Path, tmp_path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_same_kv_and_tokens(path: Path, tmp_path, options: dict[str, Any], caplog) -> None:
     first = random_llm(path, **options)
     computed, again = run(first), run(first)
     num_saved = first.save_prefix_cache(tmp_path)
@@ -157,7 +155,7 @@ def test_the_same_kv_and_tokens(
     ]
 
 
-def test_the_last_used_prefix_is_loaded_first(path: Path, tmp_path: Path) -> None:
+def test_the_last_used_prefix_is_loaded_first(path: Path, tmp_path) -> None:
     """Of two prompts of ten blocks, a cache of twelve gets the second and two blocks of the other."""
     old, new = ([start + i % 50 for i in range(160)] for start in (1, 100))
     llm = random_llm(path)
@@ -176,7 +174,7 @@ def test_the_last_used_prefix_is_loaded_first(path: Path, tmp_path: Path) -> Non
     assert len(match(plain_sequence([*new, 0]))) > 5
 
 
-def test_blocks_of_host_memory(path: Path, tmp_path: Path) -> None:
+def test_blocks_of_host_memory(path: Path, tmp_path) -> None:
     """What the device has no room for is saved from host memory, and loaded into it."""
     prompts = [[start + i % 50 for i in range(160)] for start in (1, 60, 120)]
     options = dict(num_kv_cache_blocks=13, swap_space=0.001)
@@ -244,7 +242,7 @@ def test_other_options(
     still_serves(llm)
 
 
-def test_another_model(path: Path, saved: tuple[Path, Any], tmp_path: Path) -> None:
+def test_another_model(path: Path, saved: tuple[Path, Any], tmp_path) -> None:
     """The same sizes and other weights. The same weights elsewhere are the same model."""
     make_checkpoint(tmp_path / "other", seed=1)
     other = random_llm(tmp_path / "other")
@@ -259,7 +257,7 @@ def test_another_model(path: Path, saved: tuple[Path, Any], tmp_path: Path) -> N
     assert tokens(run(copy)) == saved[1]
 
 
-def test_another_adapter_or_seed(path: Path, tmp_path: Path) -> None:
+def test_another_adapter_or_seed(path: Path, tmp_path) -> None:
     """The same tensors of an adapter with another scale, and random weights."""
     factors = lora(load_file(path / "model.safetensors"), "q_proj")
     for kind in ("adapter", "seed"):
@@ -277,7 +275,7 @@ def test_another_adapter_or_seed(path: Path, tmp_path: Path) -> None:
             assert llm.load_prefix_cache(tmp_path / kind) > 0
 
 
-def test_scales_that_load_weights_keeps(path: Path, tmp_path: Path) -> None:
+def test_scales_that_load_weights_keeps(path: Path, tmp_path) -> None:
     file, options = edited(path, tmp_path) / "model.safetensors", {"kv_cache_dtype": "fp8"}
     save_file(load_file(file) | {"model.layers.1.self_attn.k_scale": torch.tensor(0.5)}, file)
     llm = random_llm(path, **options)
@@ -288,7 +286,7 @@ def test_scales_that_load_weights_keeps(path: Path, tmp_path: Path) -> None:
         random_llm(tmp_path, **options).load_prefix_cache(tmp_path)
 
 
-def test_a_checkpoint_that_has_changed(path: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_has_changed(path: Path, tmp_path) -> None:
     llm = random_llm(edited(path, tmp_path))
     run(llm)
     (tmp_path / "other").mkdir()
@@ -301,7 +299,7 @@ def test_a_checkpoint_that_has_changed(path: Path, tmp_path: Path) -> None:
     still_serves(llm)
 
 
-def test_damaged_files(path: Path, saved: tuple[Path, Any], tmp_path: Path) -> None:
+def test_damaged_files(path: Path, saved: tuple[Path, Any], tmp_path) -> None:
     llm, good = random_llm(path), (saved[0] / disk_cache.NAME).read_bytes()
     rng = random.Random(0)
     damaged = [good[:length] for length in (0, 8, 100, len(good) // 2, len(good) - 1)]
@@ -326,7 +324,7 @@ def test_damaged_files(path: Path, saved: tuple[Path, Any], tmp_path: Path) -> N
 # ---- engines without a prefix cache on disk ----
 
 
-def test_engines_that_are_refused(path: Path, llm: LLM, tmp_path: Path) -> None:
+def test_engines_that_are_refused(path: Path, llm: LLM, tmp_path) -> None:
     make_hybrid_checkpoint(tmp_path)
     disabled, hybrid = random_llm(path, enable_prefix_caching=False), random_llm(tmp_path)
     for engine, config, reason in (
@@ -340,7 +338,7 @@ def test_engines_that_are_refused(path: Path, llm: LLM, tmp_path: Path) -> None:
     assert not (tmp_path / "cache").exists()
 
 
-def test_nothing_to_save_or_load(path: Path, tmp_path: Path) -> None:
+def test_nothing_to_save_or_load(path: Path, tmp_path) -> None:
     llm = random_llm(path)
     assert llm.load_prefix_cache(tmp_path / "nowhere") == 0
     assert llm.save_prefix_cache(tmp_path) == 0
@@ -401,7 +399,7 @@ def fail() -> Any:
     ],
 )
 def test_a_fault_at_any_line(
-    path: Path, saved: tuple[Path, Any], tmp_path: Path, call: str, fault: Any
+    path: Path, saved: tuple[Path, Any], tmp_path, call: str, fault: Any
 ) -> None:
     """The engine remains usable, the old file or the new one is there, and no temporary one."""
     llm = random_llm(path)
@@ -430,7 +428,7 @@ def test_a_fault_at_any_line(
     assert num_raised > 20
 
 
-def test_two_processes(path: Path, saved: tuple[Path, Any], tmp_path: Path) -> None:
+def test_two_processes(path: Path, saved: tuple[Path, Any], tmp_path) -> None:
     """Both save and load all the time, and each load finds a whole file of one of them."""
     code = f"""
 import torch

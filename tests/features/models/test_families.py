@@ -29,7 +29,7 @@ each_family = pytest.mark.parametrize("family", FAMILIES)
 
 @pytest.mark.parametrize("backend", ["sdpa", "numba"])
 @each_family
-def test_parity(family: str, backend: str, tmp_path: Path) -> None:
+def test_parity(family: str, backend: str, tmp_path) -> None:
     """Log-probabilities and greedy tokens, and the same with a hit in the prefix cache."""
     model = make_family_checkpoint(tmp_path, family)
     prompts, params = prompts_of(1, 33, 70, 5, 64, 43), replace(GREEDY, max_tokens=40)
@@ -46,7 +46,7 @@ def test_parity(family: str, backend: str, tmp_path: Path) -> None:
 
 
 @each_family
-def test_a_prompt_at_each_position(family: str, tmp_path: Path) -> None:
+def test_a_prompt_at_each_position(family: str, tmp_path) -> None:
     """All log-probabilities of a long prompt, and the hidden state of its last token."""
     model = make_family_checkpoint(tmp_path, family)
     [prompt] = prompts_of(150)
@@ -95,7 +95,7 @@ def logprobs(llm: LLM) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @each_family
-def test_quantized_weights(family: str, kind: str, tmp_path: Path) -> None:
+def test_quantized_weights(family: str, kind: str, tmp_path) -> None:
     """The weights are near transformers'. A CPU rounds x, too: its kernel as its reference does."""
     make_family_checkpoint(tmp_path, family)
     plain = random_llm(tmp_path, attention_backend="sdpa").engine.runner.model
@@ -116,14 +116,14 @@ def test_quantized_weights(family: str, kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "fp8 of Ministral 3", "awq", "compressed W4A16"])
 @each_family
-def test_quantized_checkpoints(family: str, name: str, tmp_path: Path) -> None:
+def test_quantized_checkpoints(family: str, name: str, tmp_path) -> None:
     make_family_checkpoint(tmp_path / "base", family)
     decoded = quantize_checkpoint(tmp_path / "base", name)
     plain = saved(tmp_path / "plain", tmp_path / "base", decoded)
     assert tokens(random_llm(tmp_path / "base")) == tokens(random_llm(plain))
 
 
-def test_packed_numbers_are_kept(tmp_path: Path) -> None:
+def test_packed_numbers_are_kept(tmp_path) -> None:
     """Of a tensor of q, k and v with 4 bits, whose rows are stored in another order."""
     make_family_checkpoint(tmp_path, "phi4mini")
     decoded = quantize_checkpoint(tmp_path, "gptq symmetric")
@@ -135,7 +135,7 @@ def test_packed_numbers_are_kept(tmp_path: Path) -> None:
 
 
 @each_family
-def test_adapters(family: str, tmp_path: Path) -> None:
+def test_adapters(family: str, tmp_path) -> None:
     make_family_checkpoint(tmp_path / "base", family)
     base = load_file(tmp_path / "base" / "model.safetensors")
     factors = lora(base, r"^(?!.*vision).*layers.*_proj.weight|lm_head")
@@ -147,7 +147,7 @@ def test_adapters(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"quantization": "int8"}], ids=str)
 @each_family
-def test_new_weights(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_new_weights(family: str, options: dict[str, Any], tmp_path) -> None:
     """From a state_dict, a generator, and a directory, and after the weights slept."""
     make_family_checkpoint(tmp_path / "old", family)
     new = make_family_checkpoint(tmp_path / "new", family, seed=1)
@@ -167,7 +167,7 @@ def test_new_weights(family: str, options: dict[str, Any], tmp_path: Path) -> No
 # ---- positions ----
 
 
-def test_longrope_is_chosen_by_the_longest_request(tmp_path: Path) -> None:
+def test_longrope_is_chosen_by_the_longest_request(tmp_path) -> None:
     """transformers chooses by the length of a sequence. Both agree beyond the original length."""
     model = make_family_checkpoint(tmp_path, "phi4mini")
     assert random_llm(tmp_path).engine.input_processor.max_model_len == 160
@@ -180,7 +180,7 @@ def test_longrope_is_chosen_by_the_longest_request(tmp_path: Path) -> None:
         check_greedy(model, llm.generate(prompts_of(30), GREEDY, use_tqdm=False))
 
 
-def test_the_factor_of_later_queries_is_refused(tmp_path: Path) -> None:
+def test_the_factor_of_later_queries_is_refused(tmp_path) -> None:
     make_family_checkpoint(tmp_path, "ministral3")
     assert random_llm(tmp_path).engine.input_processor.max_model_len == 256
     with pytest.raises(
@@ -256,7 +256,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("family", "changes", "words"), WRONG, ids=str)
-def test_what_is_refused(family: str, changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_what_is_refused(family: str, changes: dict[str, Any], words: str, tmp_path) -> None:
     (tmp_path / "wrong").mkdir()
     make_family_checkpoint(tmp_path, family)
     form = PHI4_MINI if family == "phi4mini" else {}
@@ -264,7 +264,7 @@ def test_what_is_refused(family: str, changes: dict[str, Any], words: str, tmp_p
         Checkpoint(edited(tmp_path, tmp_path / "wrong", **form | changes))
 
 
-def test_the_form_of_phi4_mini(tmp_path: Path) -> None:
+def test_the_form_of_phi4_mini(tmp_path) -> None:
     (tmp_path / "form").mkdir()
     make_family_checkpoint(tmp_path, "phi4mini")
     found = Checkpoint(edited(tmp_path, tmp_path / "form", **PHI4_MINI)).model_config
@@ -278,7 +278,7 @@ GEMMA3 = {  # without rope_parameters and layer_types, as it was released
 }
 
 
-def test_the_form_of_gemma_3(tmp_path: Path) -> None:
+def test_the_form_of_gemma_3(tmp_path) -> None:
     (tmp_path / "form").mkdir()
     make_family_checkpoint(tmp_path, "gemma3")
     found = Checkpoint(edited(tmp_path, tmp_path / "form", **GEMMA3)).model_config
@@ -297,7 +297,7 @@ def test_the_form_of_gemma_3(tmp_path: Path) -> None:
     assert found.tie_word_embeddings
 
 
-def test_a_chat_of_gemma_3(tmp_path: Path) -> None:
+def test_a_chat_of_gemma_3(tmp_path) -> None:
     """The template writes <bos>, as the tokenizer does before a text. Two tokens end an answer."""
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
     letters = [chr(c) for c in (10, *range(97, 123))] + ["▁"]

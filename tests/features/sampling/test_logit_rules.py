@@ -93,7 +93,7 @@ def test_presence_and_frequency_penalties() -> None:
 
 
 @pytest.mark.parametrize("at_a_time", [1, 70, penalties.TOKENS_AT_A_TIME])
-def test_penalties_of_rows_of_every_length(monkeypatch: pytest.MonkeyPatch, at_a_time: int) -> None:
+def test_penalties_of_rows_of_every_length(monkeypatch, at_a_time: int) -> None:
     """Rows that are new at different times and repeat few tokens, against counts of the whole list.
 
     What is read at a time is bounded: the profile, whose rows are short, does not measure it.
@@ -321,9 +321,7 @@ class Large:
 
 @pytest.mark.parametrize("raises", [False, True])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_processors_are_released(
-    path: Path, monkeypatch: pytest.MonkeyPatch, raises: bool, asynchronous: bool
-) -> None:
+def test_processors_are_released(path: Path, monkeypatch, raises: bool, asynchronous: bool) -> None:
     """No row keeps what a processor refers to after the end of its request, whatever ended it."""
     llm = random_llm(path)
     monkeypatch.setattr(llm.engine, "async_scheduling", asynchronous)
@@ -397,7 +395,7 @@ def test_logits_processors_as_in_vllm(embedded: LLM) -> None:
             embedded.generate("hello", SamplingParams(logits_processors=[wrong]))
 
 
-def test_a_bad_word_without_tokens(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_word_without_tokens(embedded: LLM, monkeypatch) -> None:
     """A normalizer can remove a whole word. It was accepted, and its space was forbidden."""
     inputs = embedded.engine.input_processor
     encode = inputs.encode

@@ -343,7 +343,7 @@ RULES: list[tuple[dict[str, Any], bool]] = [
 ]
 
 
-def test_rules_that_have_a_state_take_no_drafts(caplog: pytest.LogCaptureFixture) -> None:
+def test_rules_that_have_a_state_take_no_drafts(caplog) -> None:
     llm = engine_of(**PLENTY)
     for rules, has_drafts in RULES:
         before = llm.stats()["drafted_tokens"]
@@ -411,9 +411,7 @@ FAULTS = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[SLOW] * (i > 0)) for i, name in enumerate(FAULTS)]
 )
-def test_fault_of_results_is_caught(
-    without: LLM, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fault_of_results_is_caught(without: LLM, name: str, monkeypatch) -> None:
     whole = whole_texts(without)
     want = results(without, 0), stopped(without, whole)
     mutant, faulty = FAULTS[name], apply(FAULTS[name])

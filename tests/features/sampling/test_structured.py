@@ -114,7 +114,7 @@ def test_every_kind(embedded: LLM, kind: str) -> None:
 
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
-def each_way(embedded: LLM, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LLM:
+def each_way(embedded: LLM, request, monkeypatch) -> LLM:
     """The embedded model, without and with asynchronous steps."""
     monkeypatch.setattr(embedded.engine, "async_scheduling", request.param)
     return embedded
@@ -466,9 +466,7 @@ def test_a_deep_grammar_does_not_end_the_process(embedded: LLM, kind: str) -> No
     assert threading.stack_size() == before
 
 
-def test_compilations_that_still_run_are_few(
-    embedded: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compilations_that_still_run_are_few(embedded: LLM, monkeypatch) -> None:
     """Nothing can stop them. Compiled grammars are used meanwhile, and others when they have ended."""
     inputs, go_on = embedded.engine.input_processor, threading.Event()
     compiler = inputs.grammars()
@@ -533,7 +531,7 @@ def test_a_choice_of_many_strings(embedded: LLM) -> None:
     assert embedded.generate("x", params, use_tqdm=False)[0]["text"] in choice
 
 
-def test_without_the_library(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library(embedded: LLM, monkeypatch) -> None:
     compiler = embedded.engine.input_processor.grammars()
     monkeypatch.delitem(vars(compiler), "vocabulary", raising=False)
     monkeypatch.setitem(sys.modules, "llguidance.hf", None)
@@ -542,7 +540,7 @@ def test_without_the_library(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> 
     assert embedded.generate("x", SamplingParams(max_tokens=1), use_tqdm=False)
 
 
-def test_a_limit_of_the_library(each_way: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_the_library(each_way: LLM, monkeypatch) -> None:
     """It ends its own request, and the call raises its reason when the others have ended."""
     mask = Matcher.mask
 
@@ -575,7 +573,7 @@ def test_a_limit_of_the_library(each_way: LLM, monkeypatch: pytest.MonkeyPatch) 
 # ---- what it costs ----
 
 
-def test_other_requests_pay_nothing(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_requests_pay_nothing(embedded: LLM, monkeypatch) -> None:
     """No rules, no vocabulary and no waits for a batch without structured outputs."""
     compiler = GrammarCompiler(embedded.get_tokenizer(), 1056, frozenset({1035}))
     monkeypatch.setattr(embedded.engine.input_processor, "grammars", lambda: compiler)

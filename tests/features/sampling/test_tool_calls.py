@@ -230,7 +230,7 @@ def run(llm: LLM, path: Path, bodies: list[dict[str, Any]]) -> list[dict[str, An
 chat = [{"role": "user", "content": "What is 2 + 3?"}]
 
 
-def test_what_is_refused(embedded: LLM, tmp_path: Path) -> None:
+def test_what_is_refused(embedded: LLM, tmp_path) -> None:
     for text, tools in ((None, None), ("a", [{"name": "a"}]), ("a", {}), ("a", [ADD, 1])):
         with pytest.raises((TypeError, ValueError), match="must"):
             parse_tool_calls(text, tools)
@@ -241,7 +241,7 @@ def test_what_is_refused(embedded: LLM, tmp_path: Path) -> None:
             raise ValueError(result["error"]["error"]["message"])
 
 
-def test_a_file_with_tools(embedded: LLM, tmp_path: Path) -> None:
+def test_a_file_with_tools(embedded: LLM, tmp_path) -> None:
     """The template gets the tools."""
     said = "Yes. " + call("add", a=2) + call("stop")
     template = "{{ tools[0].function.name if tools else 'none' }}"
@@ -287,7 +287,7 @@ def test_references_of_forced_calls(embedded: LLM) -> None:
 
 @pytest.mark.extra
 @pytest.mark.skipif(find_spec("llguidance") is None, reason="needs llguidance")
-def test_forced_calls(embedded: LLM, tmp_path: Path) -> None:
+def test_forced_calls(embedded: LLM, tmp_path) -> None:
     name = {"type": "function", "function": {"name": "add"}}
     fields = {"tools": TOOLS, "n": 4, "temperature": 1, "seed": 2, "max_tokens": 220}
     required = fields | {"tool_choice": "required"}

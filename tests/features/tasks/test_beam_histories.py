@@ -52,7 +52,7 @@ FAULTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
-def test_faults_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_are_caught(name: str, monkeypatch) -> None:
     module, function, *_ = FAULTS[name]
     faulty = apply(Mutant(*FAULTS[name]))
     if module is result_kinds:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import VOCAB, edited, make_checkpoint, random_llm
-from engines import still_serves
+from engines import EACH_WAY, still_serves
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, EmbeddingRequestOutput, PoolingParams, SamplingParams
@@ -51,7 +51,7 @@ def change_layout(path: Path, layout: str) -> None:
 
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("layout", ["causal", "without head", "bare", "bare Model", "Model"])
-def test_layouts(tmp_path: Path, layout: str, tie: bool) -> None:
+def test_layouts(tmp_path, layout: str, tie: bool) -> None:
     """Names with and without "model.", and heads that are tied, stored or missing."""
     model = make_checkpoint(tmp_path, tie=tie)
     change_layout(tmp_path, layout)
@@ -73,18 +73,7 @@ def test_layouts(tmp_path: Path, layout: str, tie: bool) -> None:
     assert len(llm.embed(PROMPTS[0], use_tqdm=False)) == 1
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"max_num_batched_tokens": 7},
-        {"async_scheduling": True, "max_num_batched_tokens": 50},
-        {"num_kv_cache_blocks": 8, "max_num_batched_tokens": 30, "async_scheduling": True},
-        {"enable_prefix_caching": False, "max_num_seqs": 2},
-        {"attention_backend": "sdpa"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", EACH_WAY, ids=str)
 def test_equal_in_any_steps(
     checkpoint: tuple[Path, torch.nn.Module], options: dict[str, object]
 ) -> None:
@@ -144,9 +133,7 @@ def test_a_prompt_may_fill_the_model(llm: LLM) -> None:
         llm.generate([5] * 128, use_tqdm=False)
 
 
-def test_nan_and_aborts_end_only_their_request(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nan_and_aborts_end_only_their_request(llm: LLM, monkeypatch, caplog) -> None:
     engine = llm.engine
     engine.add_request(PROMPTS[0], PoolingParams(), request_id="gone")
     engine.add_request(PROMPTS[1], PoolingParams(), request_id="kept")
@@ -202,7 +189,7 @@ def add_modules(path: Path, kinds: tuple[str, ...], pooling: dict, **settings: o
 @pytest.mark.parametrize(
     "pooling", [LAST, {"pooling_mode": "lasttoken"}, {"pooling_mode": ["lasttoken"]}], ids=str
 )
-def test_settings_that_are_honoured(tmp_path: Path, pooling: dict) -> None:
+def test_settings_that_are_honoured(tmp_path, pooling: dict) -> None:
     model = make_checkpoint(tmp_path)
     add_modules(tmp_path, MODULES[:2], pooling, truncate_dim=8)
     llm = random_llm(tmp_path)
@@ -227,7 +214,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("kinds", "pooling", "words"), REFUSED, ids=str)
 def test_settings_that_are_refused(
-    tmp_path: Path, kinds: tuple[str, ...], pooling: dict, words: str
+    tmp_path, kinds: tuple[str, ...], pooling: dict, words: str
 ) -> None:
     make_checkpoint(tmp_path)
     add_modules(tmp_path, kinds, pooling)
@@ -238,7 +225,7 @@ def test_settings_that_are_refused(
 
 
 @pytest.fixture(scope="session")
-def with_prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def with_prompts(tmp_path_factory) -> Path:
     """The embedded model as a sentence-transformers checkpoint."""
     path = tmp_path_factory.mktemp("prompts")
     source = Path(__file__).parents[3] / "nanovllm" / "loading" / "qwen3-nano"
@@ -268,7 +255,7 @@ def test_prompts_by_name(with_prompts: Path) -> None:
 
 
 @pytest.mark.parametrize("adds", [True, False])
-def test_the_end_of_a_text(with_prompts: Path, tmp_path: Path, adds: bool) -> None:
+def test_the_end_of_a_text(with_prompts: Path, tmp_path, adds: bool) -> None:
     """e5-mistral has add_eos_token, which its tokenizer.json does not apply."""
     for file in with_prompts.iterdir():
         (tmp_path / file.name).symlink_to(file)
@@ -285,7 +272,7 @@ def test_the_end_of_a_text(with_prompts: Path, tmp_path: Path, adds: bool) -> No
     assert llm.generate("a b", use_tqdm=False)[0].prompt_token_ids == plain
 
 
-def test_reading_of_texts(with_prompts: Path, tmp_path: Path) -> None:
+def test_reading_of_texts(with_prompts: Path, tmp_path) -> None:
     """Fields of sentence_bert_config.json are followed or refused."""
     shutil.copytree(with_prompts, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "sentence_bert_config.json"
@@ -353,9 +340,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize(("name", "text", "word"), SETTINGS)
-def test_broken_pooling_settings(
-    path: Path, tmp_path: Path, name: str, text: str, word: str
-) -> None:
+def test_broken_pooling_settings(path: Path, tmp_path, name: str, text: str, word: str) -> None:
     edited(path, tmp_path)
     (tmp_path / name).write_text(text)
     llm = random_llm(tmp_path)

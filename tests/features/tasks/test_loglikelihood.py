@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import VOCAB, random_llm
-from engines import still_serves
+from engines import EACH_WAY, still_serves
 
 from nanovllm import LLM, LoglikelihoodOutput, PoolingParams, SamplingParams
 from nanovllm.plan import StepPlan
@@ -41,18 +41,7 @@ def score(llm: LLM, pairs: list) -> list[LoglikelihoodOutput]:
     return llm.loglikelihood(list(stems), list(ends), use_tqdm=False)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"max_num_batched_tokens": 7},
-        {"async_scheduling": True, "max_num_batched_tokens": 50},
-        {"num_kv_cache_blocks": 8, "max_num_batched_tokens": 30, "async_scheduling": True},
-        {"enable_prefix_caching": False, "max_num_seqs": 2},
-        {"attention_backend": "sdpa", "block_size": 4, "num_kv_cache_blocks": 256},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", EACH_WAY, ids=str)
 def test_equal_in_any_steps(
     checkpoint: tuple[Path, torch.nn.Module], options: dict[str, object]
 ) -> None:
@@ -64,7 +53,7 @@ def test_equal_in_any_steps(
     assert llm.stats()["blocks_in_use"] == llm.stats()["output_tokens"] == 0
 
 
-def test_a_stem_is_computed_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stem_is_computed_once(llm: LLM, monkeypatch) -> None:
     """Of later answers only the last partial block of the stem is computed, and no last token."""
     llm.reset_prefix_cache()
     plans: list[StepPlan] = []
@@ -151,7 +140,7 @@ def test_pairs_of_dicts(embedded: LLM) -> None:
             embedded.loglikelihood(stem, last, use_tqdm=False)
 
 
-def test_nan_ends_only_its_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_ends_only_its_request(llm: LLM, monkeypatch) -> None:
     run = llm.engine.runner.run
 
     def with_nan(plan: StepPlan) -> object:

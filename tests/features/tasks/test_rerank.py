@@ -33,7 +33,7 @@ def add_tokenizer(path: Path, *words: str) -> Path:
 
 
 @pytest.fixture(scope="session")
-def reranker(tmp_path_factory: pytest.TempPathFactory) -> tuple[LLM, torch.nn.Module]:
+def reranker(tmp_path_factory) -> tuple[LLM, torch.nn.Module]:
     path = tmp_path_factory.mktemp("reranker")
     model = make_checkpoint(path, tie=True, vocab_size=1100, max_position_embeddings=1024)
     add_tokenizer(path, "yes", "no")
@@ -75,7 +75,7 @@ def test_scores_equal_the_model_card(
     assert shared > 64
 
 
-def test_scores_of_qwen3_vl(tmp_path: Path) -> None:
+def test_scores_of_qwen3_vl(tmp_path) -> None:
     """The prompt of the authors' script: parts of a message without spaces, and no thoughts."""
     sizes = dict(vocab_size=1100, max_position_embeddings=1024)
     model = make_family_checkpoint(tmp_path / "vl-reranker", "qwen3vl", **sizes)
@@ -111,7 +111,7 @@ def test_pairs(reranker: tuple[LLM, torch.nn.Module]) -> None:
     assert [output.outputs.score for output in found] == pytest.approx(scores, abs=1e-5)
 
 
-def test_cosines_of_embeddings(tmp_path: Path) -> None:
+def test_cosines_of_embeddings(tmp_path) -> None:
     make_checkpoint(tmp_path, tie=True, vocab_size=1100)
     add_tokenizer(tmp_path)
     (tmp_path / "1_Pooling").mkdir()
@@ -157,7 +157,7 @@ def test_what_is_refused(
 
 
 def test_models_without_scores(
-    embedded: LLM, path: Path, reranker: tuple[LLM, torch.nn.Module], tmp_path: Path
+    embedded: LLM, path: Path, reranker: tuple[LLM, torch.nn.Module], tmp_path
 ) -> None:
     """A model with "yes" and "no" is no reranker unless its name or hf_overrides say so."""
     source = reranker[0].engine.checkpoint.directory
@@ -210,7 +210,7 @@ def logit_score(source: Path, path: Path, template: str, head: dict, reading: di
 
 @pytest.mark.parametrize("template", [FLAT, PARTS])
 def test_a_reranker_of_sentence_transformers(
-    reranker: tuple[LLM, torch.nn.Module], tmp_path: Path, template: str
+    reranker: tuple[LLM, torch.nn.Module], tmp_path, template: str
 ) -> None:
     """It has the tokens of its LogitScore, and the prompt of its chat template."""
     source, model = reranker[0].engine.checkpoint.directory, reranker[1]
@@ -249,7 +249,7 @@ def test_a_reranker_of_sentence_transformers(
 )
 def test_rerankers_that_are_not_supported(
     reranker: tuple[LLM, torch.nn.Module],
-    tmp_path: Path,
+    tmp_path,
     template: str,
     head: dict,
     reading: dict,
@@ -261,7 +261,7 @@ def test_rerankers_that_are_not_supported(
         llm.score("a", "b", use_tqdm=False, instruction="c")
 
 
-def test_nan_is_an_error(tmp_path: Path) -> None:
+def test_nan_is_an_error(tmp_path) -> None:
     model = make_checkpoint(path := tmp_path / "reranker", tie=True, vocab_size=1100)
     torch.nn.init.constant_(model.model.norm.weight, float("nan"))
     model.save_pretrained(path)
@@ -270,7 +270,7 @@ def test_nan_is_an_error(tmp_path: Path) -> None:
         llm.score("a", "b", use_tqdm=False)
 
 
-def test_a_file_of_requests(reranker: tuple[LLM, torch.nn.Module], tmp_path: Path) -> None:
+def test_a_file_of_requests(reranker: tuple[LLM, torch.nn.Module], tmp_path) -> None:
     llm, _ = reranker
     bodies: list[tuple[str, dict[str, Any]]] = [
         ("score", {"data_1": QUERY, "data_2": DOCUMENTS}),

@@ -18,7 +18,7 @@ from nanovllm import LLM, GenerationError
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
+def models(tmp_path_factory) -> Callable[[str], Pair]:
     """Returns the pair of a kind, which is made once."""
     return functools.cache(lambda kind: pair(kind, tmp_path_factory.mktemp("pair")))
 
@@ -113,7 +113,7 @@ def test_wrong_types(old_and_new: tuple[LLM, Any, Any], weights: Any, message: s
     assert old_and_new[0].stats()["blocks_evictable"] > 0
 
 
-def test_other_directories(old_and_new: tuple[LLM, Any, Any], tmp_path: Path) -> None:
+def test_other_directories(old_and_new: tuple[LLM, Any, Any], tmp_path) -> None:
     llm = old_and_new[0]
     make_checkpoint(tmp_path, num_hidden_layers=3, **WIDE)
     with pytest.raises(
@@ -231,7 +231,7 @@ def test_a_head_that_the_engine_does_not_have(models: Callable[[str], Pair]) -> 
         llm.load_weights(form(weights))
 
 
-def test_the_prefix_cache_on_disk(models: Callable[[str], Pair], tmp_path: Path) -> None:
+def test_the_prefix_cache_on_disk(models: Callable[[str], Pair], tmp_path) -> None:
     (path, _), (new_path, new) = models("qwen3")
     llm = random_llm(path)
     answers(llm)

@@ -1,5 +1,6 @@
 """An engine that has slept answers as before, and returns memory while it sleeps."""
 
+import gc
 import signal
 import weakref
 from collections.abc import Callable
@@ -18,7 +19,7 @@ CASES = [*zip(MODELS, OPTIONS, strict=True), ("qwen3", "int8"), ("hybrid", "bflo
 
 
 @pytest.mark.parametrize(("kind", "options"), CASES)
-def test_tokens_are_equal_after_sleep(kind: str, options: str, tmp_path: Path) -> None:
+def test_tokens_are_equal_after_sleep(kind: str, options: str, tmp_path) -> None:
     """With a prefix cache that is full before each sleep."""
     (path, model), (other, _) = pair(kind, tmp_path)
     llm = random_llm(path, num_kv_cache_blocks=20, **OPTIONS[options])
@@ -49,7 +50,7 @@ def test_twenty_times(path: Path) -> None:
         assert answers(llm)[0] == before[0]
 
 
-def test_captured_steps_are_captured_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_steps_are_captured_again(path: Path, monkeypatch) -> None:
     capture_with(monkeypatch, stand_in)
     options = dict(attention_backend="sdpa", max_num_seqs=4, max_model_len=64)
     llm = random_llm(path, **options)
@@ -67,9 +68,7 @@ def test_captured_steps_are_captured_again(path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("options", ["torch", "torch int4"])
-def test_tensors_are_all_weights(
-    kind: str, options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_are_all_weights(kind: str, options: str, tmp_path, monkeypatch) -> None:
     """A model with a copy of them answers as before. What a GPU's level 1 does."""
     MODELS[kind](tmp_path, 0)
     llm = random_llm(tmp_path, **OPTIONS[options])
@@ -92,7 +91,7 @@ def test_tensors_are_all_weights(
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_calls_are_refused(path: Path, level: int, tmp_path: Path) -> None:
+def test_calls_are_refused(path: Path, level: int, tmp_path) -> None:
     llm = random_llm(path)
     before = answers(llm)
     llm.save_prefix_cache(tmp_path)
@@ -148,7 +147,7 @@ def test_what_cannot_sleep(path: Path) -> None:
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("first", ["weights", "kv_cache"])
 def test_parts_that_wake_up_one_after_the_other(
-    path: Path, level: int, first: str, tmp_path: Path
+    path: Path, level: int, first: str, tmp_path
 ) -> None:
     llm = random_llm(path)
     before, weights = answers(llm), make_checkpoint(tmp_path, seed=1).state_dict()
@@ -191,6 +190,7 @@ def test_ctrl_c_at_any_line(path: Path, level: int) -> None:
         llm.wake_up()
 
     calls()  # imports the modules, whose lines run only once and would be counted
+    gc.freeze()  # each sleep collects garbage, and need not look at what other tests have left
     lines = faults.run(
         calls, files := ("features/weights/sleep.py", "features/weights/new_weights")
     )
@@ -201,7 +201,7 @@ def test_ctrl_c_at_any_line(path: Path, level: int) -> None:
         assert answers(llm)[0] == before[0]
 
 
-def test_a_request_that_was_checked_before(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_was_checked_before(path: Path, monkeypatch) -> None:
     """It is refused when it is queued, and leaves nothing."""
     llm = random_llm(path)
     add = llm.engine.add
@@ -220,13 +220,18 @@ def test_a_request_that_was_checked_before(path: Path, monkeypatch: pytest.Monke
 
 
 MEMORY = """
-import gc, psutil
+import psutil, torch
 from nanovllm import LLM, SamplingParams
 options = dict(device="cpu", dtype="float32", skip_tokenizer_init=True, num_kv_cache_blocks=200)
 llm = LLM({path!r}, block_size=64, **options)
 params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-prompts = [[i + 1] * 500 for i in range(20)]
-llm.generate(prompts, params, use_tqdm=False)
+
+def answer_and_fill_the_cache():
+    llm.generate([[1] * 20], params, use_tqdm=False)
+    with torch.inference_mode():
+        llm.engine.runner.attention.cache.fill_(1)
+
+answer_and_fill_the_cache()
 runner = llm.engine.runner
 cache = runner.attention.cache.nbytes
 weights = sum(linear.weight.shape.numel() * 4 for linear in runner.model.linears())
@@ -239,7 +244,7 @@ for level in (1, 2):
     llm.wake_up()
     if level == 2:
         llm.load_weights({path!r})
-    llm.generate(prompts, params, use_tqdm=False)
+    answer_and_fill_the_cache()
 print(cache, weights, *found)
 """
 

@@ -1,6 +1,7 @@
 from nanovllm import LLM, SamplingParams, TextPrompt, TokensPrompt
 
-llm = LLM(model="qwen3-nano", trust_remote_code=False, disable_log_stats=True, seed=None)
+options = dict(enable_prefix_caching=True, gpu_memory_utilization=0.4, seed=None)
+llm = LLM(model="qwen3-nano", trust_remote_code=False, disable_log_stats=True, **options)
 prompts = [TextPrompt(prompt="Spell dog\n"), TokensPrompt(prompt_token_ids=[5, 6, 7])]
 params = SamplingParams.from_optional(temperature=0.0, top_p=None, max_tokens=8)
 outputs = llm.generate(prompts, params.clone(), use_tqdm=False)

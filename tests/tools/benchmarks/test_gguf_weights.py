@@ -1,7 +1,5 @@
 """A GGUF file of random weights has their numbers, under the names of llama.cpp."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from moe_checkpoints import make_moe_checkpoint
@@ -13,7 +11,7 @@ gguf = pytest.importorskip("gguf")
 
 
 @pytest.mark.parametrize(("kind", "error"), [("F32", 0), ("Q8_0", 0.01)])
-def test_experts(kind: str, error: float, tmp_path: Path) -> None:
+def test_experts(kind: str, error: float, tmp_path) -> None:
     make_moe_checkpoint(tmp_path, moe_intermediate_size=64, num_experts=11)
     weights = load_file(tmp_path / "model.safetensors")
     reader = gguf.GGUFReader(write_gguf(tmp_path, kind))
@@ -30,7 +28,7 @@ def test_experts(kind: str, error: float, tmp_path: Path) -> None:
     assert sum(t.n_elements for t in reader.tensors) == sum(w.numel() for w in weights.values())
 
 
-def test_other_models_are_refused_early(tmp_path: Path) -> None:
+def test_other_models_are_refused_early(tmp_path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_5_text"}')
     with pytest.raises(ValueError, match=r"qwen3_moe; this is one of qwen3_5_text"):
         gguf_path(tmp_path)

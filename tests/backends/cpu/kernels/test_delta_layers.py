@@ -1,6 +1,5 @@
 """A decode step of a hybrid model in one call equals the model, its states included."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from nanovllm.backends.cpu.kernels.delta_layers import HybridLayers
     [("LLFLF", 32, 64, None), ("LF", 4, 1024, None), ("LF", 4, 96, "int8"), ("LF", 4, 96, "int4")],
 )
 def test_one_call_is_the_model(
-    tmp_path: Path, layers: str, heads: int, size: int, weights: str | None, dtype: torch.dtype
+    tmp_path, layers: str, heads: int, size: int, weights: str | None, dtype: torch.dtype
 ) -> None:
     make_hybrid_checkpoint(tmp_path, layers, heads, hidden_size=size, intermediate_size=128)
     options: dict[str, Any] = {"attention_backend": "numba", "num_kv_cache_blocks": 60}

@@ -1,6 +1,5 @@
 """The kernels that Numba compiles, compared with torch's functions on the same input."""
 
-
 import fresh
 import numpy as np
 import pytest
@@ -91,9 +90,7 @@ def test_exp() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("few", [0, 1 << 30])
 @pytest.mark.parametrize("rows", [1, 3, 7])
-def test_between_the_products(
-    dtype: torch.dtype, few: int, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_between_the_products(dtype: torch.dtype, few: int, rows: int, monkeypatch) -> None:
     """On one thread and on all; a NaN stays in its row."""
     monkeypatch.setattr(parallel, "SERIAL_ELEMENTS", few)
     torch.manual_seed(0)
@@ -112,14 +109,8 @@ def test_between_the_products(
     torch.testing.assert_close(cpu.add_rms_norm(alone.clone(), None, weight, 1e-3), wanted)
 
 
-
-
 def sampling(rows: int, temperature: torch.Tensor) -> SamplingBatch:
     return SamplingBatch(temperature, torch.arange(rows) - 3, torch.arange(rows) * 7, {})
-
-
-
-
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -139,11 +130,7 @@ def test_sample(dtype: torch.dtype, size: int) -> None:
         assert (logits.gather(1, found[:, None]) > -torch.inf).all()
 
 
-
-
-
-
-def test_a_filter_that_the_kernel_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_filter_that_the_kernel_does_not_have(monkeypatch) -> None:
     """Plain torch applies it, with the others and in their order; see docs/contributing.md."""
 
     def keep_even(logits: torch.Tensor, on: torch.Tensor) -> torch.Tensor:
@@ -263,8 +250,6 @@ def test_models_of_the_same_layers_are_fused(path) -> None:
     model.__class__ = Qwen3
     mlp.__class__ = type("Doubled", (type(mlp),), {"__call__": lambda self, x: 2 * x})
     assert model.backend.fuse_layers(model, runner.attention) is None
-
-
 
 
 @pytest.mark.slow

@@ -23,9 +23,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-def test_the_embedded_model_comes_back(
-    embedded: LLM, tmp_path: Path, quantized: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_embedded_model_comes_back(embedded: LLM, tmp_path, quantized: bool, capsys) -> None:
     source = write_gguf(tmp_path / "nano.gguf", "qwen3", NANO, quantized)
     assert main(["convert", str(source), str(tmp_path / "out")]) == 0
     assert f"nanovllm chat --model {tmp_path / 'out'}" in capsys.readouterr().out
@@ -47,7 +45,7 @@ def test_the_embedded_model_comes_back(
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_reordered_heads(tmp_path: Path, bias: bool) -> None:
+def test_reordered_heads(tmp_path, bias: bool) -> None:
     """Llama's q and k have another order in a GGUF file; the shards have an index."""
     fields = dict(vocab_size=1056, tie=True, attention_bias=bias)
     model = make_checkpoint(tmp_path / "llama", "llama", **fields)
@@ -69,7 +67,7 @@ def test_reordered_heads(tmp_path: Path, bias: bool) -> None:
     check_greedy(model, llm.generate(ids, params, use_tqdm=False))
 
 
-def test_rope_of_llama_3(tmp_path: Path) -> None:
+def test_rope_of_llama_3(tmp_path) -> None:
     """A GGUF file has the divisors of the frequencies; config.json gets what they follow from."""
     scaling = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0}
     scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -85,7 +83,7 @@ def test_rope_of_llama_3(tmp_path: Path) -> None:
     assert Checkpoint(tmp_path / "out").model_config.rope == config.rope
 
 
-def test_gemma_3(tmp_path: Path) -> None:
+def test_gemma_3(tmp_path) -> None:
     """Its norms are 1 + w in a GGUF file, and full layers may have a linear rope."""
     rope = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     fields = dict(vocab_size=1056, num_hidden_layers=7, query_pre_attn_scalar=24, **rope)
@@ -166,16 +164,14 @@ def broken(path: Path, what: str) -> Path:
         ("many KV heads", "shape (128, 256), but its metadata say (256, 256); download"),
     ],
 )
-def test_broken_files(
-    tmp_path: Path, what: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_broken_files(tmp_path, what: str, words: str, capsys) -> None:
     source = broken(tmp_path / "model.gguf", what)
     assert main(["convert", str(source), str(tmp_path / "out")]) == 1
     assert words in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_nothing_half_done_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_half_done_is_left(tmp_path, monkeypatch) -> None:
     """A full disk, and a directory that exists."""
     source = write_gguf(tmp_path / "nano.gguf", "qwen3", NANO)
     names = {path.name for path in tmp_path.iterdir()}
@@ -193,7 +189,7 @@ def test_nothing_half_done_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         convert(source, tmp_path / "out")
 
 
-def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ValueError, match="pip install gguf"):
         convert(tmp_path / "x.gguf", tmp_path / "out")

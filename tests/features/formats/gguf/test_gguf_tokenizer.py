@@ -47,26 +47,26 @@ def tokenizer_of(path: Path, kind: str, pre: str, adds_bos: bool | None = None) 
         ("llama-bpe", ["<s>", "xyz", "12"]),
     ],
 )
-def test_rules_that_split_a_text(tmp_path: Path, pre: str, tokens: list[str]) -> None:
+def test_rules_that_split_a_text(tmp_path, pre: str, tokens: list[str]) -> None:
     tokenizer = tokenizer_of(tmp_path / "x.gguf", "gpt2", pre)
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("xyz12")) == tokens
 
 
 @pytest.mark.parametrize(("adds_bos", "starts"), [(None, 0), (False, 0), (True, 1)])
-def test_first_token(tmp_path: Path, adds_bos: bool | None, starts: int) -> None:
+def test_first_token(tmp_path, adds_bos: bool | None, starts: int) -> None:
     tokenizer = tokenizer_of(tmp_path / "x.gguf", "gpt2", "gpt-2", adds_bos)
     assert tokenizer.encode("x").count(tokenizer.bos_token_id) == starts
     assert tokenizer.encode("x", add_special_tokens=False)[0] != tokenizer.bos_token_id
     assert tokenizer.encode("x", "y").count(tokenizer.bos_token_id) == 2 * starts
 
 
-def test_spaces_of_sentencepiece(tmp_path: Path) -> None:
+def test_spaces_of_sentencepiece(tmp_path) -> None:
     tokenizer = tokenizer_of(tmp_path / "x.gguf", "llama", "default")
     tokens = [tokenizer.convert_ids_to_tokens(tokenizer.encode(text)) for text in ("a b", " a")]
     assert tokens == [["<s>", "▁a", "▁", "b"], ["<s>", "▁", "▁a"]]
 
 
-def test_unknown_rules_are_refused(tmp_path: Path) -> None:
+def test_unknown_rules_are_refused(tmp_path) -> None:
     with pytest.raises(
         ValueError, match="pre-tokenizer 'tekken', which is not supported; .*smollm"
     ):

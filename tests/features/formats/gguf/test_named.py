@@ -42,7 +42,7 @@ except OSError as error:
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def package(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("package")
     write_gguf(path / "model.gguf", "qwen3", NANO)
     return path
@@ -56,14 +56,14 @@ def names(cache: Path) -> list[str]:
     return sorted(path.name for path in (cache / "nanovllm").iterdir() if path.is_dir())
 
 
-def test_two_processes_at_once(package: Path, tmp_path: Path) -> None:
+def test_two_processes_at_once(package: Path, tmp_path) -> None:
     processes = [start(ANSWER, package, tmp_path) for _ in range(2)]
     done = [process.wait() for process in processes]
     assert [d.stdout for d in done] == ["True\n", "True\n"], done
     assert names(tmp_path) == [f"{NAME}-0.1.2"]
 
 
-def test_killed_during_the_conversion(package: Path, tmp_path: Path) -> None:
+def test_killed_during_the_conversion(package: Path, tmp_path) -> None:
     assert start(KILLED, package, tmp_path).wait().returncode == -9
     (unfinished,) = names(tmp_path)
     assert unfinished.startswith(f".{NAME}-0.1.2-")
@@ -71,14 +71,14 @@ def test_killed_during_the_conversion(package: Path, tmp_path: Path) -> None:
     assert names(tmp_path) == [f"{NAME}-0.1.2"]
 
 
-def test_a_full_disk(package: Path, tmp_path: Path) -> None:
+def test_a_full_disk(package: Path, tmp_path) -> None:
     """A limit of the size of a file stands for it."""
     done = start(FULL, package, tmp_path).wait()
     assert "cannot be written" in done.stdout or "too large" in done.stdout, done
     assert names(tmp_path) == []
 
 
-def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package(tmp_path, monkeypatch) -> None:
     def missing(name: str) -> None:
         raise named.PackageNotFoundError(name)
 
@@ -91,9 +91,7 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert find_checkpoint(NAME) == converted
 
 
-def test_a_directory_of_this_name_is_a_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_of_this_name_is_a_checkpoint(tmp_path, monkeypatch) -> None:
     (tmp_path / NAME).mkdir()
     monkeypatch.chdir(tmp_path)
     assert find_checkpoint(NAME) == Path(NAME)

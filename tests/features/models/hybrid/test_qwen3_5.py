@@ -21,7 +21,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
+def checkpoint(tmp_path_factory) -> tuple[Path, torch.nn.Module]:
     path = tmp_path_factory.mktemp("hybrid")
     return path, make_hybrid_checkpoint(path)
 
@@ -37,7 +37,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn
     ],
 )
 def test_equals_transformers(
-    tmp_path: Path, backend: str, layers: str, key_heads: int, value_heads: int, nested: bool
+    tmp_path, backend: str, layers: str, key_heads: int, value_heads: int, nested: bool
 ) -> None:
     model = make_hybrid_checkpoint(tmp_path, layers, value_heads, key_heads, nested=nested)
     llm = random_llm(tmp_path, attention_backend=backend)
@@ -57,7 +57,7 @@ ROPES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
-def test_rotary_embedding(tmp_path: Path, rope: dict[str, Any]) -> None:
+def test_rotary_embedding(tmp_path, rope: dict[str, Any]) -> None:
     """Only the rotated part of a head has the scale of yarn. All of a head can be rotated."""
     defaults = {"rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
     model = make_hybrid_checkpoint(tmp_path, "FLF", rope_parameters=defaults | rope)
@@ -225,15 +225,13 @@ BAD_CONFIGS = {
 
 
 @pytest.mark.parametrize("message", BAD_CONFIGS)
-def test_bad_configs(
-    checkpoint: tuple[Path, torch.nn.Module], tmp_path: Path, message: str
-) -> None:
+def test_bad_configs(checkpoint: tuple[Path, torch.nn.Module], tmp_path, message: str) -> None:
     path = edited(checkpoint[0], tmp_path, **BAD_CONFIGS[message])
     with pytest.raises(ValueError, match=message):
         random_llm(path)
 
 
-def test_repeated_prefixes_of_names(tmp_path: Path) -> None:
+def test_repeated_prefixes_of_names(tmp_path) -> None:
     """transformers 5.3 to 5.5 wrote "language_model." several times."""
     make_hybrid_checkpoint(tmp_path, nested=True)
     wanted = random_llm(tmp_path).generate([[1, 2, 3]], GREEDY, use_tqdm=False)
@@ -275,7 +273,7 @@ def test_the_size_option_bounds_cache_and_states(checkpoint: tuple[Path, torch.n
 
 @pytest.mark.parametrize("mib", [24, 3 * 1024])
 def test_cache_and_states_of_a_small_memory(
-    mib: int, checkpoint: tuple[Path, torch.nn.Module], monkeypatch: pytest.MonkeyPatch
+    mib: int, checkpoint: tuple[Path, torch.nn.Module], monkeypatch
 ) -> None:
     """Together they take half of the free memory, of which states take at most half."""
     monkeypatch.setattr(memory, "available_host_memory", lambda: mib << 20)
@@ -290,7 +288,7 @@ def test_cache_and_states_of_a_small_memory(
     assert 0.9 * half < runner.attention.cache.nbytes + runner.states.nbytes <= half
 
 
-def test_a_step_reads_no_other_tensors(tmp_path: Path) -> None:
+def test_a_step_reads_no_other_tensors(tmp_path) -> None:
     """Tensors for images and MTP are ignored, and eos_token_id is read from text_config."""
     make_hybrid_checkpoint(tmp_path, nested=True, eos_token_id=5)
     raw = json.loads((tmp_path / "config.json").read_text())

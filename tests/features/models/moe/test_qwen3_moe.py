@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("backend", ["sdpa", "numba"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_parity(shape: dict[str, Any], backend: str, tmp_path: Path) -> None:
+def test_parity(shape: dict[str, Any], backend: str, tmp_path) -> None:
     """Batches with chunked prefill, decodes and preemption."""
     model = make_moe_checkpoint(tmp_path, **shape)
     options = dict(max_num_batched_tokens=24, max_num_seqs=6, num_kv_cache_blocks=14)
@@ -42,7 +41,7 @@ def test_parity(shape: dict[str, Any], backend: str, tmp_path: Path) -> None:
     assert llm.stats()["preemptions"] > 0
 
 
-def test_equal_scores_choose_the_experts_of_transformers(tmp_path: Path) -> None:
+def test_equal_scores_choose_the_experts_of_transformers(tmp_path) -> None:
     model = make_moe_checkpoint(tmp_path)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -52,7 +51,7 @@ def test_equal_scores_choose_the_experts_of_transformers(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("hybrid", [False, True])
-def test_stacked_tensors(hybrid: bool, tmp_path: Path) -> None:
+def test_stacked_tensors(hybrid: bool, tmp_path) -> None:
     """The tensors of all experts may be one tensor, as transformers 5 has them in memory."""
     model = make_moe_checkpoint(tmp_path, hybrid=hybrid, **(HYBRID if hybrid else {}))
     save_file(
@@ -64,7 +63,7 @@ def test_stacked_tensors(hybrid: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "awq"])
-def test_quantized_checkpoints(name: str, tmp_path: Path) -> None:
+def test_quantized_checkpoints(name: str, tmp_path) -> None:
     """Each expert has its own scales, as in Qwen's FP8 checkpoints."""
     quantized, plain = tmp_path / "quantized", tmp_path / "plain"
     for path in (quantized, plain):
@@ -83,7 +82,7 @@ def test_quantized_checkpoints(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("quantization", "gib"), [(None, "56.87"), ("int8", "28.82")])
 def test_a_message_says_what_a3b_needs(
-    quantization: str | None, gib: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quantization: str | None, gib: str, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr(memory, "free_memory", lambda *_: 24 << 30)
     path = write_shape("qwen3-30b-a3b", tmp_path)
@@ -107,7 +106,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("fields", "message"), WRONG, ids=str)
-def test_wrong_config(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_wrong_config(fields: dict[str, Any], message: str, tmp_path) -> None:
     original, copy = tmp_path / "original", tmp_path / "copy"
     make_moe_checkpoint(original)
     copy.mkdir()
